@@ -36,7 +36,7 @@ from multigemm.bench.workloads import Workload, geomean
 from multigemm.errors import MultigemmError
 from multigemm.planning.plan import Plan
 from multigemm.planning.staging import staged_spec
-from multigemm.select import choose, clocks, table
+from multigemm.select import choose, table, timing
 from multigemm.select.measure_once import LONG_US
 from multigemm.select.problem_class import class_of
 from multigemm.select.ranking import static_order
@@ -182,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         mg.settings.settings.cache_clear()
         compiled_s = compile_ahead(cases, names, args.workers)
         print(f"{len(cases)} shapes compiled in {compiled_s:.0f} s", flush=True)
-        clocks.other_code(0)
+        timing.other_code(0)
         rows: list[Row] = []
         for case in cases:
             if time.monotonic() - began > args.seconds:

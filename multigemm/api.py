@@ -115,8 +115,9 @@ def grouped_gemm(
         >>> out.shape
         torch.Size([6, 2])
     """
-    for name in fused.keys() - FusedKeywords.__annotations__.keys():
-        raise UnknownKeyword(unknown_keyword_text("grouped_gemm", name, KEYWORDS))
+    if fused:
+        for name in fused.keys() - FusedKeywords.__annotations__.keys():
+            raise UnknownKeyword(unknown_keyword_text("grouped_gemm", name, KEYWORDS))
     if is_compiling():  # a graph holds the torch operator, not this code
         return traced_grouped_gemm(
             a, b, offsets=offsets, sizes=sizes, ends=ends, jagged=jagged, valid_rows=valid_rows, c=c, alpha=alpha,
@@ -127,7 +128,8 @@ def grouped_gemm(
     kind, cut, several = one_cut(offsets, sizes, ends)
     key = class_key = None
     plain = scale_a is scale_b is zero_b is b_format is None and accumulate == "promoted"
-    if check == "host" and not several and not fused:
+    fuses = bool(fused) and any(x is not None for x in fused.values())
+    if check == "host" and not several and not fuses:
         options: Key = (
             jagged, alpha, type(alpha), beta, type(beta), activation, out_dtype, precision, deterministic,
             type(deterministic), batch_invariant, type(batch_invariant),

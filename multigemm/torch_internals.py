@@ -110,9 +110,9 @@ def in_transform() -> bool:
     return _C._dispatch_tls_local_include_set().raw_repr() not in _USUAL_KEYS
 
 
-def answer_first(packet: Any, answer: Callable[..., tuple[Any, ...]]) -> None:
-    """Lets calls of an operator (`torch.ops.x.y`) ask `answer`, whose first value is the result, or None where the
-    dispatcher has to be asked. It is asked at once where a mode, a transform, a cast or a profiler has to see the call.
+def answer_first(packet: Any, answer: Callable[..., Any]) -> None:
+    """Lets calls of an operator (`torch.ops.x.y`) ask `answer` for the result before the dispatcher, to which calls go
+    where the answer is None, and at once where a mode, a cast or a profiler has to see them.
 
     torch's dispatcher takes 5 us to read 22 arguments, about as long as all that a call like an earlier one needs.
     """
@@ -121,7 +121,7 @@ def answer_first(packet: Any, answer: Callable[..., tuple[Any, ...]]) -> None:
     class AnsweredFirst(dispatched):  # type: ignore[misc]
         def __call__(self, /, *args: Any, **keywords: Any) -> Any:
             if not (_function_modes() or _any_autocast() or _profiled()):
-                found = answer(*args, **keywords)[0]
+                found = answer(*args, **keywords)
                 if found is not None:
                     return found
             return dispatched.__call__(self, *args, **keywords)

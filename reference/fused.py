@@ -80,8 +80,9 @@ def times(x: Enclosed, y: Enclosed, acc: torch.dtype) -> Enclosed:
     def meets(p: Enclosed, q: Enclosed) -> Array:
         return np.asarray(~np.isfinite(p.reach) & ~((q.low > 0) | (q.high < 0)))
 
-    overflow = np.isfinite(x.value) & (x.reach >= largest(acc))
-    free = found.free | ((meets(x, y) | meets(y, x)) & ~nan) | overflow
+    free = found.free | ((meets(x, y) | meets(y, x)) & ~nan)
+    for factor in (x, y):
+        free |= np.isfinite(factor.value) & (factor.reach >= largest(acc))
     found = Enclosed(found.value, found.low, found.high, free)
     return widened(found, 3 * unit(acc) * found.reach + smallest_normal(acc), acc)
 

@@ -168,7 +168,9 @@ def _fused_answer(problem: GroupedGemmProblem) -> Answer:
     assert fused is not None
     found = Answer(problem, [_empty_block(array) for array in blank(problem)], [])
     if fused.preact is not None:
-        found.preact = Answer(problem, [_empty_block(to_numpy(x) * 0) for x in fused.preacts()], found.owners)
+        found.preact = Answer(
+            problem, [_empty_block(np.zeros_like(to_numpy(x))) for x in fused.preacts()], found.owners
+        )
     rows = Rows(problem) if fused.scatters else None
     for view in problem.groups():
         number, index = (view.index, ...) if problem.form == "per_group" else (0, view.where)

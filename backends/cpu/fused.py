@@ -50,6 +50,15 @@ def _picked(x: Tensor, rows: Tensor, axis: int, absent: int = 0) -> Tensor:
     return found.masked_fill_(~there.view(shape), absent).view(x.dtype)
 
 
+def _laid_out_like(x: Tensor, shape: list[int]) -> Tensor:
+    """Memory for a matrix with the order of another one, and the distance between elements of its lines."""
+    turned = x.stride(0) < x.stride(1)
+    lines, length = reversed(shape) if turned else shape
+    step = max(1, min(x.stride()))
+    made = torch.empty((lines, max(length, 1) * step), dtype=x.dtype)[:, : length * step : step]
+    return made.t() if turned else made
+
+
 class _Picks:
     """Operands whose rows are picked, and scales that go with them, as copies that each launch fills anew."""
 
@@ -73,10 +82,10 @@ class _Picks:
                 self._changes[scale] = self._copy(grid, rows, 1 if name == "a" else 2, one)
 
     def _copy(self, x: Tensor, rows: Index, axis: int, absent: int = 0) -> Tensor:
-        """A copy in the order of the operand, since that may decide which kernels are right for it."""
-        made = _picked(x, rows.values, axis, absent)
-        if x.dim() == 2 and x.stride(0) == 1 != x.stride(1):
-            made = made.t().contiguous().t()
+        """A copy whose lines lie as those of the operand, by which libraries pick their kernels, and so the bits."""
+        shape = list(x.shape)
+        shape[axis] = rows.values.shape[0]
+        made = torch.empty(shape, dtype=x.dtype) if x.dim() == 3 else _laid_out_like(x, shape)
         self._steps.append(lambda: made.copy_(_picked(x, rows.values, axis, absent)))
         return made
 

@@ -471,11 +471,14 @@ def quantised_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)
     high = Config("quantised", 128, 128, deep, warps=8, stages=4, programs=1)
     small = Config("quantised", 64, 64, deep, warps=4, stages=3, programs=3)
     if converted:
-        low, mid = replace(low, block_n=64), replace(mid, warps=8 if capability[0] < 10 else 4)
+        low, mid = replace(low, block_n=64), replace(mid, warps=8)
+    if capability[0] >= 10:
+        low, mid = replace(low, warps=8), replace(mid, warps=4 if converted else 8)
     if burdened_quantised(spec) or capability[0] < 9:
         low, mid, high = replace(low, block_n=64), replace(mid, warps=8), replace(high, block_n=64)
-    if capability[0] >= 10:
-        low = replace(low, warps=8)
+    if burdened_quantised(spec) and capability[0] < 9:
+        mid = high = replace(mid, block_n=64)
+        small = replace(small, warps=8, block_n=32)
     if converted or single:
         mid, high, small = (replace(config, block_k=short) for config in (mid, high, small))
     if single:
@@ -483,7 +486,7 @@ def quantised_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)
     sizes = [low, small, mid] if rows <= 32 else [mid, small, high] if rows <= 96 else [high, mid, small]
     if rows > 32 and tiles_in(sizes[0], spec) < PROCESSORS:
         sizes = [small, *(config for config in sizes if config is not small)]
-    return [config for config in sizes if not problem_with(config, spec)]
+    return [config for config in dict.fromkeys(sizes) if not problem_with(config, spec)]
 
 
 def burdened_quantised(spec: ProblemSpec) -> bool:

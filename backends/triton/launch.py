@@ -7,7 +7,6 @@ import torch
 from multigemm.backend import Recipe
 from multigemm.backends.triton import choice, generic, hopper, lists, quantised
 from multigemm.backends.triton import config as configs
-from multigemm.backends.triton.build import KernelSource
 from multigemm.backends.triton.config import Config
 from multigemm.cuda.device import index_of
 from multigemm.errors import InvalidSetting
@@ -43,12 +42,3 @@ def _loaded(spec: ProblemSpec, config: Config, index: int, why: str) -> Recipe:
     return plan_hopper(
         spec, config, index, why, lambda: plan_generic(spec, choice.pointer_candidates(spec)[0], index, why)
     )
-
-
-def sources_of(spec: ProblemSpec, config: Config) -> dict[str, KernelSource]:
-    """All kernels that problems of this spec may run with this config, by name."""
-    if config.kernel == "quantised":
-        return quantised.quantised_sources(spec, config, quantised.HOPPER)
-    if spec.form == "per_group":
-        return (lists.hopper_list_sources if config.kernel == "hopper" else lists.generic_list_sources)(spec, config)
-    return (hopper.hopper_sources if config.kernel == "hopper" else generic.generic_sources)(spec, config)

@@ -45,7 +45,6 @@ SCALE_COLUMNS = 15
 """Of a list's scales: address, distance of lines and of blocks along K, and shifts to both, for each of SCALES."""
 NOT_HERE = ("MULTIPLE", "PRECISION", "ACC", "SPLITS")
 """Constants of the generic kernel that this one has not."""
-HOPPER = 90
 
 
 def native(capability: int) -> bool:

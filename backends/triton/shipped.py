@@ -15,11 +15,12 @@ import struct
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
 from multigemm.backends.triton.build import KernelSource, cubin
-from multigemm.backends.triton.choice import hopper_candidates, pointer_candidates
+from multigemm.backends.triton.choice import hopper_candidates, pointer_candidates, quantised_candidates
 from multigemm.backends.triton.generic import (
     chunks,
     multiple_of,
@@ -28,7 +29,8 @@ from multigemm.backends.triton.generic import (
 )
 from multigemm.backends.triton.hopper import cut_of, hopper_source, pack_source, records_source
 from multigemm.backends.triton.lists import SLOTS, few_slots, few_source, hopper_list_sources, list_chunks
-from multigemm.problem.spec import Form, OperandSpec, ProblemSpec
+from multigemm.backends.triton.quantised import quantised_source
+from multigemm.problem.spec import Form, OperandSpec, Order, ProblemSpec, ScaleSpec
 
 FRAME_SIZE, REGISTERS = 0x11, 0x2F
 FORMAT_WORDS = 0x04
@@ -123,12 +125,62 @@ def specs() -> Iterator[tuple[str, ProblemSpec]]:
     yield "jagged_m bf16 C bias gelu", replace(full, c=OperandSpec(f32))
 
 
+def _quantised(
+    form: Form, a: torch.dtype, b: torch.dtype, covers_a: tuple[int, int] | None, covers_b: tuple[int, int] | None,
+    rows: int = 1024, dtype: torch.dtype = torch.float32, **of_b: Any,
+) -> ProblemSpec:  # fmt: skip
+    """Operands along K, as quantised ones usually lie; what one number covers: (rows, K) of it."""
+    spec = _spec(form, torch.bfloat16, rows)
+    scales = (None if x is None else ScaleSpec(dtype, form != "jagged_k", *x) for x in (covers_a, covers_b))
+    scale_a, scale_b = scales
+    if scale_b is not None and "zero" in of_b:
+        scale_b = replace(scale_b, zero=of_b.pop("zero"))
+    order: Order = "row" if form == "jagged_k" else "col"
+    of_a = replace(spec.a, dtype=a, scale=scale_a)
+    return replace(spec, a=of_a, b=OperandSpec(b, order, scale=scale_b, **of_b), compute=a)
+
+
+def quantised_specs() -> Iterator[tuple[str, ProblemSpec]]:
+    """Both classes of quantised operands: granularities, formats, forms, few and many tokens."""
+    e4m3, e5m2, bf16, codes = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.uint8
+    row, block, square, fine = (1, 0), (1, 128), (128, 128), (1, 32)
+    e8m0 = torch.float8_e8m0fnu
+    for thin, rows in (("", 1024), (" thin", 8)):
+        yield f"float8 rows{thin}", _quantised("jagged_m", e4m3, e4m3, row, row, rows)
+        yield f"float8 blocks{thin}", _quantised("jagged_m", e4m3, e5m2, block, square, rows)
+        yield f"float8 mx{thin}", _quantised("jagged_m", e4m3, e4m3, fine, fine, rows, e8m0)
+        yield f"float8 weights{thin}", _quantised("jagged_m", bf16, e4m3, None, row, rows)
+        yield f"int8 weights{thin}", _quantised("jagged_m", bf16, torch.int8, None, row, rows)
+        yield f"int4 weights{thin}", _quantised("jagged_m", bf16, codes, None, block, rows, packed="int4")
+        zeros = _quantised("jagged_m", bf16, codes, None, block, rows, packed="uint4", zero=codes)
+        yield f"uint4 weights with zero points{thin}", zeros
+        yield f"mxfp4 weights{thin}", _quantised("jagged_m", bf16, codes, None, fine, rows, e8m0, packed="e2m1")
+    yield "float8 fast", replace(_quantised("jagged_m", e4m3, e4m3, row, row), accumulate="fast")
+    yield "float8 unscaled", _quantised("jagged_m", e4m3, e4m3, None, None)
+    stacks: tuple[Form, ...] = ("per_group", "masked", "batched")
+    for form in stacks:
+        yield f"{form} float8 blocks", _quantised(form, e4m3, e4m3, block, square)
+    yield "jagged_n float8 blocks", _quantised("jagged_n", e4m3, e4m3, block, block)
+    yield "jagged_k float8 blocks", _quantised("jagged_k", e4m3, e4m3, block, block)
+    blocks = _quantised("jagged_m", e4m3, e4m3, block, square)
+    yield "float8 blocks by rows of K", replace(blocks, b=replace(blocks.b, order="row"))
+    a, b = (replace(x, align=1) for x in (blocks.a, blocks.b))
+    yield "float8 blocks unaligned", replace(blocks, k=1023, a=a, b=b)
+    full = replace(blocks, bias=bf16, activation="gelu", alpha="any")
+    yield "float8 blocks C bias gelu", replace(full, c=OperandSpec(torch.float32))
+
+
 def _few(spec: ProblemSpec) -> bool:
     return spec.compute == torch.bfloat16 and spec.a.align == 16
 
 
 def sources(spec: ProblemSpec, capability: int, most: int = 2) -> Iterator[tuple[str, KernelSource]]:
     """The kernels that this spec may run: at most `most` configs of each kind."""
+    if spec.quantised:
+        for config in quantised_candidates(spec, (capability // 10, capability % 10))[:most]:
+            for chunk in chunks(spec, config):
+                yield f"quantised {config}", quantised_source(spec, config, capability, chunk)
+        return
     multiple = multiple_of(spec) if spec.a.align == 16 else 1
     for config in pointer_candidates(spec, (capability // 10, capability % 10))[:most]:
         counts = list_chunks(spec, config) if spec.form == "per_group" else chunks(spec, config)
@@ -152,7 +204,7 @@ def sources(spec: ProblemSpec, capability: int, most: int = 2) -> Iterator[tuple
 
 def reports(capability: int, most: int = 2, only: Sequence[str] = ()) -> Iterator[Report]:
     """Compiles (or loads) all of them, or those of the named problems."""
-    for problem, spec in specs():
+    for problem, spec in (*specs(), *quantised_specs()):
         if only and problem not in only:
             continue
         for kernel, source in sources(spec, capability, most):
@@ -161,7 +213,7 @@ def reports(capability: int, most: int = 2, only: Sequence[str] = ()) -> Iterato
             yield Report(kernel, problem, capability, seen.registers, seen.stack, code.shared)
 
 
-FEW = ("jagged_m bf16", "per_group bf16", "jagged_m torch.float64", "jagged_m bf16 C bias gelu")
+FEW = ("jagged_m bf16", "per_group bf16", "jagged_m torch.float64", "jagged_m bf16 C bias gelu", "float8 blocks")
 QUICK = (
     *FEW,
     "jagged_m bf16 unaligned",
@@ -169,6 +221,9 @@ QUICK = (
     "jagged_n bf16",
     "jagged_m torch.float32",
     "jagged_m torch.int8",
+    "float8 blocks",
+    "float8 rows thin",
+    "mxfp4 weights thin",
 )
 
 

@@ -21,7 +21,8 @@ from multigemm.bench.operands import Tensors, make
 from multigemm.bench.peers import peer_entries
 from multigemm.bench.reports import Report
 from multigemm.bench.runner import DeviceLost, Options, Progress, Runner, add_ceilings, new_report
-from multigemm.bench.suites import SUITES, above_zero, add_selection, asks_nothing, parts, selected, suite
+from multigemm.bench.selection import above_zero, add_selection, asks_nothing, selected
+from multigemm.bench.suites import SUITES, parts, suite
 from multigemm.bench.supervise import CONTEXT_LOST, Marker, as_child, supervise
 from multigemm.bench.workloads import Rates, Workload
 from multigemm.errors import InvalidSetting
@@ -69,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_method(parser: argparse.ArgumentParser) -> None:
     """Who is measured, and how."""
-    add = parser.add_argument
+    add = parser.add_argument_group("who is measured, and how").add_argument
     add("--problem", type=Path, help="a Python file that defines `problem`, a GroupedGemmProblem, instead of a suite")
     add("--backends", default="", help="comma separated, or none (default: all that are here, and auto)")
     add("--peers", default="", help="peers, comma separated, or none (default: all that are here)")
@@ -88,7 +89,7 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     """Where it runs and what becomes of it."""
-    add = parser.add_argument
+    add = parser.add_argument_group("where it runs, and what becomes of it").add_argument
     add("--list", action="store_true", help="print suites and their workloads")
     add("--out", type=Path, default=Path("multigemm-bench"), help="folder for JSON, PNG and HTML")
     add("--json", type=Path, metavar="FILE", help="also write the report's JSON there")
@@ -171,6 +172,8 @@ def _run(args: argparse.Namespace, path: Path, device: torch.device) -> int:
     cases, tensors_of = _workloads(args, device)
     entries, absent = _entries(args, device)
     options, dtypes = _options(args, device, cases), {case.dtype for case in cases}
+    if not args.quiet and (warning := machine.load_warning(device)):
+        print(warning, file=sys.stderr)
     _begin(args, path)
     kept = args.resume and path.exists()
     report = reports.read(path) if kept else new_report(device, dtypes, options, absent)
@@ -211,7 +214,8 @@ def interrupted(args: argparse.Namespace) -> None:
         return  # a part of a run, whose parent says it
     measured = args.began and path.exists()
     report = reports.read(path) if measured else Report({}, {}, {})
-    _write_json(report, args)
+    if args.json:
+        reports.write(args.json, report)
     if not report.rows:
         print("\nstopped before anything was measured", file=sys.stderr)
         return
@@ -225,16 +229,12 @@ def interrupted(args: argparse.Namespace) -> None:
 
 
 def _tell(report: Report, args: argparse.Namespace) -> int:
-    _write_json(report, args)
+    if args.json:
+        reports.write(args.json, report)
     if not args.json_only:
         return finish(report, args.out)
     print(table.text(report))
     return 0 if report.timed() else 1
-
-
-def _write_json(report: Report, args: argparse.Namespace) -> None:
-    if args.json:
-        reports.write(args.json, report)
 
 
 def finish(report: Report, folder: Path) -> int:

@@ -77,7 +77,7 @@ class Comparison:
     @property
     def regressions(self) -> list[str]:
         """Sentences; empty when nothing became slower."""
-        found = [f"{row}: ran before, now {why}" for row, why in (text.split(" | ", 1) for text in self.lost)]
+        found = list(self.lost)
         found += [
             f"{name}: {(ratio - 1) * 100:+.1f} % over its workloads"
             for name, ratio in self.entries.items()
@@ -139,7 +139,7 @@ def compare(old: Report, new: Report) -> Comparison:
     errors = {name: 1.25 * sigma / math.sqrt(len(ratios)) for name, ratios in ours.items()}
     limits = {name: min(max(ENTRY_LIMIT, 1 + 4 * error), NOISY_ENTRY_LIMIT) for name, error in errors.items()}
     lost = [
-        f"{b.entry} on {b.case} | {b.status}: {b.reason}"
+        f"{b.entry} on {b.case}: ran before, now {b.status}: {b.reason}"
         for key, b in after.items()
         if b.kind == "backend" and not b.us and key in before and before[key].us
     ]

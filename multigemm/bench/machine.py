@@ -6,6 +6,7 @@ machine that its reader does not have.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
@@ -13,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,14 +55,16 @@ def commit() -> str:
     found = _run("git", "rev-parse", "--short=12", "HEAD", cwd=here) if (here / ".git").exists() else ""
     if found:
         return found + ("+" if _run("git", "status", "--porcelain", "--untracked-files=no", cwd=here) else "")
-    return f"version {_version('multigemm') or 'unknown'}"
+    return f"version {versions(['multigemm']).get('multigemm', 'unknown')}"
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Those of the packages that are installed."""
+    found = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def clocks(device: torch.device) -> dict[str, float | str]:
@@ -96,6 +100,17 @@ def device_name(device: torch.device) -> str:
     return f"{model}, {torch.get_num_threads()} threads"
 
 
+def load_warning(device: torch.device) -> str:
+    """What to do about other processes that keep a CPU busy; "" where there are none, and for a GPU."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if device.type != "cpu" or load < cores:
+        return ""
+    return (
+        f"WARNING: other processes use this machine (load {load:.1f} on {cores} cores): stop them, or times will be "
+        "noisy and the run long"
+    )
+
+
 def describe(device: torch.device) -> dict[str, Any]:
     """The whole picture, JSON-ready."""
     return {
@@ -107,7 +122,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "cuda": torch.version.cuda or "",
         "capability": ".".join(map(str, torch.cuda.get_device_capability(device))) if device.type == "cuda" else "",
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": versions(PACKAGES),
         "clocks": clocks(device),
     }
 

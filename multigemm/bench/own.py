@@ -96,6 +96,9 @@ def own_workload(problem: GroupedGemmProblem, name: str) -> Workload:
     """What a report says of a problem: form, extents, sizes, dtype and layouts."""
     if problem.quantisation is not None:
         raise InvalidProblem("benchmarks of quantised operands come later: time multigemm.plan(problem) by yourself")
+    if problem.spec.fused is not None:
+        names = ", ".join(problem.spec.fused.keywords)
+        raise InvalidProblem(f"benchmarks of {names} come later: time multigemm.plan(problem) by yourself")
     spec, form, extents = problem.spec, problem.form, problem.sizes()
     tf32 = problem.precision == "tf32" and spec.compute == torch.float32
     dtype = "tf32" if tf32 else next(short for short, dtype in DTYPES.items() if dtype == spec.compute)

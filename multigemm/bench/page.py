@@ -36,7 +36,7 @@ th:first-child { z-index: 2; }
 td.text { text-align: left; white-space: normal; min-width: 200px; }
 .best { font-weight: 700; }
 summary { cursor: pointer; } li { font-size: 13.5px; }
-img { display: block; width: 100%; min-width: 640px; max-width: 900px; }
+img { display: block; height: 420px; }
 @media (prefers-color-scheme: dark) { img { filter: invert(0.93) hue-rotate(180deg); } }
 @media (max-width: 640px) {
   th:first-child, td:first-child { max-width: 150px; overflow: hidden; text-overflow: ellipsis; }

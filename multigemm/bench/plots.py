@@ -84,6 +84,8 @@ def runtime(report: Report, path: Path) -> Path | None:
     for axes, (dtype, of_size) in zip(panels, cubes.items(), strict=False):
         for index, (name, mine) in enumerate(by_entry(rows).items()):
             points = [(float(n), by[name]) for n, by in of_size.items() if name in by]
+            if not points:
+                continue
             line = {"backend": "-", "peer": ":", "ceiling": "--"}[mine[0].kind]
             axes.plot(*_columns(points), ls=line, color=COLOURS[index % len(COLOURS)], marker="o", ms=3.5, label=name)
         axes.set(xscale="log", xlabel=f"N of four {dtype} cubes", ylabel="runtime (us)")

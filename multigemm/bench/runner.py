@@ -26,8 +26,7 @@ from multigemm.bench.reports import KILLED, Report, Row, Sample, family
 from multigemm.bench.supervise import Marker
 from multigemm.bench.workloads import Rates, Workload
 from multigemm.errors import LibraryError, MultigemmError
-from multigemm.select.clocks import CODE_BYTES, FLUSH_BYTES, other_code
-from multigemm.select.timing import Mode, Timing, describe, measure, overhead
+from multigemm.select.timing import CODE_BYTES, FLUSH_BYTES, Mode, Timing, describe, measure, other_code, overhead
 
 RESTLESS = 0.15
 """Samples that disagree by more are taken again."""
@@ -150,10 +149,10 @@ class Runner:
     _behind: bool = False
     _saved: float = 0.0
     _meter: EnergyMeter | None = None
+    _late: set[str] = field(default_factory=set)
 
     def run(self, cases: list[Workload]) -> Report:
         """Every workload that the time allows. The rest is listed as unfinished, also where something ends the run."""
-        self.report.unfinished = []
         if self.options.energy:
             try:
                 self._meter = EnergyMeter(self.device)
@@ -161,19 +160,16 @@ class Runner:
                 self.report.absent["energy"] = str(error)
         try:
             self._run(cases)
-        except BaseException:
-            met = {row.case for row in self.report.rows}
-            self.report.unfinished = [case.key for case in cases if case.key not in met]
-            raise
         finally:
             with interrupts.held():
-                self.save()
+                self._save(cases)
         return self.report
 
     def _run(self, cases: list[Workload]) -> None:
         done = {(row.case, row.entry) for row in self.report.rows}
-        self.save()
+        self._save(cases)
         for index, case in enumerate(cases):
+            spent = time.monotonic() - self.started
             try:
                 todo = [entry for entry in self.entries_of(case) if (case.key, entry.name) not in done]
             except (torch.cuda.OutOfMemoryError, MemoryError) as error:
@@ -181,26 +177,27 @@ class Runner:
                 continue
             if not todo:
                 continue
-            spent = time.monotonic() - self.started
             if spent > self.options.total_s:
-                self.report.unfinished.append(case.key)
+                self._late.add(case.key)
                 continue
             self._behind = index > 0 and spent > self.options.goal_s * index / len(cases)
             self.progress.step(index, len(cases), case, self.options.total_s - spent)
             self.report.rows += self._case(case, todo)
             self._free()
             if time.monotonic() - self._saved > SAVE_EVERY_S:
-                self.save()
+                self._save(cases)
         self.report.machine["clocks_after"] = machine.clocks(self.device)
 
-    def save(self) -> None:
+    def _save(self, cases: list[Workload]) -> None:
+        met = {*self.report.absent, *(row.case for row in self.report.rows)}
+        self.report.unfinished = [case.key for case in cases if case.key in self._late or case.key not in met]
         if self.path is not None:
             reports.write(self.path, self.report)
         self._saved = time.monotonic()
 
     def _case(self, case: Workload, entries: list[Entry]) -> list[Row]:
         """The rows of one workload: made, checked, timed."""
-        rows = {entry.name: self._blank(case, entry) for entry in entries}
+        self._rows = rows = {entry.name: self._blank(case, entry) for entry in entries}
         try:
             self._say("making tensors and reference", *rows.values())
             self._fits(case)
@@ -210,9 +207,9 @@ class Runner:
             for row in rows.values():
                 row.status, row.reason = "skipped", describe(error)
             return list(rows.values())
-        ready = {entry.name: p for entry in entries if (p := self._ready(entry, tensors, truth, rows)) is not None}
+        ready = {entry.name: p for entry in entries if (p := self._ready(entry, tensors, truth)) is not None}
         del truth
-        self._time(ready, rows)
+        self._time(ready)
         self._relate(rows)
         return list(rows.values())
 
@@ -252,9 +249,9 @@ class Runner:
         if need > free:
             raise Refused(f"needs about {need / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free")
 
-    def _ready(self, entry: Entry, tensors: Tensors, truth: Truth, rows: dict[str, Row]) -> Prepared | None:
+    def _ready(self, entry: Entry, tensors: Tensors, truth: Truth) -> Prepared | None:
         """Prepares and checks one entry; None, with the reason in its row, if it has no right answer."""
-        row = rows[entry.name]
+        row = self._rows[entry.name]
         if why := self._given_up(entry):
             row.status, row.reason = "skipped", why
             return None
@@ -273,7 +270,7 @@ class Runner:
             return None
         except Exception as error:  # whatever a competitor raises is its row
             row.reason = describe(error)
-            self._survived(row, rows)
+            self._survived(row)
             return None
         row.reason = truth.verdict(ready.result(returned))
         return None if row.reason else ready
@@ -288,7 +285,7 @@ class Runner:
             return f"not tried again: {bad.reason}"
         return f"not tried: it hung or crashed {len(struck)} times" if len(struck) >= STRIKES else ""
 
-    def _survived(self, row: Row, rows: dict[str, Row]) -> None:
+    def _survived(self, row: Row) -> None:
         """After a failure: does the device still answer? If not, keep the rows that are final and stop."""
         try:
             self._synchronize()
@@ -296,88 +293,84 @@ class Runner:
         except Exception as error:
             row.reason += " (the CUDA context is lost)"
             row.notes.append(KILLED)
-            self.report.rows += [r for r in rows.values() if r is row or r.status in ("refused",)]
+            self.report.rows += [r for r in self._rows.values() if r is row or r.status == "refused"]
             raise DeviceLost(row.reason) from error
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _time(self, ready: dict[str, Prepared], rows: dict[str, Row]) -> None:
+    def _time(self, ready: dict[str, Prepared]) -> None:
         """Eager for all, graph for what can be captured, then hot and host where they say anything."""
-        options, self._rows = self.options, rows
-        if options.look_ms:
-            ready = self._near_the_best(ready, rows)
-        eager = self._settled({name: p.call for name, p in ready.items()}, options.style)
-        for name, timing in eager.items():
-            row = rows[name]
-            if timing.ok:
-                row.status, row.us, row.eager, row.spread = "ok", timing.median, Sample.of(timing), timing.spread
-            else:
-                row.reason = timing.error
-                self._survived(row, rows)
-        alive = {name: p for name, p in ready.items() if rows[name].eager}
-        if self.device.type == "cuda" and "graph" in options.modes:
-            self._graphs({name: p for name, p in alive.items() if not p.syncs}, rows)
-        if "host" in options.modes:
-            on_cpu = self.device.type == "cpu"  # nothing queues up there: the call has cost the host its eager time
-            short = {n: p for n, p in alive.items() if on_cpu or (rows[n].us or 0) < options.hot_below_us}
-            for name, timing in self._measure({n: p.call for n, p in short.items() if not on_cpu}, "host", 20).items():
-                rows[name].host_us = round(timing.median, 2) if timing.ok else None
-            for row in (rows[name] for name in short if on_cpu):
-                row.host_us = round(row.eager.median, 2) if row.eager else None
-            whole = {n: p.whole for n, p in short.items() if p.whole is not None}
-            for name, timing in self._measure(whole, "host", 20).items():
-                rows[name].whole_host_us = round(timing.median, 2) if timing.ok else None
-        self._count_joules(alive, rows)
-        for row in rows.values():
+        if self.options.look_ms:
+            ready = self._near_the_best(ready)
+        self._record(self._settled({name: p.call for name, p in ready.items()}, self.options.style))
+        alive = {name: p for name, p in ready.items() if self._rows[name].eager}
+        if self.device.type == "cuda" and "graph" in self.options.modes:
+            self._graphs({name: p for name, p in alive.items() if not p.syncs})
+        if "host" in self.options.modes:
+            self._hosts(alive)
+        if self._meter is not None:
+            for name, p in alive.items():
+                row = self._rows[name]
+                self._say("counting joules", row)
+                row.joules = float(f"{self._meter.of_call(p.call, row.us or 1.0):.4g}")
+        for row in self._rows.values():
             if row.us is not None:
                 row.us = round(row.us, 3)
                 row.spread = round(row.spread, 4) if math.isfinite(row.spread) else 0.0
 
-    def _count_joules(self, ready: dict[str, Prepared], rows: dict[str, Row]) -> None:
-        if self._meter is None:
-            return
-        for name, prepared in ready.items():
-            self._say("counting joules", rows[name])
-            rows[name].joules = float(f"{self._meter.of_call(prepared.call, rows[name].us or 1.0):.4g}")
-
-    def _near_the_best(self, ready: dict[str, Prepared], rows: dict[str, Row]) -> dict[str, Prepared]:
-        """Those worth a careful look; the others keep the times of this quick one."""
-        best: dict[str, float] = {}
-        taken = self._measure({name: p.call for name, p in ready.items()}, self.options.style, look=True)
+    def _record(self, taken: dict[str, Timing]) -> None:
+        """Times of eager calls; what failed meanwhile has a reason."""
         for name, timing in taken.items():
-            row = rows[name]
-            if not timing.ok:
+            row = self._rows[name]
+            if timing.ok:
+                row.status, row.us, row.eager, row.spread = "ok", timing.median, Sample.of(timing), timing.spread
+            else:
                 row.reason = timing.error
-                self._survived(row, rows)
-                continue
-            row.status, row.us, row.eager, row.spread = "ok", timing.median, Sample.of(timing), timing.spread
-            best[family(name)] = min(timing.median, best.get(family(name), math.inf))
-        limits = {name: NEAR * best.get(family(name), 0.0) for name in ready}
-        return {name: p for name, p in ready.items() if (rows[name].us or math.inf) <= limits[name]}
+                self._survived(row)
 
-    def _graphs(self, capturable: dict[str, Prepared], rows: dict[str, Row]) -> None:
-        modes: list[Mode] = ["graph"]
-        if "hot" in self.options.modes:
-            modes.append("hot")
+    def _near_the_best(self, ready: dict[str, Prepared]) -> dict[str, Prepared]:
+        """Those worth a careful look; the others keep the times of this quick one."""
+        self._record(self._measure({name: p.call for name, p in ready.items()}, self.options.style, look=True))
+        us = {name: self._rows[name].us or math.inf for name in ready}
+        best = {family(name): min(us[each] for each in ready if family(each) == family(name)) for name in ready}
+        return {
+            name: p for name, p in ready.items() if math.isfinite(us[name]) and us[name] <= NEAR * best[family(name)]
+        }
+
+    def _graphs(self, capturable: dict[str, Prepared]) -> None:
+        modes: tuple[Mode, ...] = ("graph", "hot") if "hot" in self.options.modes else ("graph",)
         for mode in modes:
-            calls = {
-                n: p.call
-                for n, p in capturable.items()
-                if mode != "hot" or (rows[n].us or 0) < self.options.hot_below_us
-            }
+            calls = {name: p.call for name, p in capturable.items() if mode != "hot" or self._is_short(name)}
             for name, timing in self._measure(calls, mode).items():
-                row = rows[name]
+                row = self._rows[name]
                 if not timing.ok:
                     row.notes.append(f"{mode}: {timing.error}")
-                    self._survived(row, rows)
+                    self._survived(row)
                 elif mode == "hot":
                     row.hot_us = round(timing.median, 3)
                 else:
                     row.graph = Sample.of(timing)
                     if row.us is None or timing.median < row.us:
                         row.us, row.spread = timing.median, timing.spread
+
+    def _hosts(self, alive: dict[str, Prepared]) -> None:
+        """What calls cost the caller's thread. On a CPU nothing queues up: that is the time of an eager call."""
+        on_cpu = self.device.type == "cpu"
+        short = {name: p for name, p in alive.items() if on_cpu or self._is_short(name)}
+        whole = {name: p.whole for name, p in short.items() if p.whole is not None}
+        if on_cpu:
+            for row in (self._rows[name] for name in short):
+                row.host_us = round(row.eager.median, 2) if row.eager else None
+        else:
+            for name, timing in self._measure({name: p.call for name, p in short.items()}, "host", 20).items():
+                self._rows[name].host_us = round(timing.median, 2) if timing.ok else None
+        for name, timing in self._measure(whole, "host", 20).items():
+            self._rows[name].whole_host_us = round(timing.median, 2) if timing.ok else None
+
+    def _is_short(self, name: str) -> bool:
+        return (self._rows[name].us or 0) < self.options.hot_below_us
 
     def _settled(self, calls: dict[str, Callable[[], object]], mode: Mode) -> dict[str, Timing]:
         """Measures, and once or twice more where repeats disagree.

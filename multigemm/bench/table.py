@@ -146,7 +146,7 @@ def heat_map(report: Report) -> Grid:
             row, column = (max(0, math.floor(math.log(max(extent, 1), 4))) for extent in place)
             cells.setdefault((row, column), []).append(duel.ratio)
     columns = sorted({column for _, column in cells})
-    grid = [["rows per group, by N x K", *(f"from {_short(4**column)}" for column in columns)]]
+    grid = [["rows per group", *(f"NxK {_short(4**column)}+" for column in columns)]]
     for row in sorted({row for row, _ in cells}):
         means = [digits(geomean(cells.get((row, column), ()))) for column in columns]
         grid.append([f"{4**row} to {4 ** (row + 1) - 1}", *means])

@@ -7,13 +7,13 @@ import json
 import platform
 import sys
 from dataclasses import asdict, fields
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from multigemm import __version__
 from multigemm.api import BackendInfo, list_backends
+from multigemm.bench.machine import versions
 from multigemm.settings import PREFIX, Settings, settings
 
 PACKAGES = ("torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "numba", "numba-cuda", "cuda-bindings", "numpy",
@@ -39,7 +39,7 @@ def collect() -> dict[str, Any]:
         "multigemm": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": versions(PACKAGES),
         "devices": _devices(),
         "backends": [asdict(info) for info in list_backends()],
         "settings": {PREFIX + f.name.upper(): _setting(getattr(current, f.name)) for f in fields(Settings)},
@@ -51,13 +51,6 @@ def _setting(value: Any) -> Any:
     if isinstance(value, tuple):
         return ",".join(value)
     return value if value is None or isinstance(value, bool) else str(value)
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _devices() -> list[dict[str, Any]]:

@@ -25,6 +25,8 @@ from multigemm.testing import check_case, corpus
 from multigemm.testing.strategies import DTYPES
 
 EMULATORS = ("triton", "numba")
+SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+"""Names of dtypes as the other commands take them."""
 
 
 def at_least(lowest: float, kind: type = int) -> Callable[[str], Any]:
@@ -50,12 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _what(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = parser.add_argument_group("what is run").add_argument
     add("--backends", default="", help="names, separated by commas; default: all that can run on the device")
     add("--device", default="", help="cuda:1, cpu; default: all GPUs of the host; under torchrun, this rank's share")
     add("--emulate", action="store_true", help="run triton and numba on CPU tensors, in their emulators")
     add("--forms", default="", help="only these forms, separated by commas")
-    add("--dtypes", default="", help="only these dtypes, separated by commas")
+    add("--dtypes", default="", help=f"only these, separated by commas: {', '.join(DTYPES)}, or {', '.join(SHORT)}")
     add("--seed", type=int, default=0, help="another seed, other problems")
     ways = "first: the backend's own choice; all: every config in turn; pinned: another one for each kind"
     add("--configs", choices=("first", "all", "pinned"), default="first", help=ways)
@@ -77,14 +79,14 @@ def _what(parser: argparse.ArgumentParser) -> None:
 
 
 def _how_far(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = parser.add_argument_group("how much").add_argument
     add("--seconds", type=at_least(0, float), default=0.0, help="stop after so long")
     add("--examples", type=at_least(1), default=0, help="stop after so many problems (default 1000 without --seconds)")
     add("--jobs", type=at_least(1), default=1, help="worker processes")
 
 
 def _where_to(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = parser.add_argument_group("what becomes of failures").add_argument
     add("--shrink", type=at_least(0, float), default=20.0, metavar="SECONDS", help="time for making a failure small")
     add("--corpus", default="", help="a folder that receives each failure as one JSON file")
     add("--replay", action="append", default=[], metavar="FILE", help="run a stored problem (or a folder of them)")
@@ -94,7 +96,7 @@ def _where_to(parser: argparse.ArgumentParser) -> None:
 
 
 def _split(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
-    chosen = tuple(part.strip() for part in text.split(",") if part.strip())
+    chosen = tuple(SHORT.get(part.strip(), part.strip()) for part in text.split(",") if part.strip())
     for name in chosen:
         if known and name not in known:
             raise InvalidSetting(f"unknown {what} {name!r}: use {', '.join(known)}")

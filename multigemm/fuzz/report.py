@@ -104,7 +104,9 @@ def _failure_text(summary: Summary) -> list[str]:
         if failure.file:
             lines.append(f"  stored as {failure.file}")
         code = snippet(case, failure.backend, summary.options.device, failure.repeat)
-        lines += ["  to repeat it:", *(f"    {line}" for line in code.splitlines())]
+        seen_again = failure.shrunk is not None  # else only a costlier oracle saw it, or it was not run again
+        lines.append("  to repeat it:" if seen_again else "  its problem, which a plain run may not repeat:")
+        lines += [f"    {line}" for line in code.splitlines()]
     if len(summary.tally.failures) > 10:
         lines.append(f"... and {len(summary.tally.failures) - 10} more in the JSON summary")
     return lines

@@ -20,6 +20,7 @@ from multigemm.integrations import eager
 from multigemm.integrations.gradients import Call, gradients
 from multigemm.planning import binding
 from multigemm.planning.launch_cache import LAUNCHES
+from multigemm.planning.launch_key import Call as LaunchCall
 from multigemm.planning.launch_key import Key, key_of, one_cut
 from multigemm.problem import epilogue, forms, scales
 from multigemm.problem.fused import refuse_in_operator
@@ -109,63 +110,69 @@ def names(backend: str) -> Any:
     return backend.split(",") if "," in backend else backend
 
 
-Recalled = tuple[Tensor | None, tuple[Key | None, Key | None], str]
+Missed = Callable[[tuple[Key | None, Key | None], str, tuple[Any, ...], dict[str, Any]], Any]
+"""Takes on what the launch cache does not serve: the keys to keep it by, what cuts its groups, tensors and options."""
 
 
-def recall(
-    a: Tensor, b: Tensor, offsets: Tensor | None = None, sizes: Tensor | None = None, ends: Tensor | None = None,
-    valid_rows: Tensor | None = None, c: Tensor | None = None, bias: Tensor | None = None,
-    scale_a: Tensor | None = None, scale_b: Tensor | None = None, zero_b: Tensor | None = None, *, jagged: str = "m",
-    alpha: float = 1.0, beta: float | None = None, activation: str | None = None, out_dtype: torch.dtype | None = None,
-    precision: str = "ieee", deterministic: bool = True, batch_invariant: bool | None = None, backend: str = "auto",
-    grad_backend: str = "auto", b_format: str | None = None, accumulate: str = "promoted",
-) -> Recalled:  # fmt: skip
-    """The result of a call like an earlier one, or None; the keys to keep it by; and what cuts its groups."""
-    kind, cut, several = one_cut(offsets, sizes, ends)
-    plain = scale_a is scale_b is zero_b is None and b_format is None and accumulate == "promoted"
-    if several or not plain or in_transform():
-        return None, (None, None), kind
-    options = (
-        "operator", jagged, alpha, type(alpha), beta, type(beta), activation, out_dtype, precision, deterministic,
-        type(deterministic), batch_invariant, type(batch_invariant), backend,
-    )  # fmt: skip  # without grad_backend: where a gradient is wanted, there is no key
-    call = (jagged, a, b, kind, cut, valid_rows, c, bias, None)
-    key = key_of(call, options)
-    if key is None:
-        return None, (None, None), kind
-    found, class_key = LAUNCHES.recall(key, call)
-    return found, (key, class_key), kind
+def remembered(missed: Missed) -> Callable[..., Any]:
+    """The operator on real tensors: the result of a call like an earlier one, else what `missed` makes of it."""
 
-
-def kernel(general: Callable[..., Any] | None = None) -> Callable[..., Tensor]:
-    """The operator on real tensors, as a kernel of torch's dispatcher.
-
-    As the kernel for autograd it gets `general`, torch's own way, which takes on what the launch cache does not serve
-    and where gradients are wanted or a dispatch key below autograd has work to do: a mode, a transform, a wrapper.
-    """
-
-    def run(*tensors: Any, **options: Any) -> Tensor:
-        found, keys, kind = recall(*tensors, **options)
-        if found is not None:
-            return found
-        refuse_in_operator((), options.get("activation"))
-        given = dict(zip(TENSORS, tensors, strict=False))
-        if general is not None:
-            dispatched = dispatch_keys(*tensors)
-            wanted = grad_enabled() and any_requires_grad(*tensors)
-            if wanted:
-                _refuse_quantised_gradients(given, options.get("b_format"))
-            if dispatched.raw_repr() & SPECIAL or wanted:
-                everything = [*tensors, *[None] * (len(TENSORS) - len(tensors))]
-                return general(dispatched, *everything, **options)  # type: ignore[no-any-return]
-        if given["a"] is None or given["b"] is None:  # torch lets it through
-            raise InvalidProblem("a or b is None; both must be tensors")
-        asked = {name: value for name, value in options.items() if name not in ("backend", "grad_backend")}
-        problem = GroupedGemmProblem(**given, **asked)
-        choice = choose(problem, names(options.get("backend", "auto")), eager=True)
-        return LAUNCHES.run(keys, kind, choice, problem)  # type: ignore[no-any-return]
+    def run(
+        a: Tensor, b: Tensor, offsets: Tensor | None = None, sizes: Tensor | None = None, ends: Tensor | None = None,
+        valid_rows: Tensor | None = None, c: Tensor | None = None, bias: Tensor | None = None,
+        scale_a: Tensor | None = None, scale_b: Tensor | None = None, zero_b: Tensor | None = None, *,
+        jagged: str = "m", alpha: float = 1.0, beta: float | None = None, activation: str | None = None,
+        out_dtype: torch.dtype | None = None, precision: str = "ieee", deterministic: bool = True,
+        batch_invariant: bool | None = None, backend: str = "auto", grad_backend: str = "auto",
+        b_format: str | None = None, accumulate: str = "promoted",
+    ) -> Any:  # fmt: skip
+        kind, cut, several = one_cut(offsets, sizes, ends)
+        keys: tuple[Key | None, Key | None] = None, None
+        if not several and not in_transform():
+            key_options: Key = (
+                "operator", jagged, alpha, type(alpha), beta, type(beta), activation, out_dtype, precision,
+                deterministic, type(deterministic), batch_invariant, type(batch_invariant), backend,
+            )  # fmt: skip  # without grad_backend: where a gradient is wanted, there is no key
+            call: LaunchCall = (jagged, a, b, kind, cut, valid_rows, c, bias, None)
+            if not (scale_a is scale_b is zero_b is None and b_format is None and accumulate == "promoted"):
+                key_options, call = (*key_options, b_format, accumulate), (*call, scale_a, scale_b, zero_b)
+            key = key_of(call, key_options)
+            if key is not None:
+                found, class_key = LAUNCHES.recall(key, call)
+                if found is not None:
+                    return found
+                keys = key, class_key
+        tensors = (a, b, offsets, sizes, ends, valid_rows, c, bias, scale_a, scale_b, zero_b)
+        options = {
+            "jagged": jagged, "alpha": alpha, "beta": beta, "activation": activation, "out_dtype": out_dtype,
+            "precision": precision, "deterministic": deterministic, "batch_invariant": batch_invariant,
+            "backend": backend, "grad_backend": grad_backend, "b_format": b_format, "accumulate": accumulate,
+        }  # fmt: skip
+        return missed(keys, kind, tensors, options)
 
     return run
+
+
+def _dispatched(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    """As the kernel for autograd: torch's own way where gradients are wanted, or a dispatch key below autograd has work
+    to do: a mode, a transform, a wrapper."""
+    dispatched, wanted = dispatch_keys(*tensors), grad_enabled() and any_requires_grad(*tensors)
+    if wanted:
+        _refuse_quantised_gradients(dict(zip(TENSORS, tensors, strict=True)), options["b_format"])
+    if dispatched.raw_repr() & SPECIAL or wanted:
+        return _general(dispatched, *tensors, **options)  # type: ignore[no-any-return]
+    return _solved(keys, kind, tensors, options)
+
+
+def _solved(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    """The whole way; keeps the launch for later calls."""
+    if tensors[0] is None or tensors[1] is None:  # torch lets it through
+        raise InvalidProblem("a or b is None; both must be tensors")
+    refuse_in_operator((), options["activation"])
+    asked = {name: value for name, value in options.items() if name not in ("backend", "grad_backend")}
+    problem = GroupedGemmProblem(**dict(zip(TENSORS, tensors, strict=True)), **asked)
+    choice = choose(problem, names(options["backend"]), eager=True)
+    return LAUNCHES.run(keys, kind, choice, problem)  # type: ignore[no-any-return]
 
 
 def _refuse_quantised_gradients(given: dict[str, Any], b_format: str | None) -> None:
@@ -326,10 +333,10 @@ def _vmap(info: Any, in_dims: Any, *args: Any, **options: Any) -> Any:
     )
 
 
-answer_first(packet, recall)
-_library.impl("grouped_gemm", kernel(_general), "Autograd")
-_library.impl("grouped_gemm", kernel(), "CPU")
-_library.impl("grouped_gemm", kernel(), "CUDA")
+answer_first(packet, remembered(lambda *_: None))
+_library.impl("grouped_gemm", remembered(_dispatched), "Autograd")
+_library.impl("grouped_gemm", remembered(_solved), "CPU")
+_library.impl("grouped_gemm", remembered(_solved), "CUDA")
 _library.impl("grouped_gemm", _autocast, "AutocastCPU", with_keyset=True)
 _library.impl("grouped_gemm", _autocast, "AutocastCUDA", with_keyset=True)
 torch.library.register_fake("multigemm::grouped_gemm", result_like, lib=_library)

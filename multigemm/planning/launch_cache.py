@@ -29,8 +29,8 @@ from torch import Tensor
 
 from multigemm.cuda.device import capturing, to_device, upload
 from multigemm.cuda.running_sums import running_sums
-from multigemm.planning.binding import Bound, Choice, bind, caller_result, launch_of
-from multigemm.planning.launch_key import HOST_SEQUENCES, PLAIN, Call, Key, class_key_of, key_of
+from multigemm.planning.binding import Bound, Choice, bind, caller_result
+from multigemm.planning.launch_key import HOST_SEQUENCES, PLAIN, PLAIN_LENGTH, Call, Key, class_key_of, key_of
 from multigemm.planning.operands import Operands, reach_bytes
 from multigemm.planning.staging import allocate
 from multigemm.problem.overlap import same_view
@@ -46,7 +46,8 @@ from multigemm.torch_internals import (
 
 ENTRIES = 4096
 """A step of training makes six products in each layer, each with a layout of its own."""
-NO_SCALES = (None, None, None)
+NO_GRIDS = (0, 0, 0)
+"""Addresses of the scales and zero points of operands that are not quantised."""
 WORKSPACE = 64 << 20
 """Bytes of device memory that all entries may own together; one entry a sixteenth of it."""
 BROKEN = -1
@@ -129,12 +130,8 @@ def _made_for(problem: GroupedGemmProblem, ops: Operands) -> tuple[Tensor | None
 
 def _grids(problem: GroupedGemmProblem) -> dict[str, tuple[torch.Size, tuple[int, ...]]]:
     """How backends see scales and zero points: shapes and strides of views that begin where the caller's begin."""
-    q = problem.quantisation
-    return (
-        {}
-        if q is None
-        else {name: (x.grid.shape, x.grid.stride()) for name, x in q.each() if isinstance(x.grid, Tensor)}
-    )
+    given = () if problem.quantisation is None else problem.quantisation.each()
+    return {name: (x.grid.shape, x.grid.stride()) for name, x in given if isinstance(x.grid, Tensor)}
 
 
 def _bytes_of(tensors: tuple[Tensor | None, ...]) -> int:
@@ -196,7 +193,8 @@ class _MovingEntry(_Entry):
         self.workspace = launch.workspace_bytes() + _bytes_of(self._keep)
 
     def launch(self, call: Call, out: Tensor) -> bool:
-        _, a, b, _, cut, valid_rows, c, bias, _, *scales = call
+        scales = call[PLAIN_LENGTH:]
+        _, a, b, _, cut, valid_rows, c, bias, _ = call[:PLAIN_LENGTH] if scales else call
         ends, valid, sizes = self._ends, self._valid_rows, 0
         if self._follows_ends:
             if cut is not None:
@@ -210,11 +208,11 @@ class _MovingEntry(_Entry):
             self._host.upload(offsets)
         if valid_rows is not None and self._follows_valid:
             valid = valid_rows.data_ptr()
+        grids = NO_GRIDS if not scales else [0 if x is None else x.data_ptr() for x in scales]
         self._launch.move(
             (
                 a.data_ptr(), b.data_ptr(), out.data_ptr(), 0 if c is None else c.data_ptr(),
-                0 if bias is None else bias.data_ptr(), ends, valid, sizes,
-                *(0 if x is None else x.data_ptr() for x in scales or NO_SCALES),
+                0 if bias is None else bias.data_ptr(), ends, valid, sizes, *grids,
             )
         )  # fmt: skip
         if self._start is None:
@@ -273,7 +271,7 @@ class _BindingEntry(_Entry):
             given = dict(zip(SCALES, scales, strict=True))
             grids = {name: given[name].as_strided(*grid) for name, grid in self._grids.items()}
             ops = replace(ops, b=as_bytes(b), **grids)
-        launch_of(self._choice.recipe, ops)()
+        self._choice.recipe.bind(ops)()  # the result has elements: memory without any has no address, hence no key
         return True
 
     def _cut(self, cut: Any, valid_rows: Any) -> dict[str, Any] | None:

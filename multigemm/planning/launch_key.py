@@ -46,6 +46,8 @@ Call = tuple[Any, ...]
 """The tensors of a call of the front door: jagged, a, b, kind, cut, valid_rows, c, bias, out; absent ones are None, and
 `kind` names the keyword that holds `cut`. Quantised operands have scale_a, scale_b and zero_b behind them. A plain
 tuple, since making one with names takes ten times as long."""
+PLAIN_LENGTH = 9
+"""Of a call whose operands are not quantised."""
 
 
 def one_cut(offsets: Any, sizes: Any, ends: Any) -> tuple[str, Any, bool]:
@@ -64,7 +66,8 @@ GROUPS = 10
 
 def key_of(call: Call, options: Key) -> Key | None:
     """What a call is kept by; None for a call that no entry may serve."""
-    _, a, b, kind, cut, valid_rows, c, bias, out, *scales = call
+    scales = call[PLAIN_LENGTH:]
+    _, a, b, kind, cut, valid_rows, c, bias, out = call[:PLAIN_LENGTH] if scales else call
     try:
         if type(a) not in PLAIN or type(b) not in PLAIN:
             return None
@@ -143,15 +146,9 @@ def class_key_of(key: Key, call: Call) -> Key | None:
     """What calls have in common that differ in their number of tokens and in sizes on the host alone. Scales of tokens
     have another layout for each number, so quantised operands have no class."""
     jagged, a, b, kind, cut, valid_rows, c, _, out, *scales = call
-    if (
-        scales
-        or jagged != "m"
-        or cut is None
-        or not a.is_cuda
-        or out is not None
-        or c is not None
-        or valid_rows is not None
-    ):
+    if scales or jagged != "m" or cut is None or not a.is_cuda:
+        return None
+    if out is not None or c is not None or valid_rows is not None:
         return None
     if a.dim() != 2 or b.dim() != 3 or not b.shape[0]:
         return None

@@ -115,7 +115,11 @@ class GroupedGemmProblem:
         alpha, beta: beta is 1 by default where c is given, 0 elsewhere, and with beta=0 c is not read; the numbers are
             finite, and normal ones of float32 where sums are formed in it.
         bias: a value per column: [N] or [G, N]; jagged n: [T]; lists: these, or a list of [N_g].
-        activation: "relu", "gelu" (by erf), "gelu_tanh" or "silu".
+        activation: "relu", "gelu" (by erf), "gelu_tanh" or "silu"; or a gate: "swiglu", "geglu" (by erf), "geglu_tanh",
+            "reglu" or "glu" (by sigmoid). With a gate b has 2 I columns, of g and of u, and the result has I:
+            act(min(g, glu_limit)) * (u' + glu_beta), where u' is u within -glu_limit..glu_limit and swiglu is
+            g * sigmoid(glu_alpha * g). In jagged m, batched, masked and lists; c and beta need combine or out_rows
+            beside it.
         out: receives the result, and keeps what no group owns; without it those rows are 0.
         out_dtype: of the result; that of the operands by default, int32 for int8. Operands of two float dtypes are
             multiplied in torch.promote_types of them: bfloat16 x float16 in float32.
@@ -132,6 +136,18 @@ class GroupedGemmProblem:
         zero_b: integer weights: what is subtracted before the scale; uint8 or int8, laid out as scale_b.
         b_format: what bytes of b hold, two of K in each: "int4", "uint4" or "e2m1".
         accumulate: float8 x float8: "promoted" sums at most 128 of K in the tensor core, "fast" may sum all.
+        glu_layout: where g and u are in b and in bias: "halves" (g first), "halves_up_first" or "interleaved".
+        glu_alpha, glu_beta, glu_limit: 1, 0 and None (no limit) by default.
+        preact_out: [T, N], with an activation: receives what the activation is applied to, before the limit.
+        a_rows, b_rows: [T] row numbers: a token is a's row a_rows[s] (jagged k: a's column, b's row b_rows[s]; jagged
+            n: b's column), and the groups cut the T tokens. Row numbers are int32 or int64. Those on the operands'
+            device are followed in place, never read back (but by check="full"); one below 0 or past the end means no
+            row: zeros in a and b, nothing in a sum, as does a row that no group owns. On the host such a number is an
+            error.
+        row_scale: jagged m [T], masked [G, M]: each row times its number, after the activation.
+        combine: (index [R, k], weights [R, k] or None), jagged m: the result is [R, N], row r the sum over j of
+            weights[r, j] times row index[r, j] of what it would be without, j ascending.
+        out_rows, rows: [T] and R, or `out`: the result is [R, N], row r the sum of the rows s with out_rows[s] = r.
 
     Raises:
         InvalidProblem: anything without a meaning; the text names the value seen, the limit and the remedy.

@@ -36,7 +36,7 @@ class Explanation:
             f"{name} by group" if getattr(spec, name) is None else f"{name}={getattr(spec, name)}" for name in "mnk"
         ]
         lines = [f"{spec.form}: {spec.groups} groups, {', '.join(extents)}, {spec.compute}"]
-        lines += [f"  {text}" for text in _quantised_texts(spec)]
+        lines += [f"  {text}" for text in (*_quantised_texts(spec), *_fused_texts(spec))]
         lines += [f"  class: {self.problem_class}"]
         lines += [f"  before the launch: {step}" for step in self.staging]
         lines += [f"{'*' if c.name == self.chosen else ' '} {c.name:8} {c}" for c in self.candidates]
@@ -49,6 +49,17 @@ class Explanation:
                 "; ".join([f"chosen: none, {first}", *(line.strip() for line in each if line.startswith(able))])
             )
         return "\n".join(lines)
+
+
+def _fused_texts(spec: ProblemSpec) -> list[str]:
+    """Where rows are picked, what gates them, how they are summed."""
+    if (fused := spec.fused) is None:
+        return []
+    picks = [f"{name} picks rows" for name in ("a_rows", "b_rows") if name in fused.keywords]
+    gate = [f"{spec.activation} of columns in {fused.layout}"] if fused.layout else []
+    sums = [f"combine of {fused.terms} rows"] if fused.combine else ["out_rows sums rows"] if fused.out_rows else []
+    rest = [name for name in ("preact_out", "row_scale") if name in fused.keywords]
+    return ["; ".join([*picks, *gate, *rest, *sums])]
 
 
 def _quantised_texts(spec: ProblemSpec) -> list[str]:

@@ -28,10 +28,9 @@ from multigemm.planning import binding
 from multigemm.planning.binding import Bound, Choice
 from multigemm.planning.launch_cache import relaunches
 from multigemm.problem.problem import GroupedGemmProblem
-from multigemm.select.clocks import FLUSH_BYTES, free_bytes, rough_time_us
 from multigemm.select.problem_class import ProblemClass
 from multigemm.select.table import Entry, Measured, device_name
-from multigemm.select.timing import describe, measure
+from multigemm.select.timing import FLUSH_BYTES, describe, free_bytes, measure, rough_time_us
 from multigemm.settings import settings
 
 LONG_US = 150.0

@@ -61,6 +61,10 @@ class Entry:
     date: str = ""
     failed: Mapping[str, str] = field(default_factory=dict)
 
+    def covers(self, names: Iterable[str]) -> bool:
+        """Whether all these backends took part."""
+        return self.backends.keys() | self.failed.keys() >= set(names)
+
     def encoded(self) -> dict[str, Any]:
         """As JSON holds it, without what is empty."""
         fields = {name: value for name, value in asdict(self).items() if value and name != "source"}
@@ -126,10 +130,10 @@ class TuningTable:
     def choice(self, problem_class: ProblemClass, device: torch.device, names: Iterable[str]) -> Entry | None:
         """What "auto" measured of a class, in this process or an earlier one, if all these backends took part."""
         place = device_name(device), str(problem_class)
-        found = self._chosen.get(place) or _read(self._choices, _choice_name(*place))
-        if found is None or not found.backends.keys() | found.failed.keys() >= set(names):
-            return None
-        return self._remembered(found)
+        found = self._chosen.get(place)
+        if found is None or not found.covers(names):
+            found = _read(self._choices, _choice_name(*place))
+        return self._remembered(found) if found is not None and found.covers(names) else None
 
     def keep_choice(self, entry: Entry) -> Entry:
         """Keeps what "auto" measured, on disk unless another process has written it meanwhile: returns what holds. Why

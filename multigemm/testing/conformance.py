@@ -23,7 +23,7 @@ from multigemm.errors import UnknownBackend
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.spec import ACTIVATIONS, FORMS, Form
 from multigemm.select import registry
-from multigemm.testing import corpus, deep_oracles, relations
+from multigemm.testing import corpus, deep_oracles, fused_problems, relations
 from multigemm.testing.case import Case
 from multigemm.testing.oracles import Outcome, check
 from multigemm.testing.placed_case import DeviceCase, PlacedCase
@@ -234,6 +234,12 @@ def test_quantised_operands(form: Form, subject: Subject, device: torch.device, 
     narrowed = replace(limits, forms=(form,), quantised=1)
     for seed in range(8 if subject.backend.availability().emulated else 25):
         examine(random_case(seed, narrowed), subject, device)
+
+
+def test_fused_problems(subject: Subject, device: torch.device, request: pytest.FixtureRequest) -> None:
+    """Picked rows, gates, weights and sums of rows; what the backend refuses is skipped."""
+    count = request.config.getoption("--cases") if not subject.backend.availability().emulated else 8
+    assert list(fused_problems.findings(subject.backend, count, device)) == []
 
 
 def test_stored_failures(subject: Subject, device: torch.device) -> None:

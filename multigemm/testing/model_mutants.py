@@ -305,9 +305,7 @@ MUTANTS: dict[str, tuple[Edit, ...]] = {
         ("                acc = _wrapped(acc)", "                acc = np.clip(acc, -(2**31), 2**31 - 1)"),
     ),
     "integers through float32": (
-        _before(
-            "        kind = acc.dtype", "        acc = acc if self.spec.acc.is_floating_point else np.float32(acc)"
-        ),
+        _before("        kind = acc.dtype", "        acc = np.float32(acc) if acc.dtype.kind == 'i' else acc"),
     ),
     "alpha = 0 multiplies": (('self.spec.alpha == "zero"', "False"), ('self.spec.alpha == "any"', "True")),
     "relu of NaN is 0": (_activated_by("_relu_without_nan"),),

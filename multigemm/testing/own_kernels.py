@@ -69,6 +69,12 @@ def problems(
 
     Returns:
         A strategy of problems: uneven and odd extents, empty groups, operands in rows, offsets on the device.
+
+    Example:
+        >>> from hypothesis import given
+        >>> @given(problem=problems("jagged_m", "float32"))
+        ... def test_mine(problem):
+        ...     assert_correct(mine(problem), problem)
     """
     return cases(_limits(form, dtype, work)).map(lambda case: _plain_problem(case, torch.device(device)))
 
@@ -76,7 +82,19 @@ def problems(
 def random_problem(
     seed: int, form: Form = "jagged_m", dtype: str = "float32", device: str | torch.device = "cpu", work: int = 1 << 16
 ) -> GroupedGemmProblem:
-    """One problem as `problems` draws them, of a seed."""
+    """One problem as `problems` draws them, of a seed.
+
+    Args:
+        seed: the same seed, the same problem.
+        form, dtype, device, work: as for `problems`.
+
+    Returns:
+        The problem.
+
+    Example:
+        >>> random_problem(3, "batched").form
+        'batched'
+    """
     return _plain_problem(random_case(seed, _limits(form, dtype, work)), torch.device(device))
 
 

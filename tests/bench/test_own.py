@@ -96,3 +96,9 @@ def test_a_file_without_a_problem_is_refused(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "mine.py").write_text("problem = 3\n")
     assert main(["bench", "--problem", str(tmp_path / "mine.py"), "--device", "cpu"]) == 2
     assert "it has to define `problem`" in capsys.readouterr().err
+
+
+def test_what_is_fused_is_refused_by_name() -> None:
+    problem = mg.GroupedGemmProblem(r(12, 8), r(3, 8, 4), sizes=[5, 0, 7], row_scale=r(12), activation="swiglu")
+    with pytest.raises(mg.InvalidProblem, match="benchmarks of row_scale, gate come later"):
+        mg.benchmark(problem)

@@ -70,13 +70,23 @@ def test_means_are_told_by_distribution_and_against_the_best_peer() -> None:
     assert shown["of the best peer"] == reports.digits(geomean(peers[r.case] / (r.us or 1) for r in mine))
 
 
+@pytest.mark.parametrize(("load", "warned"), [(0.5, False), (9.0, True)])
+def test_a_busy_machine_is_said_before_anything_is_measured(
+    load: float, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert ("load 9.0 on 2 cores): stop them" in machine.load_warning(CPU)) == warned
+    assert machine.load_warning(torch.device("cuda")) == ""
+
+
 def test_speed_ups_are_shown_by_the_size_of_groups() -> None:
     report = made_up_report(suites="moe,wgrad,tutorial", noise=0.0)
     cells = cells_of(table.heat_map(report))
     by_case = {duel.case: duel.ratio for duel in reports.duels(report)}
     mine = [by_case[f"dsv3_up_32k/{kind}/bf16"] for kind in ("balanced", "zipf", "empty")]
-    assert cells["1024 to 4095"]["from 16M"] == reports.digits(geomean(mine)), "T/G 1024, N x K 28 M, alone there"
-    assert cells["64 to 255"]["from 16K"] == reports.digits(by_case["seed_cube_128/list/fp16"]), (
+    assert cells["1024 to 4095"]["NxK 16M+"] == reports.digits(geomean(mine)), "T/G 1024, N x K 28 M, alone there"
+    assert cells["64 to 255"]["NxK 16K+"] == reports.digits(by_case["seed_cube_128/list/fp16"]), (
         "lists of equal matrices"
     )
     assert rows_and_weights(suite("wgrad")[0].describe()) is None, "no weights N x K"

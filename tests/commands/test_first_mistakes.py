@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,30 +13,32 @@ import multigemm as mg
 A, W = torch.ones(12, 8), torch.ones(3, 8, 4)
 X, DY = torch.ones(12, 8), torch.ones(12, 5)
 SIZES = [4, 4, 4]
+gemm: Any = mg.grouped_gemm  # whose types would tell some of these mistakes before they are made
+plan: Any = mg.plan
 
 MISTAKES: dict[str, tuple[Any, str]] = {
-    "a keyword is misspelled": (lambda: mg.grouped_gemm(A, W, sizes=SIZES, activaton="silu"), "activation="),  # type: ignore[call-overload]
-    "torch's word for ends": (lambda: mg.grouped_gemm(A, W, offs=torch.tensor([4, 8, 12])), "ends="),  # type: ignore[call-overload]
+    "a keyword is misspelled": (lambda: gemm(A, W, sizes=SIZES, activaton="silu"), "activation="),
+    "torch's word for ends": (lambda: gemm(A, W, offs=torch.tensor([4, 8, 12])), "ends="),
     "weights stored as torch.nn.Linear": (
-        lambda: mg.grouped_gemm(A, W.transpose(1, 2).contiguous(), sizes=SIZES),
+        lambda: gemm(A, W.transpose(1, 2).contiguous(), sizes=SIZES),
         "pass b.transpose(1, 2)",
     ),
     "the same in NumPy": (
-        lambda: mg.grouped_gemm(A.numpy(), W.transpose(1, 2).contiguous().numpy(), sizes=SIZES),
+        lambda: gemm(A.numpy(), W.transpose(1, 2).contiguous().numpy(), sizes=SIZES),
         "pass b.swapaxes(1, 2)",
     ),
-    "tokens with a batch dimension": (lambda: mg.grouped_gemm(A.view(2, 6, 8), W, sizes=SIZES), "a.flatten(0, 1)"),
-    "weight gradients without jagged": (lambda: mg.grouped_gemm(X.T, DY, sizes=SIZES), "pass jagged='k'"),
-    "sizes of floats": (lambda: mg.grouped_gemm(A, W, sizes=torch.tensor([4.0, 4.0, 4.0])), ".to(torch.int64)"),
-    "ends passed as offsets": (lambda: mg.grouped_gemm(A, W, offsets=[4, 8, 12]), "pass ends="),
-    "a plan called with operands": (lambda: cast(Any, mg.plan(A, W, sizes=SIZES))(A, W), "plan.run("),
+    "tokens with a batch dimension": (lambda: gemm(A.view(2, 6, 8), W, sizes=SIZES), "a.flatten(0, 1)"),
+    "weight gradients without jagged": (lambda: gemm(X.T, DY, sizes=SIZES), "pass jagged='k'"),
+    "sizes of floats": (lambda: gemm(A, W, sizes=torch.tensor([4.0, 4.0, 4.0])), ".to(torch.int64)"),
+    "ends passed as offsets": (lambda: gemm(A, W, offsets=[4, 8, 12]), "pass ends="),
+    "a plan called with operands": (lambda: plan(A, W, sizes=SIZES)(A, W), "plan.run("),
     "a function as the activation": (
-        lambda: mg.grouped_gemm(A, W, sizes=SIZES, activation=cast(Any, torch.nn.functional.silu)),
+        lambda: gemm(A, W, sizes=SIZES, activation=torch.nn.functional.silu),
         "use one of 'relu', 'gelu', 'gelu_tanh', 'silu'",
     ),
-    "operands of two libraries": (lambda: mg.grouped_gemm(np.ones((12, 8), np.float32), W, sizes=SIZES), "one kind"),
+    "operands of two libraries": (lambda: gemm(np.ones((12, 8), np.float32), W, sizes=SIZES), "one kind"),
     "sizes that forget rows": (
-        lambda: mg.grouped_gemm(A, W, sizes=torch.tensor([4, 4, 1]), check="complete"),
+        lambda: gemm(A, W, sizes=torch.tensor([4, 4, 1]), check="complete"),
         "own 0 to 9 of the jagged extent 12",
     ),
 }

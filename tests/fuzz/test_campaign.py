@@ -64,7 +64,7 @@ def test_a_fault_is_found_shrunk_stored_and_repeated(environment: dict[str, str]
     assert data["guard_hits"] > 0
     small = min((Case.from_dict(f["shrunk"]) for f in data["failures"] if f["shrunk"]), key=lambda c: c.work)
     assert small.work <= 16 and small.activation is None
-    code = re.findall(r"to repeat it:\n((?:    .*\n)+)", done.stdout)[0]
+    code = re.findall(r"faulty: \[guard\].*\n  stored as .*\n  to repeat it:\n((?:    .*\n)+)", done.stdout)[0]
     script = "\n".join(line[4:] for line in code.splitlines())
     again = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, cwd=ROOT
@@ -168,7 +168,7 @@ def test_a_campaign_over_everything_on_the_host(environment: dict[str, str], tmp
     """Every form and dtype on the cpu backend, against the reference."""
     summary = tmp_path / "s.json"
     done = fuzz(environment, "--backends", "cpu", "--examples", "500", "--jobs", "2", "--seed", "5", "--work", "30000",
-                "--json", str(summary))  # fmt: skip
+                "--deep", "4", "--json", str(summary))  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]
     data = json.loads(summary.read_text())
     assert data["checks"]["cpu"] == 500 and data["disagreements"] == 0 and data["crashes"] == 0
@@ -176,7 +176,8 @@ def test_a_campaign_over_everything_on_the_host(environment: dict[str, str], tmp
         assert data["classes"][f"form:{form}"] > 35
     for dtype in ("float16", "bfloat16", "float32", "float64", "int8"):
         assert data["classes"][f"dtype:{dtype}"] > 35
-    assert data["deep"]["relations"] > 5 and data["deep"]["lying sizes"] > 1
+    assert data["deep"]["relations"] > 10 and data["deep"]["lying sizes"] > 3
+    assert data["quantised_checks"]["cpu"] > 35
 
 
 @pytest.mark.slow

@@ -3,8 +3,11 @@
 Each slot is begun before any goes on, nothing comes twice, nobody waits for a compiler.
 """
 
+import argparse
+
 import pytest
 
+from multigemm.fuzz.cli import add_arguments, options_of
 from multigemm.fuzz.plan import LEAD, Batch, Failure, Options, Summary, Tally, WorkQueue
 from multigemm.fuzz.report import missing, progress_line, to_dict, to_text
 from multigemm.fuzz.shrink import shrink, simpler
@@ -15,6 +18,13 @@ from multigemm.testing.case import fit
 
 def options(examples: int = 0) -> Options:
     return Options(("cpu",), kinds=3, turns=2, burst=4, examples=examples)
+
+
+def test_dtypes_have_the_names_of_the_other_commands_too() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    asked = parser.parse_args(["--backends", "cpu", "--device", "cpu", "--dtypes", "bf16,float64,int8"])
+    assert options_of(asked).dtypes == ("bfloat16", "float64", "int8")
 
 
 def test_every_slot_is_begun_first() -> None:

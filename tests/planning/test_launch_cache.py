@@ -544,18 +544,6 @@ def test_an_entry_whose_resizing_was_interrupted_gives_way_to_another(
     assert LAUNCHES.served == served + 2
 
 
-def test_an_entry_for_many_token_counts_is_not_entered_twice(follower: Following) -> None:
-    """A finaliser that calls in the middle of a call has to go the whole way: sizes are summed up in shared memory."""
-    a, b, ends = problem()
-    warm(a, b, ends=ends)
-    [entry] = LAUNCHES._entries.values()
-    call = ("m", a, b, "ends", ends, None, None, None, None)
-    entry._busy = True
-    assert entry.run(call) is None
-    entry._busy = False
-    assert entry.run(call) is not None
-
-
 class Calling:
     """An entry whose finaliser asks the cache that dropped it, as a finaliser that calls `grouped_gemm` would."""
 

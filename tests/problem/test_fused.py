@@ -129,6 +129,19 @@ def test_defaults_ask_for_nothing() -> None:
     assert problem.spec is mg.GroupedGemmProblem(A, B, sizes=SIZES).spec
 
 
+def test_keywords_that_are_left_at_none_keep_a_warm_call_warm() -> None:
+    from multigemm.planning.launch_cache import LAUNCHES
+
+    for _ in range(3):
+        before = LAUNCHES.served
+        product_again = mg.grouped_gemm(A, B, sizes=SIZES, a_rows=None, combine=None, backend="cpu")
+    assert LAUNCHES.served == before + 1 and torch.allclose(product_again, product())
+    gated = [
+        mg.grouped_gemm(A, B, sizes=SIZES, activation="swiglu", glu_limit=x, backend="cpu") for x in (0.1, 9.0) * 3
+    ]
+    assert all(torch.equal(x, y) for x, y in zip(gated, gated[:2] * 3, strict=True)) and not gated[0].equal(gated[1])
+
+
 def test_what_is_asked_for_is_part_of_the_spec() -> None:
     asked: list[dict[str, Any]] = [
         {}, {"a_rows": ROWS}, {"a_rows": ROWS.int()}, {"row_scale": torch.ones(10)}, {"combine": (INDEX, None)}, SUMS,

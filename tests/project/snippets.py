@@ -4,7 +4,7 @@ The rules, for whoever writes a page:
 
 - The Python fences of one page run from top to bottom in one namespace, on the CPU: `"cuda"` is replaced by `"cpu"`,
   and a GPU backend's name behind `backend=` by `"cpu"`. Nothing else is changed.
-- What a comment behind a `print(...)` says must be part of what is printed.
+- What a comment `# -> TEXT` behind a `print(...)` says must be part of what the snippet prints.
 - `<!-- snippet: gpu -->` or `<!-- snippet: processes -->` on the line above a fence says that it needs a GPU or several
   processes. It is compiled, its imports run, and every name, attribute and keyword in it must exist.
 - Lines of shell fences that begin with `multigemm`, `make`, `pip install` or `python` are checked against the
@@ -37,7 +37,7 @@ ON_CPU = (
     (re.compile(r'"cuda(:\d)?"'), '"cpu"'),
     (re.compile(r'backend="(cupy|triton|numba|cublas)"'), 'backend="cpu"'),
 )
-PRINTED = re.compile(r"^\s*print\(.*\)  # (.+)$", re.MULTILINE)
+PRINTED = re.compile(r"^\s*print\(.*\) +# -> (.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -170,10 +170,8 @@ class NameCheck(ast.NodeVisitor):
         if function is UNKNOWN or isinstance(function, _Instance):
             return
         taken = keywords_of(function)
-        if taken is None:
-            return
         for keyword in node.keywords:
-            if keyword.arg and keyword.arg not in taken:
+            if taken is not None and keyword.arg and keyword.arg not in taken:
                 self.wrong.append(f"{ast.unparse(node.func)} takes no keyword {keyword.arg}=")
 
     def value_of(self, node: ast.expr) -> Any:

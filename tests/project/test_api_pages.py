@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm import errors
+from multigemm import errors, nn, testing
 from multigemm.settings import PREFIX, Settings
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +69,9 @@ def test_every_public_name_is_in_the_reference() -> None:
     listed = {path.rpartition(".")[2] for path in LISTED}
     listed |= {name for name in vars(errors) if inspect.isclass(vars(errors)[name])} | {"quantize", "__version__"}
     assert sorted(set(mg.__all__) - listed) == []
+    assert sorted({*nn.__all__, *testing.__all__} - listed - {"EMULATED", "Stand", "World"}) == [], (
+        "limits, and two names of 0.1"
+    )
 
 
 def test_every_error_is_on_its_page() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
-import subprocess
-import sys
 import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+
+from benchmarks import chart
+from multigemm.bench import reports
+from multigemm.bench.workloads import geomean
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (".github", "backends", "benchmarks", "docs", "examples", "multigemm", "reference", "tests")
@@ -25,7 +28,7 @@ QUOTED = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"([\w.*/-]*\w\.(?:py|cuh?|md|json|toml|svg|yml))(?::\d+)?")
 FOLDER = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*/")
-WRITTEN = {"multigemm-bench/"}
+WRITTEN = {"multigemm-bench/", "site/"}
 """What a command writes."""
 
 
@@ -97,8 +100,38 @@ def test_anchors_and_addresses_of_the_repository_exist(page: Path) -> None:
 
 
 def test_the_chart_is_drawn_from_the_kept_report() -> None:
-    done = subprocess.run([sys.executable, "benchmarks/chart.py", "--check"], cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0, "run: python benchmarks/chart.py"
+    report = reports.read(chart.REPORT)
+    for name, colours in chart.LOOKS.items():
+        kept = (chart.FOLDER / f"moe-{name}.svg").read_text()
+        assert chart.draw(report, colours) == kept, "run: python benchmarks/chart.py"
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_kept_files() -> None:
+    text = (ROOT / "README.md").read_text()
+    shares = {entry: geomean(values) for entry, values in chart.shares(reports.read(chart.REPORT)).items()}
+    host = json.loads((ROOT / "benchmarks" / "results" / "h200" / "host-time.json").read_text())["us"]
+    ours = ("cupy", "triton", "numba", "cublas")
+    device_row = [f"{shares[entry]:.3f}" for entry in (*ours, "torch_grouped")]
+    torch_times = sorted(times["torch"] for times in host.values())
+    host_row = [f"{host[entry]['offsets']:.1f}" for entry in ours] + [f"{torch_times[0]:.1f} to {torch_times[-1]:.1f}"]
+    for row in (device_row, host_row):
+        assert f"| {' | '.join(row)} |" in text
+    assert f"{shares['cupy']:.3f} of the floor" in text
+    assert f"{shares['torch_grouped']:.3f} of the floor" in text
+    assert f"torch grouped_mm {shares['torch_grouped']:.3f}" in text, "the picture's text"
+    peer = json.loads((ROOT / "benchmarks" / "results" / "h100" / "triton-kernels.json").read_text())
+    times = [sorted((value for name, value in row["us"].items() if name != "ours")) for row in peer["rows"]]
+    ratio = geomean([theirs[0] / row["us"]["ours"] for theirs, row in zip(times, peer["rows"], strict=True)])
+    assert f"takes {ratio:.2f} times our triton's time" in text
+    assert peer["commit"] in text
+
+
+def test_make_docs_installs_what_the_extra_names() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [requirement.partition(">=")[0] for requirement in project["optional-dependencies"]["docs"]]
+    assert f"-c constraints.txt {' '.join(named)}\n" in (ROOT / "Makefile").read_text()
+    pinned = (ROOT / "constraints.txt").read_text().lower()
+    assert all(f"\n{name}==" in pinned for name in named)
 
 
 def test_the_site_asks_no_other_host() -> None:
@@ -107,7 +140,18 @@ def test_the_site_asks_no_other_host() -> None:
     assert "font: false" in settings
     assert "strict: true" in settings
     assert "repo_url" not in settings, "the theme would ask api.github.com for stars"
-    addresses = re.findall(r"https?://[^\s\"']+", settings)
-    assert addresses == [URLS["Documentation"]]
+    addresses = re.findall(r"https?://[^\s\"'}]+", settings)
+    assert addresses == [URLS["Documentation"], URLS["Homepage"]], "a link in the footer"
     for asset in (ROOT / "docs" / "assets").rglob("*.*"):
         assert "http" not in asset.read_text().replace("http://www.w3.org/2000/svg", ""), asset
+
+
+def test_the_page_of_quantised_operands_names_the_backends_that_take_them() -> None:
+    """Of each built-in backend, by what its `support.py` tells `quantised_reasons`."""
+    rows = re.findall(
+        r"^\| (`[^|]+) \| (.+) \|$", (ROOT / "docs/how-to/quantised-operands.md").read_text(), re.MULTILINE
+    )
+    told = {name: not text.startswith("refused") for names, text in rows[:8] for name in re.findall(r"`(\w+)`", names)}
+    for name in ("cpu", "cublas", "cupy", "numba", "triton"):
+        source = (ROOT / "backends" / name / "support.py").read_text()
+        assert told[name] == ("quantised_reasons(spec, takes=" in source), name

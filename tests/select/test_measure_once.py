@@ -19,10 +19,10 @@ from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
 from multigemm.select import choose, timing
 from multigemm.select import measure_once as trial
-from multigemm.select.clocks import FLUSH_BYTES, free_bytes
+from multigemm.select.timing import FLUSH_BYTES, free_bytes
 from multigemm.settings import settings
 from tests.support.fake_backends import Dawdler, Tile, problem
-from tests.support.trial_cases import Install, kept, pair
+from tests.support.trial_cases import Install, host_time_us, kept, pair
 
 
 @dataclass
@@ -189,8 +189,9 @@ def test_a_backend_whose_calls_keep_the_host_busy_is_not_taken_for_a_short_produ
 
             return replace(recipe, bind=bind)
 
-    monkeypatch.setattr(trial, "measure", timing.measure)
     fresh(Busy("busy", 1), Dawdler("idle", 2, nap_s=0.001))
+    monkeypatch.setattr(trial, "measure", timing.measure)
+    monkeypatch.setattr(trial, "_host_time_us", host_time_us)
     assert mg.plan(problem()).backend == "busy"
     assert mg.solve(problem()).eq(2).all()
     told = str(mg.explain(problem()))
@@ -217,7 +218,7 @@ def test_a_bind_counts_only_where_a_warm_call_binds(
     choice = choose.choose(posed, "fast")
     first = bound.Bound(launch, Operands(posed.spec, posed.a, posed.b, posed.a), [launch])
     monkeypatch.setattr(bound, "bind", lambda *given: made.append(given) or first)  # type: ignore[func-returns-value]
-    trial._host_time_us(choice, posed, None, first)
+    host_time_us(choice, posed, None, first)
     assert len(made) == binds
 
 

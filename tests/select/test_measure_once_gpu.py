@@ -16,7 +16,7 @@ import torch
 
 import multigemm as mg
 from multigemm import settings
-from multigemm.select import choose, clocks
+from multigemm.select import choose, timing
 from multigemm.select import measure_once as trial
 from multigemm.select import table as tuning
 from tests.support.concurrency import on_new_threads
@@ -236,7 +236,7 @@ def test_where_the_gpu_is_full_the_static_order_decides(monkeypatch: pytest.Monk
     monkeypatch.setattr(trial, "measure", None)
     torch.cuda.empty_cache()
     ballast, size = list[torch.Tensor](), 1 << 36
-    while clocks.free_bytes(a.device) > 224 << 20:  # torch may have kept pieces, where a capture failed before
+    while timing.free_bytes(a.device) > 224 << 20:  # torch may have kept pieces, where a capture failed before
         try:
             ballast.append(torch.empty(size, dtype=torch.int8, device="cuda"))
         except torch.OutOfMemoryError:
@@ -257,7 +257,7 @@ def test_a_first_meeting_costs_at_most_60_ms_besides_compiling(rows: int, n: int
     problem = mg.GroupedGemmProblem(a, b, sizes=sizes)
     for name in ("cupy", "triton", "cublas"):
         mg.plan(problem, name)()
-    clocks.other_code(0)
+    timing.other_code(0)
     torch.cuda.synchronize()
     began = time.perf_counter()
     choose.choose(problem)

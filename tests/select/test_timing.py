@@ -16,9 +16,8 @@ import torch
 import multigemm as mg
 from multigemm.bench.runner import flush_text
 from multigemm.cuda import nvrtc
-from multigemm.select import clocks, registry, timing
-from multigemm.select.clocks import CODE_BYTES, CudaClock, cuda, long_code
-from multigemm.select.timing import Timing, do_bench, measure, quantile
+from multigemm.select import registry, timing
+from multigemm.select.timing import CODE_BYTES, CudaClock, Timing, cuda, do_bench, long_code, measure, quantile
 from tests.support.nvrtc_here import nvrtc_here
 
 CPU = torch.device("cpu")
@@ -250,7 +249,7 @@ def test_cold_calls_find_neither_data_nor_code_and_those_of_do_bench_their_code(
             emptied.append(self.code)
 
     emptied: list[bool] = []
-    monkeypatch.setattr(clocks, "Caches", Caches)
+    monkeypatch.setattr(timing, "Caches", Caches)
     modes: tuple[timing.Mode, ...] = ("cold", "graph", "do_bench", "hot", "sustained")
     for mode in modes:
         CudaClock(torch.device("cuda", 0))._emptier(mode)()
@@ -262,15 +261,15 @@ def test_a_report_says_whether_code_was_emptied(monkeypatch: pytest.MonkeyPatch)
         raise OSError("libnvrtc.so.13: cannot open shared object file")
 
     def flush(style: timing.Mode) -> str:
-        clocks.other_code.cache_clear()
+        timing.other_code.cache_clear()
         return flush_text(style, torch.device("cuda", 0))
 
     assert flush("do_bench") == "256 MB written before each call"
-    monkeypatch.setattr(clocks, "kernel", lambda *_: object())
+    monkeypatch.setattr(timing, "kernel", lambda *_: object())
     assert flush("cold") == "128 KB of other code run and 256 MB written before each call"
-    monkeypatch.setattr(clocks, "kernel", missing)
+    monkeypatch.setattr(timing, "kernel", missing)
     assert "no NVRTC" in flush("cold")
-    clocks.other_code.cache_clear()
+    timing.other_code.cache_clear()
 
 
 @gpu

@@ -24,6 +24,8 @@ from tests.support.fake_backends import Dawdler, problem
 
 CPU = torch.device("cpu")
 Install = Callable[..., None]
+host_time_us = trial._host_time_us
+"""As it is, whatever `unset` puts in its place."""
 
 
 def unset(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
@@ -34,6 +36,7 @@ def unset(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     settings.cache_clear()
     monkeypatch.setattr(trial, "HOPELESS", math.inf)  # a busy host makes naps longer
     monkeypatch.setattr(trial, "measure", by_naps)
+    monkeypatch.setattr(trial, "_host_time_us", lambda choice, *_: 1e6 * registry.get(choice.backend).nap_s)  # type: ignore[attr-defined]
 
 
 def by_naps(variants: Mapping[str, Callable[[], object]], *given: Any, **more: Any) -> dict[str, Timing]:

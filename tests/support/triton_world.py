@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from multigemm.backends.triton import build as compiled
-from multigemm.backends.triton import generic, hopper, lists
+from multigemm.backends.triton import generic, hopper, lists, quantised
 from multigemm.backends.triton.build import Cubin, KernelSource
 from multigemm.cuda import counters, driver, launch
 from multigemm.cuda.arguments import Fields, fields, slot_of, words
@@ -107,7 +107,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     for module in (hopper, lists):
         monkeypatch.setattr(module, "encode_together", fake.encode)
     monkeypatch.setattr(compiled, "cubin", uncompiled)
-    for module in (generic, hopper, lists):
+    for module in (generic, hopper, lists, quantised):
         monkeypatch.setattr(module, "processors", lambda index: 132)
     for module in (generic, hopper):
         monkeypatch.setattr(module, "Words", Words)

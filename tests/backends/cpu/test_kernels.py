@@ -7,39 +7,40 @@ import pytest
 import torch
 from torch import Tensor
 
+import multigemm as mg
 from multigemm.backends.cpu import BACKEND, config, launch
 from multigemm.backends.cpu.config import Config, invalid_reasons
 from multigemm.backends.cpu.groups import Sizes, empty_products
 from multigemm.backends.cpu.stacks import segments
 from multigemm.errors import InvalidSetting
-from tests.support.cpu_cases import CPU, Case, assert_right, build, run
+from multigemm.planning.staging import staged_spec
+from multigemm.problem.spec import ProblemSpec
+from multigemm.testing import Case, DeviceCase, Layout
+from tests.support.cpu_cases import CPU, case_of, configs, examine, staged
+
+
+def spec_of(case: Case) -> ProblemSpec:
+    return staged_spec(DeviceCase.from_case(case, CPU).problem)
 
 
 def test_neighbours_without_k_are_cleared_together() -> None:
     """One by one, a thousand empty experts would take longer than the products of all others."""
-    ops = build(Case("jagged_k", sizes=(0, 0, 3, 0, 4, 0, 0, 0), m=2, n=3))
+    ops = staged(DeviceCase.from_case(case_of("jagged_k", lengths=(0, 0, 3, 0, 4, 0, 0, 0), m=2, n=3), CPU))
     sizes = Sizes(ops)
     sizes.changed()
     assert [x.shape[0] for x in empty_products(ops, sizes.start, sizes.end)] == [2, 1, 3]
 
 
 def test_products_write_nothing_beside_their_columns() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        for chosen in BACKEND.configs(build(Case("jagged_m", dtype, n=21)).spec, CPU):
-            ops = build(Case("jagged_m", dtype, sizes=(5, 17, 30), n=21, k=8))
-            wide = torch.full((52, 64), 5.0, dtype=dtype)
-            ops.out = wide[:, 20:41]
-            assert_right(run(ops, chosen))
-            assert bool((wide[:, :20] == 5).all())
-            assert bool((wide[:, 41:] == 5).all())
+    for dtype in ("float32", "bfloat16"):
+        examine(case_of("jagged_m", dtype, (5, 17, 30), n=21, k=8, given=True, out=Layout(pad=43)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float16])
-def test_where_torch_lowers_float32_products_the_loop_computes(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "int8", "float16"])
+def test_where_torch_lowers_float32_products_the_loop_computes(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a GPU program does with torch.set_float32_matmul_precision: it may lower torch's products on a CPU too."""
-    ops = build(Case("jagged_m", dtype, sizes=(70, 30), n=64, k=96))
+    device_case = DeviceCase.from_case(case_of("jagged_m", dtype, (70, 30), n=64, k=96), CPU)
+    ops = staged(device_case)
     bound = BACKEND.plan(ops.spec, Config("blas"), CPU).bind(ops)
     bound()
     products, multiply = [], launch.product
@@ -56,14 +57,14 @@ def test_where_torch_lowers_float32_products_the_loop_computes(
     finally:
         torch.set_float32_matmul_precision(before)
     assert len(products) == 2
-    assert_right(ops)
+    assert mg.verify(device_case.problem, device_case.out)
 
 
 def test_a_processor_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "has_fast_bf16", lambda: False)
-    ops = build(Case("jagged_m", torch.bfloat16))
-    assert [c.kernel for c in BACKEND.configs(ops.spec, CPU)] == ["blas", "loop"]
-    assert_right(run(ops))
+    case = case_of("jagged_m", "bfloat16")
+    assert [c.kernel for c in configs(DeviceCase.from_case(case, CPU))] == ["blas", "loop"]
+    examine(case)
 
 
 @pytest.mark.parametrize(
@@ -75,23 +76,23 @@ def test_bfloat16_is_widened_where_that_is_faster(
 ) -> None:
     monkeypatch.setattr(config, "has_fast_bf16", lambda: True)
     monkeypatch.setattr(config, "has_matrix_unit", lambda: matrix_unit)
-    assert BACKEND.configs(build(Case("jagged_m", torch.bfloat16, sizes=sizes)).spec, CPU)[0].kernel == first
+    assert BACKEND.configs(spec_of(case_of("jagged_m", "bfloat16", sizes)), CPU)[0].kernel == first
 
 
 @pytest.mark.parametrize(
     ("chosen", "case", "words"),
     [
-        (Config("bmm"), Case("batched"), "bfloat16"),
-        (Config("bmm"), Case("batched", torch.bfloat16, bias="row"), "epilogue"),
-        (Config("bmm"), Case("jagged_k", torch.bfloat16), "rows of A"),
-        (Config("warp"), Case("batched"), "unknown"),  # type: ignore[arg-type]
+        (Config("bmm"), case_of("batched"), "bfloat16"),
+        (Config("bmm"), case_of("batched", "bfloat16", bias="n", bias_dtype="bfloat16"), "epilogue"),
+        (Config("bmm"), case_of("jagged_k", "bfloat16"), "rows of A"),
+        (Config("warp"), case_of("batched"), "unknown"),  # type: ignore[arg-type]
     ],
 )
 def test_configs_that_cannot_be(chosen: Config, case: Case, words: str) -> None:
-    reasons = invalid_reasons(chosen, build(case).spec)
+    reasons = invalid_reasons(chosen, spec_of(case))
     assert any(words in reason for reason in reasons)
     with pytest.raises(InvalidSetting, match=words):
-        BACKEND.plan(build(case).spec, chosen, CPU)
+        BACKEND.plan(spec_of(case), chosen, CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -40,92 +40,6 @@ def _switches() -> Iterator[None]:
     matmul.allow_tf32, matmul.allow_bf16_reduced_precision_reduction = before
 
 
-@pytest.mark.parametrize("config", ALL, ids=lambda c: c.variant)
-@pytest.mark.parametrize("where", ["host", "device"])
-@pytest.mark.parametrize("head", [0, 3])
-def test_every_variant_zeroes_what_no_group_owns(config: Config, where: str, head: int) -> None:
-    sizes = [5, 0, 40, 1, 90]
-    a, b = ints(head + sum(sizes) + 7, 64), ints(5, 64, 48, seed=1)
-    offsets = offsets_of(sizes, head)
-    a[:head], a[head + sum(sizes) :] = float("nan"), float("nan")
-    given = offsets if where == "device" else offsets.tolist()
-    out = mg.grouped_gemm(a, b, offsets=given, backend="cublas", config=config)
-    assert torch.equal(out.double(), exact_rows(a, b, sizes, head))
-
-
-@pytest.mark.parametrize("config", ALL, ids=lambda c: c.variant)
-@pytest.mark.parametrize("where", ["host", "device"])
-@pytest.mark.parametrize("head", [0, 3])
-def test_every_variant_leaves_a_given_output_alone(config: Config, where: str, head: int) -> None:
-    sizes = [5, 0, 40, 1, 90]
-    total = head + sum(sizes)
-    a, b, out = (
-        ints(total + 7, 64),
-        ints(5, 64, 48, seed=1),
-        torch.full((total + 7, 48), 77.0, device="cuda").bfloat16(),
-    )
-    offsets = offsets_of(sizes, head, torch.int64)
-    given = offsets if where == "device" else offsets.tolist()
-    mg.grouped_gemm(a, b, offsets=given, out=out, backend="cublas", config=config)
-    want = exact_rows(a, b, sizes, head)
-    assert torch.equal(out[head:total].double(), want[head:total])
-    assert bool((out[:head] == 77).all())
-    assert bool((out[total:] == 77).all())
-
-
-@pytest.mark.parametrize("config", ALL, ids=lambda c: c.variant)
-@pytest.mark.parametrize("where", ["host", "device"])
-@pytest.mark.parametrize("head", [0, 5])
-def test_weight_gradients_with_empty_groups(config: Config, where: str, head: int) -> None:
-    sizes = [9, 0, 31, 0, 1]
-    x, dy = ints(head + 41 + 2, 64), ints(head + 41 + 2, 40, seed=1)
-    x[:head], x[head + 41 :] = float("nan"), float("nan")
-    given = offsets_of(sizes, head) if where == "device" else offsets_of(sizes, head).tolist()
-    dw = mg.grouped_gemm(x.t(), dy, offsets=given, jagged="k", backend="cublas", config=config)
-    starts = np.cumsum([head, *sizes])
-    for g, (start, end) in enumerate(pairwise(starts)):
-        assert torch.equal(dw[g].double(), x[start:end].t().double() @ dy[start:end].double()), g
-
-
-@pytest.mark.parametrize("rows", [1, 40, 5000])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_rows_behind_ends_on_the_device_are_zeros(rows: int, dtype: torch.dtype) -> None:
-    a, b = ints(rows, 64), ints(3, 64, 24, seed=1)
-    ends = torch.zeros(3, dtype=dtype, device="cuda")
-    plan = mg.plan(mg.GroupedGemmProblem(a, b, ends=ends), backend="cublas")
-    assert not plan.syncs
-    for sizes in ([0, 0, 0], [rows // 3, 0, rows // 2], [0, 0, rows], [rows // 5, 1, 0]):
-        ends.copy_(offsets_of(sizes)[1:])
-        out: Any = plan()
-        out.fill_(float("nan"))
-        assert torch.equal(cast(torch.Tensor, plan()).double(), exact_rows(a, b, sizes))
-
-
-@pytest.mark.parametrize("lie", [[-5, 4, 900], [60, 20, 90], [2**31 - 1] * 3, [-1, -1, -1]])
-@pytest.mark.parametrize("config", [Config("auto"), Config("loop"), Config("batched")], ids=lambda c: c.variant)
-def test_offsets_that_lie_touch_nothing_else(config: Config, lie: list[int]) -> None:
-    memory = torch.full((300, 64), 5.0, device="cuda").bfloat16()
-    a, b, out = ints(100, 64), ints(3, 64, 64, seed=1), memory[100:200]
-    ends = torch.tensor(lie, dtype=torch.int32, device="cuda")
-    mg.grouped_gemm(a, b, ends=ends, out=out, backend="cublas", config=config)
-    torch.cuda.synchronize()
-    assert bool((memory[:100] == 5).all())
-    assert bool((memory[200:] == 5).all())
-
-
-@pytest.mark.parametrize("where", ["host", "device"])
-def test_masked_rows_of_a_given_output_stay(where: str) -> None:
-    """Where the host does not know the rows, all of them go into a wide intermediate result."""
-    a, b = ints(3, 8, 4096), ints(3, 4096, 4096, seed=1).transpose(1, 2)
-    out, valid = torch.full((3, 8, 4096), 77.0, device="cuda").bfloat16(), [8, 0, 3]
-    rows = torch.tensor(valid, device="cuda") if where == "device" else valid
-    mg.grouped_gemm(a, b, valid_rows=rows, out=out, backend="cublas")
-    for g, count in enumerate(valid):
-        want = (a[g, :count].double() @ b[g].double()).bfloat16()
-        assert torch.equal(out[g, :count], want)
-        assert bool((out[g, count:] == 77).all())
-
-
 def test_tf32_only_on_request() -> None:
     a, b = torch.rand(2, 128, 256, device="cuda"), torch.rand(2, 256, 64, device="cuda")
     exact = a.double() @ b.double()
@@ -177,25 +91,6 @@ def test_float64_rounds_once(value: float, dtype: torch.dtype) -> None:
         assert out == 1 + cast(float, np.rint(scaled)) * 2.0**-bits
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
-def test_epilogue_in_one_rounding(activation: str) -> None:
-    sizes = [9, 0, 20]
-    a, b, bias, c = ints(29, 24), ints(3, 24, 17, seed=1), ints(3, 17, seed=2), ints(29, 17, seed=3)
-    out = mg.grouped_gemm(
-        a, b, sizes=sizes, c=c, alpha=0.125, beta=0.5, bias=bias, activation=activation, backend="cublas"
-    )
-    wide = 0.125 * exact_rows(a, b, sizes) + 0.5 * c.double()
-    wide += torch.repeat_interleave(bias.double(), torch.tensor(sizes, device="cuda"), 0)
-    functions: dict[str, Any] = {
-        "relu": torch.relu,
-        "gelu": torch.nn.functional.gelu,
-        "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-        "silu": torch.nn.functional.silu,
-    }
-    want = functions[activation](wide)
-    assert (out.double() - want).abs().max() <= (want.abs() * 2.0**-8 + 1e-5).max()
-
-
 def _halves(want: torch.Tensor, bits: int) -> torch.Tensor:
     """Half a unit in the last place of a result with so many bits behind the leading one."""
     return torch.exp2(want.abs().clamp_min(1e-30).log2().floor() - bits - 1)
@@ -218,19 +113,6 @@ def test_sums_are_rounded_once(config: Config, what: str, shape: tuple[int, int,
         assert bool(
             ((plan().double() - want).abs() <= _halves(want, 7 if dtype is torch.bfloat16 else 10) + noise).all()
         )
-
-
-@pytest.mark.parametrize("config", [c for c in ALL if c.variant != "grouped_mm"], ids=lambda c: c.variant)
-@pytest.mark.parametrize("where", ["host", "device"])
-def test_a_bias_that_is_laid_under_the_product(config: Config, where: str) -> None:
-    sizes = [9, 0, 20, 11]
-    a, b, bias = (ints(*s, dtype=torch.float32, seed=i) for i, s in enumerate(((45, 24), (4, 24, 16), (4, 16))))
-    given: dict[str, Any] = {"offsets": offsets_of(sizes)} if where == "device" else {"sizes": sizes}
-    plan = mg.plan(mg.GroupedGemmProblem(a, b, **given, bias=bias, alpha=0.5), backend="cublas", config=config)
-    want = 0.5 * exact_rows(a, b, sizes)
-    want[:40] += torch.repeat_interleave(bias.double(), torch.tensor(sizes, device="cuda"), 0)
-    for _ in range(3):
-        assert torch.equal(plan().double(), want)
 
 
 def test_int8_wraps_and_adds_c() -> None:

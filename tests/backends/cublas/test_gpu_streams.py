@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -49,17 +48,6 @@ def test_a_graph_of_few_unlike_products_holds_other_calls() -> None:
         )
 
 
-def test_captured_device_sizes_may_change() -> None:
-    a, b, offsets = ints(40, 64), ints(3, 64, 32, seed=1), offsets_of([10, 20, 10])
-    plan = mg.plan(mg.GroupedGemmProblem(a, b, offsets=offsets), backend="cublas")
-    assert not plan.syncs
-    graph, out = captured(plan)
-    for sizes in ([0, 40, 0], [1, 2, 3], [0, 0, 0]):
-        offsets.copy_(offsets_of(sizes))
-        graph.replay()
-        assert torch.equal(out.double(), exact_rows(a, b, sizes))
-
-
 @pytest.mark.parametrize("copies", [True, False])
 def test_rows_before_the_first_group_may_come_and_go(monkeypatch: pytest.MonkeyPatch, copies: bool) -> None:
     """Into a given output, which keeps every row that no group owns, in one graph for all offsets."""
@@ -76,28 +64,6 @@ def test_rows_before_the_first_group_may_come_and_go(monkeypatch: pytest.MonkeyP
         assert torch.equal(out[head:end].double(), exact_rows(a, b, sizes, head)[head:end])
         assert bool((out[:head] == 77).all())
         assert bool((out[end:] == 77).all())
-
-
-@pytest.mark.parametrize("config", ALL, ids=lambda c: c.variant)
-@pytest.mark.parametrize("relu", [False, True])
-def test_a_plan_that_runs_again_follows_its_operands(config: Config, relu: bool) -> None:
-    """On whichever stream is current."""
-    if relu and config.variant.startswith("grouped"):
-        pytest.skip("has no epilogue")
-    sizes, side = [7, 0, 25, 8], cuda.Stream()
-    a, b = ints(43, 64), ints(4, 64, 32, seed=1)
-    problem = mg.GroupedGemmProblem(a, b, sizes=sizes, activation="relu" if relu else None)
-    plan = mg.plan(problem, backend="cublas", config=config)
-    for seed in range(5):
-        where = side if seed % 2 else torch.cuda.current_stream()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(where):
-            cuda._sleep(1_000_000)
-            a.copy_(ints(43, 64, seed=seed))
-            got = plan().clone()
-        where.synchronize()
-        want = exact_rows(a, b, sizes)
-        assert torch.equal(got.double(), want.relu() if relu else want)
 
 
 @pytest.mark.parametrize("config", NEEDS_SIZES, ids=lambda c: c.variant)
@@ -134,21 +100,6 @@ def test_grouped_mm_allocates_what_its_plan_says(where: str) -> None:
     assert 0 < after["allocation.all.allocated"] - before["allocation.all.allocated"] <= 2 * 5
     assert after["allocated_bytes.all.allocated"] - before["allocated_bytes.all.allocated"] < 5 << 20
     assert after["reserved_bytes.all.current"] == before["reserved_bytes.all.current"]
-
-
-def test_device_sizes_may_change() -> None:
-    a, b, offsets = ints(40, 64), ints(3, 64, 32, seed=1), offsets_of([10, 20, 10])
-    out = torch.empty(40, 32, device="cuda").bfloat16()
-    own = mg.plan(mg.GroupedGemmProblem(a, b, offsets=offsets), backend="cublas")
-    given = mg.plan(mg.GroupedGemmProblem(a, b, offsets=offsets, out=out), backend="cublas")
-    for head, sizes in ((0, [0, 40, 0]), (3, [1, 2, 3]), (0, [0, 0, 0]), (9, [31, 0, 0]), (0, [5, 5, 5])):
-        offsets.copy_(offsets_of(sizes, head))
-        out.fill_(77)
-        want, end = exact_rows(a, b, sizes, head), head + sum(sizes)
-        assert torch.equal(own().double(), want)
-        assert torch.equal(given()[head:end].double(), want[head:end])
-        assert bool((out[:head] == 77).all())
-        assert bool((out[end:] == 77).all())
 
 
 def test_plans_run_beside_each_other() -> None:
@@ -240,57 +191,3 @@ def test_host_sizes_never_wait() -> None:
             plan()
         finally:
             cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("config", ALL, ids=lambda c: c.variant)
-def test_work_stays_on_the_current_stream(config: Config) -> None:
-    """Operands are filled late on a side stream; a launch elsewhere would read what was there before."""
-    a, b, sizes = torch.zeros(256, 64, device="cuda").bfloat16(), ints(4, 64, 32, seed=1), [100, 50, 6, 100]
-    plan = mg.plan(mg.GroupedGemmProblem(a, b, sizes=sizes), backend="cublas", config=config)
-    plan()
-    fresh, side = ints(256, 64, seed=7), cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        cuda._sleep(20_000_000)
-        a.copy_(fresh)
-        out = plan()
-        copy = out.clone()
-    side.synchronize()
-    assert torch.equal(copy.double(), exact_rows(fresh, b, sizes))
-
-
-def test_threads_share_nothing() -> None:
-    wrong: list[Any] = []
-
-    def work(seed: int) -> None:
-        try:
-            sizes = [seed + 1, 20, 0, 30 - seed]
-            a, b = ints(sum(sizes), 64, seed=seed), ints(4, 64, 32, seed=seed + 50)
-            want = exact_rows(a, b, sizes)
-            torch.cuda.synchronize()  # the operands were filled on another stream
-            with torch.cuda.stream(cuda.Stream()):
-                for config in (
-                    Config("loop"),
-                    Config("batched"),
-                    Config("grouped"),
-                    Config("grouped_mm"),
-                    Config("streams", 2),
-                ):
-                    for activation in (None, "relu"):
-                        if activation and config.variant in ("grouped", "grouped_mm"):
-                            continue
-                        problem = mg.GroupedGemmProblem(a, b, sizes=sizes, activation=activation)
-                        plan = mg.plan(problem, backend="cublas", config=config)
-                        for run in range(3):
-                            if not torch.equal(plan().double(), want.relu() if activation else want):
-                                wrong.append((seed, config, activation, run))
-        except Exception as error:
-            wrong.append(error)
-
-    torch.cuda.synchronize()
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []

@@ -140,20 +140,6 @@ def test_a_graph_sees_new_sizes() -> None:
         assert mg.verify(problem, out), seed
 
 
-def test_random_token_and_group_counts_compile_nothing() -> None:
-    from multigemm.backends.cupy.build import counts
-
-    weights = {groups: r(groups, 136, 264) for groups in (1, 2, 3, 5, 8, 13)}
-    mg.solve(mg.GroupedGemmProblem(r(9000, 136), weights[2], sizes=torch.tensor([1, 2])), "cupy")
-    before = dict(counts)
-    for seed in range(200):
-        rng = random.Random(seed)
-        groups = rng.choice(list(weights))
-        sizes = torch.tensor([rng.randint(0, rng.choice([3, 100, 3000])) for _ in range(groups)])
-        mg.solve(mg.GroupedGemmProblem(r(int(sizes.sum()), 136), weights[groups], sizes=sizes), "cupy")
-    assert dict(counts) == before
-
-
 @pytest.mark.parametrize("odd", [0, 1], ids=["aligned", "odd"])
 def test_ten_thousand_launches_in_one_graph_are_right_for_random_sizes(odd: int) -> None:
     """40 rounds of 250 launches, all configs in turn, each with sizes of its own, compared exactly within the graph."""

@@ -80,3 +80,49 @@ def test_products_of_shifted_weights_overlap(tmp_path: Any) -> None:
     products, waits_for_all = run.stdout.count("HGMMA"), run.stdout.count("DEPBAR.LE gsb0, 0x0")
     assert products >= 16
     assert waits_for_all < products / 2
+
+
+QUANTISED = """
+import json, re, sys
+from multigemm.backends.triton import build, shipped
+specs = dict(shipped.quantised_specs())
+for name in sys.argv[2:]:
+    kernel, source = next(shipped.sources(specs[name], int(sys.argv[1])))
+    ptx = build.build(source, int(sys.argv[1])).asm["ptx"]
+    products = re.findall(r"(wgmma\\.mma_async|mma\\.sync|tcgen05\\.mma)\\S*?\\.((?:f32|cta)\\S*) (.*?);", ptx)
+    kinds = sorted({f"{unit} {types}" for unit, types, _ in products})
+    fresh = sum(bool(re.search(r", 0, 1, 1(, [01], [01])?$", rest)) for _, _, rest in products)
+    depth = dict(source.constants)["BK"]
+    print(json.dumps({"name": name, "kinds": kinds, "all": len(products), "fresh": fresh, "depth": depth}))
+"""
+"""Prints what kernels multiply by: `fresh` counts wgmma that begin a sum of their own instead of going on with one."""
+
+
+def products_of(capability: int, folder: Any, *names: str) -> dict[str, dict[str, Any]]:
+    environment = {**os.environ, "MULTIGEMM_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "own")}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", QUANTISED, str(capability), *names]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return {found["name"]: found for found in map(json.loads, run.stdout.splitlines())}
+
+
+@pytest.mark.slow
+def test_hopper_multiplies_float8_as_such_and_promotes_its_sums(tmp_path: Any) -> None:
+    """Every 128 of K, or every block of scales, begins a sum of its own; only "fast" goes on with one."""
+    promoted = ("float8 rows", "float8 unscaled", "float8 blocks", "float8 blocks thin", "float8 mx")
+    found = products_of(90, tmp_path, *promoted, "float8 fast", "float8 weights")
+    for name in promoted:
+        seen = found[name]
+        assert all(kind.startswith("wgmma.mma_async f32.e") for kind in seen["kinds"]), seen
+        assert seen["fresh"] > 0 and seen["all"] == seen["fresh"] * seen["depth"] // 32, seen
+    assert found["float8 blocks"]["kinds"] == ["wgmma.mma_async f32.e4m3.e5m2"]
+    assert found["float8 fast"]["fresh"] == 0 and "e4m3" in found["float8 fast"]["kinds"][0]
+    assert found["float8 weights"]["kinds"] == ["wgmma.mma_async f32.bf16.bf16"]
+
+
+@pytest.mark.slow
+def test_float8_is_converted_where_its_products_are_narrow_or_missing(tmp_path: Any) -> None:
+    for capability in (80, 89, 120):
+        [seen] = products_of(capability, tmp_path, "float8 rows").values()
+        assert seen["kinds"] == ["mma.sync f32.f16.f16.f32"], (capability, seen)

@@ -15,7 +15,7 @@ from torch import Tensor
 import multigemm as mg
 from multigemm.backends.triton import BACKEND, Config, generic, hopper
 from multigemm.backends.triton import build as compiled
-from multigemm.backends.triton.choice import hopper_candidates, pointer_candidates
+from multigemm.backends.triton.choice import hopper_candidates, pointer_candidates, quantised_candidates
 from multigemm.backends.triton.config import problem_with
 from multigemm.backends.triton.hopper import canonical, canonical_shape, map_of_a, map_of_b
 from multigemm.cuda import driver, launch
@@ -52,11 +52,12 @@ class Memory:
 
 
 def problem(form: str, start: int, *, dtype: torch.dtype = BF16, groups: int = 6, m: int = 256, n: int = 256,
-            k: int = 512, shift: int = 0, bias: bool = False, c: bool = False, kind: str = "ends", **options: Any
-            ) -> mg.GroupedGemmProblem:  # fmt: skip
-    """A problem whose operands lie from `start` on; sizes are all on the device, given as `kind`."""
+            k: int = 512, shift: int = 0, bias: bool = False, c: bool = False, kind: str = "ends",
+            covers: int | None = None, **options: Any) -> mg.GroupedGemmProblem:  # fmt: skip
+    """A problem whose operands lie from `start` on; sizes are all on the device, given as `kind`. `covers`: float8 with
+    scales for so much of K in a line, or (0) for all of it."""
     new = Memory(start)
-    operand: dict[str, Any] = {"dtype": dtype, "shift": shift}
+    operand: dict[str, Any] = {"dtype": dtype if covers is None else torch.float8_e4m3fn, "shift": shift}
     if form == "jagged_k":
         a, b, out = new(k, m, **operand).T, new(k, n, **operand), new(groups, m, n, dtype=dtype)
     elif form == "jagged_n":
@@ -66,6 +67,11 @@ def problem(form: str, start: int, *, dtype: torch.dtype = BF16, groups: int = 6
         a, b, out = new(*rows, k, **operand), new(groups, k, n, **operand), new(*rows, n, dtype=dtype)
     sizes = new(groups, dtype=torch.int32)
     options |= {"batched": {}, "masked": {"valid_rows": sizes}}.get(form, {kind: sizes, "jagged": form[-1]})
+    if covers is not None:
+        blocks = 1 if not covers else k // covers + groups * (form == "jagged_k")
+        stack_a, stack_b = ((groups,) * (x.dim() - 2) for x in (a, b))
+        options["scale_a"] = new(*stack_a, m, blocks, dtype=torch.float32)
+        options["scale_b"] = new(*stack_b, blocks, n, dtype=torch.float32)
     options |= {"bias": new(*((n,) if form == "jagged_n" else (groups, n)), dtype=dtype)} if bias else {}
     options |= {"c": new(*out.shape, dtype=dtype), "beta": 0.5} if c else {}
     return mg.GroupedGemmProblem(a, b, out=out, **options)
@@ -98,11 +104,16 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "deep": {"form": "jagged_m", "m": 64, "k": 4096},
     "float64": {"form": "jagged_m", "dtype": torch.float64},
     "tf32": {"form": "jagged_m", "dtype": torch.float32, "precision": "tf32", "alpha": 0.5},
+    **{f"{form}, scales": {"form": form, "covers": 128} for form in FORMS},
+    "scales of rows": {"form": "jagged_m", "covers": 0, "shift": 1, "bias": True, "c": True, "kind": "sizes"},
+    "scales of many": {"form": "jagged_m", "covers": 0, "groups": 300, "m": 900, "n": 64, "k": 64},
 }
 
 
 def configs(ops: Operands) -> list[Config]:
     """The shipped ones, and each also with tiles dealt out or shared."""
+    if ops.spec.quantised:
+        return quantised_candidates(ops.spec)
     shipped = [*hopper_candidates(ops.spec), *pointer_candidates(ops.spec)[:2]]
     more = [replace(x, order="drawn") if x.kernel == "hopper" else replace(x, splits=4, programs=0) for x in shipped]
     dealt = [replace(x, order="dealt") if x.kernel == "hopper" else replace(x, programs=0) for x in shipped]
@@ -153,7 +164,8 @@ def test_every_address_follows_its_operand(world: FakeDriver, same_workspaces: C
             moved.move(addresses(here))
             assert [block_of(kernel) for kernel in kernels_of(moved)] == before, (name, config)
             seen |= {kernel._kernel.name for kernel in kernels_of(moved)}
-    assert seen == {"pointer_kernel", "write_prefix", "hopper_kernel", "shift_b_kernel", "write_records", "pack_kernel"}
+    packed_forms = {"pointer_kernel", "write_prefix", "hopper_kernel", "shift_b_kernel", "write_records", "pack_kernel"}
+    assert seen == {*packed_forms, "quantised_kernel"}
 
 
 def bound_plan(given: mg.GroupedGemmProblem, config: Config, zeroed: bool = False) -> Bound:
@@ -220,12 +232,20 @@ def listed(groups: int, rows: int = 256) -> Operands:
     return operands(mg.GroupedGemmProblem(a, b, out=outs))
 
 
+def scaled_list(groups: int) -> Operands:
+    outs = [torch.zeros(64, 32, dtype=BF16) for _ in range(groups)]
+    a, b = ([torch.zeros(*shape).to(torch.float8_e4m3fn)] * groups for shape in ((64, 128), (128, 32)))
+    return operands(mg.GroupedGemmProblem(a, b, out=outs, scale_a=[torch.ones(64, 1)] * groups))
+
+
 LISTS: dict[str, tuple[Callable[[], Operands], Config, list[str]]] = {
     "few": (lambda: listed(3), replace(GENERIC, programs=0), ["few_kernel"]),
     "tiles in a table": (lambda: listed(3, rows=257), GENERIC, ["pointer_kernel"]),
     "groups in a table": (lambda: listed(200), GENERIC, ["pointer_kernel"]),
     "counted": (lambda: listed(300), GENERIC, ["write_prefix", "pointer_kernel"]),
     "maps": (lambda: listed(5), replace(RING, stages=6, width=4), ["list_kernel"]),
+    "scales": (lambda: scaled_list(3), Config("quantised", stages=1), ["quantised_kernel"]),
+    "many with scales": (lambda: scaled_list(300), Config("quantised", stages=1), ["write_prefix", "quantised_kernel"]),
 }
 
 
