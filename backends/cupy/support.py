@@ -22,8 +22,6 @@ MAX_GROUPS = 960
 """Groups that the Hopper kernel's schedule holds."""
 MAX_ROWS = 1 << 30
 """Rows of a result that the copy engine can tell apart."""
-TAKEN = ("float8", "weights")
-"""Classes of quantised operands that kernels take."""
 MAX_LISTED_GROUPS, SMALL_MAX_ROWS = 16, 8192
 """Groups that the small kernel (of a list) and the kernel for small lists take as an argument; rows from which tiles as
 small as the small kernel's only lose."""
@@ -48,7 +46,7 @@ def availability() -> Availability:
 
 def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     """Every reason against this problem on this device; none means that it runs."""
-    if reasons := quantised_reasons(spec, TAKEN) + fused_reasons(spec):
+    if reasons := quantised_reasons(spec, takes=("float8", "weights")) + fused_reasons(spec):
         return reasons
     reasons = []
     if device.type != "cuda":
