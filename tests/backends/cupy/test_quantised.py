@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from multigemm.backends.cupy import build, choice, hopper_fp8, quantised, support
+from multigemm.backends.cupy import build, choice, hopper_fp8, launch, quantised, support
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import SOURCES
 from multigemm.cuda.arguments import Address
@@ -129,11 +129,25 @@ def test_a_grid_is_laid_out_as_the_struct() -> None:
 @pytest.mark.parametrize("config", [configs.FP8_WIDE, configs.FP8_SINGLE, configs.QUANTISED], ids=str)
 def test_scales_follow_their_operands(fake: FakeDriver, config: configs.Config) -> None:
     problem = blocks()
-    launch = bound(config, staged(problem))
-    launch()
+    movable = bound(config, staged(problem))
+    movable()
     scales = [cast(Tensor, x) for x in (problem.scale_a, problem.scale_b)]
-    assert not launch.stays_behind([(x.data_ptr(), x.data_ptr() + x.nbytes) for x in scales])
-    assert not launch.can_resize(300, 310)
+    assert not movable.stays_behind([(x.data_ptr(), x.data_ptr() + x.nbytes) for x in scales])
+    assert not movable.can_resize(300, 310)
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [
+        (blocks(), "TMA and wgmma of float8"),
+        (blocks(scale_a=torch.ones(300, 13)), "scale_a covers 32 of k"),
+        (blocks(batch_invariant=True), "batch invariant: one accumulator, ascending k, mma.sync, 8 products at once"),
+    ],
+)
+def test_plans_say_what_runs_and_why(fake: FakeDriver, problem: GroupedGemmProblem, words: str) -> None:
+    recipe = launch.plan(problem.spec, choice.heuristic(problem.spec), GPU)
+    assert words in recipe.why and recipe.kernel in ("hopper_fp8", "quantised")
+    recipe.bind(staged(problem))()
 
 
 def test_swapped_operands_swap_their_scales() -> None:
