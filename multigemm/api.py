@@ -101,7 +101,7 @@ def grouped_gemm(
         others: as `GroupedGemmProblem` describes them.
 
     Returns:
-        The result, as the caller's kind of array: a list for lists. Differentiable where an input requires grad.
+        The result, as the caller's kind of array, a list for lists. Differentiable where an input requires grad.
         torch.autocast does not change it; the torch operator (`multigemm.integrations.grouped_gemm`) obeys autocast.
 
     Raises:
@@ -315,8 +315,8 @@ def list_backends() -> Backends:
     """What is here, what is missing, how to get it.
 
     Returns:
-        A list of BackendInfo, printed one backend a line: name, whether it is available, its version, else the reason
-        and how to install it.
+        A list of BackendInfo, printed one backend a line, with name, whether it is available, its version, else the
+        reason and how to install it.
 
     Example:
         >>> import multigemm as mg

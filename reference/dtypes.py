@@ -67,14 +67,6 @@ def to_numpy(value: Any) -> Array:
     return tensor.view(bits).numpy().view(getattr(ml_dtypes, name))
 
 
-def to_torch(array: Array) -> torch.Tensor:
-    """A CPU tensor with the same bits."""
-    array = np.ascontiguousarray(array)
-    if array.dtype == np.dtype(ml_dtypes.bfloat16):
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
-
-
 def widen(value: Any) -> Array:
     """The exact values, contiguous: float64 for floats, int64 for integers."""
     array = to_numpy(value)

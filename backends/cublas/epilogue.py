@@ -245,4 +245,7 @@ class ClampedEnds:
 
 
 def _name_rows(bounds: Any, rows: Tensor) -> None:
-    bounds.out, bounds.row_bytes, bounds.width = rows.data_ptr(), rows.stride(0) * rows.element_size(), rows.shape[1]
+    """Where the rows lie; their length and distance, which no call changes, are told once."""
+    if not bounds.width:
+        bounds.row_bytes, bounds.width = rows.stride(0) * rows.element_size(), rows.shape[1]
+    bounds.out = rows.data_ptr()

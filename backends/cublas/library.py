@@ -84,32 +84,12 @@ class Cublas:
         return f"{major}.{rest // 100}.{rest % 100}"
 
 
-def soname(library: str = "cublas") -> str | None:
-    """The file name under which torch's dynamic cuBLAS is loaded, or None for a torch without CUDA."""
-    version = torch.version.cuda
-    return None if version is None else f"lib{library}.so.{version.split('.')[0]}"
-
-
-GROUPED_LAYOUT = "cublasLtGroupedMatrixLayoutCreate"
-
-
-def grouped_matmul() -> str:
-    """Whether the cuBLASLt that torch has loaded can multiply groups (experimental since cuBLAS 13.2), in words."""
-    name = soname("cublasLt")
-    try:
-        library = ctypes.CDLL(name or "", mode=NO_LOAD)
-    except OSError:
-        return "cuBLASLt is not loaded"
-    return f"cuBLASLt {'has' if hasattr(library, GROUPED_LAYOUT) else 'lacks'} grouped matmul"
-
-
 @lru_cache(maxsize=1)
 def cublas() -> Cublas:
     """The loaded library; OSError or AttributeError where torch carries none that can be called."""
-    name = soname()
-    if name is None:
+    if torch.version.cuda is None:
         raise OSError("this torch was built without CUDA")
-    return Cublas(name)
+    return Cublas(f"libcublas.so.{torch.version.cuda.split('.')[0]}")
 
 
 def check(status: int, name: str) -> None:

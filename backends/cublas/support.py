@@ -24,7 +24,7 @@ def availability() -> Availability:
         return Availability(False, f"this torch ({torch.__version__}) was built without CUDA", install)
     if not torch.cuda.is_available():
         return Availability(False, "installed, but torch sees no CUDA GPU")
-    from multigemm.backends.cublas.library import cublas, grouped_matmul
+    from multigemm.backends.cublas.library import cublas
     from multigemm.cuda import nvrtc
 
     try:
@@ -32,7 +32,7 @@ def availability() -> Availability:
         nvrtc.compiler()
     except (OSError, AttributeError) as error:
         return Availability(False, f"torch's cuBLAS or NVRTC cannot be called: {error}", install)
-    return Availability(True, version=f"cuBLAS {version}, torch {torch.__version__}; {grouped_matmul()}")
+    return Availability(True, version=f"cuBLAS {version}, torch {torch.__version__}")
 
 
 def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:

@@ -6,7 +6,6 @@ buffer and no argument is inspected. `table` (for lists) or the packed formula g
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +24,7 @@ from multigemm.backends.numba.config import (
     token_boxes,
 )
 from multigemm.cuda import tensor_map
-from multigemm.cuda.arguments import ACTIVATION_CODES, JAGGED_CODES, Address, Fields, Slot, fields, tokens_at
+from multigemm.cuda.arguments import ACTIVATION_CODES, JAGGED_CODES, Fields
 from multigemm.planning.operands import ABSENT, TABLE, Operands, Packed, Strided, address_of, group_table
 from multigemm.problem.spec import ProblemSpec
 
@@ -124,14 +123,6 @@ def list_table(ops: Operands) -> Table:
     if ops.spec.alpha == "zero":
         table[:, TABLE.K] = 0
     return table
-
-
-def packed_arguments(call: Call, alpha: float, beta: float, *more: int) -> Fields:
-    """All that a kernel takes as 64-bit words, and which of them are addresses of operands."""
-    raw = struct.pack(f"<{len(call)}q2d{len(more)}q", *call, alpha, beta, *more)
-    values = (*call, 0, 0, *more)
-    slots = [Slot(8 * i, x.operand, x - x.base) for i, x in enumerate(values) if type(x) is Address]
-    return fields(raw, slots, tokens_at(values))
 
 
 class MapEncoder:

@@ -6,7 +6,6 @@ process that finds its kernels on disk never imports Numba at all, which is most
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,14 +37,6 @@ class Image:
     cubin: bytes
     log: str = ""
 
-    def pack(self) -> bytes:
-        return json.dumps({"entry": self.entry, "log": self.log}).encode() + b"\n" + self.cubin
-
-    @staticmethod
-    def unpack(raw: bytes) -> Image:
-        head, _, cubin = raw.partition(b"\n")
-        return Image(cubin=cubin, **json.loads(head))
-
 
 def _version(package: str) -> str:
     try:
@@ -72,12 +63,12 @@ def image(config: Config, signature: Signature, capability: Capability) -> Image
     """The machine code of a kernel, from disk or compiled now."""
     store = DiskCache("numba")
     key = fingerprint(sources(), config.kernel, config, signature, target(capability), settings().lineinfo)
-    found = store.get(key)
+    found = store.get_code(key)
     if found is not None:
-        return Image.unpack(found)
+        return Image(cubin=found[1], **found[0])
     compilations.append((config, signature))
     made = assemble(to_ltoir(config, signature, capability), capability)
-    store.put(key, made.pack())
+    store.put_code(key, {"entry": made.entry, "log": made.log}, made.cubin)
     _dump(config, signature, capability, made)
     return made
 

@@ -20,7 +20,6 @@ from multigemm.backends.numba.arguments import (
     call_of,
     epilogue_words,
     list_table,
-    packed_arguments,
 )
 from multigemm.backends.numba.build import OVERLAP_MINIMUM, image
 from multigemm.backends.numba.choice import problem_with, why
@@ -38,7 +37,7 @@ from multigemm.backends.numba.config import (
 )
 from multigemm.backends.numba.support import capability_of
 from multigemm.cuda import driver
-from multigemm.cuda.arguments import DeviceFields, Fields, join
+from multigemm.cuda.arguments import DeviceFields, Fields, join, words
 from multigemm.cuda.device import index_of, processors, to_device
 from multigemm.cuda.launch import NOTHING, Kernel, without_move
 from multigemm.errors import InvalidSetting
@@ -117,7 +116,7 @@ def bind_for(config: Config, spec: ProblemSpec, index: int) -> Bind:
             uploaded = DeviceFields(content, ops.device)
             places = uploaded.address, uploaded.address.at(uploaded.address + len(content) - len(COUNTERS))
         launch = kernel.bound(
-            packed_arguments(call, ops.alpha, ops.beta, *places), grid=grid, threads=config.threads, shared=shared,
+            words(*call, float(ops.alpha), float(ops.beta), *places), grid=grid, threads=config.threads, shared=shared,
             cluster=cluster, overlap=overlap, fields=uploaded, keep=() if on_device is None else (on_device,),
             grid_for=grid_for,
         )  # fmt: skip

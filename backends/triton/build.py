@@ -8,7 +8,6 @@ its cubin on disk does not import Triton at all.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -160,15 +159,14 @@ def _dump(source: KernelSource, key: str, asm: Mapping[str, Any]) -> None:
 def cubin(source: KernelSource, capability: int) -> Cubin:
     """The kernel's machine code: from this process, from disk, or compiled now."""
     key = fingerprint(triton_version(), source_fingerprint(source.module, source.gluon), source, capability)
-    stored = CACHE.get(key, ".cubin")
+    stored = CACHE.get_code(key)
     if stored is not None and settings().dump is None:
-        head, _, code = stored.partition(b"\n")
-        return Cubin(code=code, **json.loads(head))
+        return Cubin(code=stored[1], **stored[0])
     compiled = build(source, capability)
     _dump(source, key, compiled.asm)
     packed = _pack(compiled, source.room)
     facts = {name: value for name, value in asdict(packed).items() if name != "code"}
-    CACHE.put(key, json.dumps(facts).encode() + b"\n" + packed.code, ".cubin")
+    CACHE.put_code(key, facts, packed.code)
     return packed
 
 

@@ -463,7 +463,7 @@ def quantised_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)
         fixed = Config("quantised", rows, columns, invariant_depth(spec), warps=warps, stages=3, programs=2)
         return [config for config in (fixed, replace(fixed, stages=2)) if not problem_with(config, spec)][:1]
     rows, converted = typical_rows(spec), spec.quantised == "weights" or capability[0] < 9
-    single = not in_pieces(spec) or spec.form == "per_group"
+    single = not in_pieces(spec)
     deep = PROMOTION if foldable(spec) else finest_block(spec) or PROMOTION
     short = min(deep, 64 if foldable(spec) or not single else 32)
     low = Config("quantised", _pow2(rows, 16, 32), 128, deep, warps=4, stages=4, programs=3)

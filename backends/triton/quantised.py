@@ -25,6 +25,7 @@ from multigemm.backends.triton.generic import (
     chunks,
     constants,
     hints,
+    multiple_of,
     numbers,
     prefix_source,
     programs,
@@ -32,6 +33,7 @@ from multigemm.backends.triton.generic import (
     sums_sizes,
     uniform,
 )
+from multigemm.backends.triton.lists import extents_multiple
 from multigemm.cuda.device import processors, to_device
 from multigemm.cuda.launch import LaunchSequence, without_move
 from multigemm.planning.operands import ABSENT, Operands, Packed, Strided, group_table, strides_of, view_of
@@ -43,7 +45,7 @@ FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "
 SCALES = ("scale_a", "scale_b", "zero_b")
 SCALE_COLUMNS = 15
 """Of a list's scales: address, distance of lines and of blocks along K, and shifts to both, for each of SCALES."""
-NOT_HERE = ("MULTIPLE", "PRECISION", "ACC", "SPLITS")
+NOT_HERE = ("PRECISION", "ACC", "SPLITS")
 """Constants of the generic kernel that this one has not."""
 
 
@@ -77,9 +79,12 @@ def _types(spec: ProblemSpec, capability: int) -> dict[str, str]:
     return {**pointers, **of_scales, **found, **dict.fromkeys(strides, "i64")}
 
 
-def quantised_constants(spec: ProblemSpec, config: Config, capability: int, chunk: int = CHUNK) -> dict[str, Any]:
-    """The constexpr arguments; a `capability` of 0 is the interpreter's."""
-    found = {name: value for name, value in constants(spec, config, chunk=chunk).items() if name not in NOT_HERE}
+def quantised_constants(
+    spec: ProblemSpec, config: Config, capability: int, chunk: int = CHUNK, multiple: int = 1
+) -> dict[str, Any]:
+    """The constexpr arguments; a `capability` of 0 is the interpreter's. `multiple` speaks of the extents of lists."""
+    every = constants(spec, config, multiple, chunk)
+    found = {name: value for name, value in every.items() if name not in NOT_HERE}
     a, b = spec.a.scale, spec.b.scale
     of_a, of_b = (x or ScaleSpec(torch.float32) for x in (a, b))
     e8m0 = torch.float8_e8m0fnu
@@ -97,12 +102,14 @@ def quantised_constants(spec: ProblemSpec, config: Config, capability: int, chun
     }  # fmt: skip
 
 
-def quantised_source(spec: ProblemSpec, config: Config, capability: int, chunk: int = CHUNK) -> KernelSource:
+def quantised_source(
+    spec: ProblemSpec, config: Config, capability: int, chunk: int = CHUNK, multiple: int = 1
+) -> KernelSource:
     return KernelSource(
         module="multigemm.backends.triton.kernels.quantised",
         name="quantised_kernel",
         signature=tuple(_types(spec, capability).items()),
-        constants=tuple(quantised_constants(spec, config, capability, chunk).items()),
+        constants=tuple(quantised_constants(spec, config, capability, chunk, multiple).items()),
         divisibility=hints(spec),
         warps=config.warps,
         stages=config.stages,
@@ -110,9 +117,14 @@ def quantised_source(spec: ProblemSpec, config: Config, capability: int, chunk: 
 
 
 def quantised_sources(spec: ProblemSpec, config: Config, capability: int) -> dict[str, KernelSource]:
-    """The kernels of a plan: the main one for few groups and for many, and the one that counts tiles."""
-    counts = chunks(spec, config)
-    found = {f"main {chunk}": quantised_source(spec, config, capability, chunk) for chunk in counts}
+    """The kernels of a plan: the main one for few groups and for many, and of lists also for extents that masks need
+    not cut an access at; and the one that counts tiles."""
+    multiples = (1, multiple_of(spec)) if spec.form == "per_group" and spec.a.align == spec.b.align == 16 else (1,)
+    found = {
+        f"main {chunk} {multiple}": quantised_source(spec, config, capability, chunk, multiple)
+        for chunk in chunks(spec, config)
+        for multiple in multiples
+    }
     return found if uniform(spec) else {**found, "prefix": prefix_source(spec, config)}
 
 
@@ -158,18 +170,22 @@ def quantised_numbers(ops: Operands, shape: Packed, scales: Sequence[Strided]) -
 class QuantisedPlan:
     """The kernels of one spec and config, loaded on one device."""
 
-    __slots__ = ("_config", "_count", "_main")
+    __slots__ = ("_config", "_count", "_index", "_main")
 
     def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
         sources = quantised_sources(spec, config, capability_of(index))
         compile_all(sources, index)
-        self._config, self._main = config, load(sources[f"main {chunk_of(spec, config)}"], index)
+        own = f"main {chunk_of(spec, config)} "
+        self._config, self._index = config, index
+        self._main = {
+            int(name.removeprefix(own)): load(source, index) for name, source in sources.items() if name.startswith(own)
+        }
         counted = spec.groups > CHUNK and "prefix" in sources
         self._count = load(sources["prefix"], index) if counted else None
 
     def bind(self, ops: Operands) -> Launch:
         """Lays out the arguments of one problem: the main kernel's, behind one that counts the tiles of many groups."""
-        shape, config, index, groups = view_of(ops), self._config, self._main.index, ops.spec.groups
+        shape, config, index, groups = view_of(ops), self._config, self._index, ops.spec.groups
         tiles = most_tiles_by_rows(ops, shape, config.block_m, config.block_n)
 
         def grid_for(tokens: int) -> int:
@@ -186,7 +202,8 @@ class QuantisedPlan:
                 table, counted, *(x.ptr for x in of_scales), scales]  # fmt: skip
         keep = (prefix, *tables)
         values = [*data, *quantised_numbers(ops, shape, of_scales)]
-        launch: Any = self._main.bound(values, grid_for(shape.m), keep, grid_for=grid_for)
+        multiple = extents_multiple(ops) if len(self._main) > 1 else 1
+        launch: Any = self._main[multiple].bound(values, grid_for(shape.m), keep, grid_for=grid_for)
         if self._count is not None:
             values = [counted, sizes, table, shape.m, shape.n, groups, int(ops.head)]
             launch = LaunchSequence([self._count.bound(values, 1, keep, grid_for=lambda tokens: 1), launch])

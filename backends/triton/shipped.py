@@ -29,7 +29,7 @@ from multigemm.backends.triton.generic import (
 )
 from multigemm.backends.triton.hopper import cut_of, hopper_source, pack_source, records_source
 from multigemm.backends.triton.lists import SLOTS, few_slots, few_source, hopper_list_sources, list_chunks
-from multigemm.backends.triton.quantised import quantised_source
+from multigemm.backends.triton.quantised import quantised_sources
 from multigemm.problem.spec import Form, OperandSpec, Order, ProblemSpec, ScaleSpec
 
 FRAME_SIZE, REGISTERS = 0x11, 0x2F
@@ -178,8 +178,9 @@ def sources(spec: ProblemSpec, capability: int, most: int = 2) -> Iterator[tuple
     """The kernels that this spec may run: at most `most` configs of each kind."""
     if spec.quantised:
         for config in quantised_candidates(spec, (capability // 10, capability % 10))[:most]:
-            for chunk in chunks(spec, config):
-                yield f"quantised {config}", quantised_source(spec, config, capability, chunk)
+            for name, source in quantised_sources(spec, config, capability).items():
+                if name != "prefix":
+                    yield f"quantised {name} {config}", source
         return
     multiple = multiple_of(spec) if spec.a.align == 16 else 1
     for config in pointer_candidates(spec, (capability // 10, capability % 10))[:most]:

@@ -98,7 +98,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--resume", action="store_true", help="keep the rows that the folder's report already has")
     where = "cuda:1, cpu (default: all GPUs of the host; under torchrun, this rank's share)"
     add("--device", default="", help=where)
-    add("--share", default="", help="i/n: only every n-th workload from the i-th on")
+    add("--share", default="", help=argparse.SUPPRESS)  # i/n: a part of a run over many devices
     add("--stall", type=float, default=90.0, help="seconds without news after which a kernel hangs")
     add("--isolate", action="store_true", help="work in a child process on a CPU as well")
     add("--marker", type=Path, default=None, help=argparse.SUPPRESS)
@@ -122,6 +122,8 @@ def main(args: argparse.Namespace) -> int:
     if args.bench_command == "list" or args.list:
         return _list()
     above_zero(args, "reps", "budget_ms", "seconds", "stall")
+    if args.json and args.json.is_dir():  # before the measurements, which would be lost
+        raise InvalidSetting(f"--json {args.json} is a folder: name a file")
     if args.problem and (args.suite or args.shape):
         raise InvalidSetting("--problem beside --suite or --shape: name one of them")
     with interrupts.of_termination():

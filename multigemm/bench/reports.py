@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from multigemm import interrupts
 from multigemm.bench.workloads import geomean
 from multigemm.errors import InvalidSetting
 from multigemm.select.timing import Timing
@@ -120,17 +120,10 @@ class Report:
         return list(by_case(self.rows))
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Writes a file through another one beside it: whoever is stopped meanwhile leaves the former file as it was."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    os.replace(part, path)
-
-
 def write(path: Path, report: Report) -> None:
     """As a whole, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, dumps(report))
+    interrupts.write_whole(path, dumps(report))
 
 
 def dumps(report: Report) -> str:

@@ -163,6 +163,7 @@ class Runner:
         finally:
             with interrupts.held():
                 self._save(cases)
+                self.progress.end()
         return self.report
 
     def _run(self, cases: list[Workload]) -> None:
@@ -461,6 +462,11 @@ class Progress:
             self._tell(f"  {text}", "\r")
         elif time.monotonic() - self._told > STAGE_EVERY_S:
             self._tell(f"  {time.monotonic() - self.started:.0f} s  {text}", "\n")
+
+    def end(self) -> None:
+        """Wipes the last stage from a terminal."""
+        if self._on_terminal:
+            self._tell("", "")
 
     def _tell(self, line: str, end: str) -> None:
         if not self.quiet:

@@ -51,7 +51,7 @@ class Marker:
         if text == self._last[1] and now - self._last[0] < NEWS_S:
             return
         self._last = (now, text)
-        reports.replace_file(self.path, text)
+        interrupts.write_whole(self.path, text)
 
 
 def read(path: Path) -> dict[str, Any]:

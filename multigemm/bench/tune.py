@@ -195,7 +195,7 @@ def _write(path: Path, found: list[Entry], where: dict[str, Any]) -> None:
     lines = ",\n  ".join(json.dumps(entry.encoded(), sort_keys=True) for entry in found)
     head = f'{{\n "schema": {SCHEMA},\n "origin": {json.dumps(origin, sort_keys=True)},\n'
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{head} "entries": [\n  {lines}\n ]\n}}\n')
+    interrupts.write_whole(path, f'{head} "entries": [\n  {lines}\n ]\n}}\n')
 
 
 # --- what is kept -----------------------------------------------------------------------------------

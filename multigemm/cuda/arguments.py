@@ -133,9 +133,9 @@ def tokens_at(values: Iterable[int | float], start: int = 0) -> list[int]:
 
 def words(*values: int | float) -> Fields:
     """Integers and addresses as 64-bit words, floats as doubles."""
-    raw = b"".join(struct.pack("<d", x) if isinstance(x, float) else (x & WORD).to_bytes(8, "little") for x in values)
-    slots = (slot for i, x in enumerate(values) for slot in slot_of(x, 8 * i))  # type: ignore[arg-type]
-    return fields(raw, slots, tokens_at(values))
+    kinds = "".join(["d" if type(x) is float else "q" for x in values])
+    slots = [Slot(8 * i, x.operand, x - x.base) for i, x in enumerate(values) if type(x) is Address]
+    return fields(struct.pack(f"<{kinds}", *values), slots, tokens_at(values))
 
 
 def join(parts: Iterable[bytes]) -> Fields:

@@ -13,13 +13,16 @@ another user than this one and root, or that its group or others may write.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import stat
 import tempfile
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from multigemm.settings import settings
 
@@ -120,6 +123,18 @@ class DiskCache:
                 Path(name).unlink(missing_ok=True)
             return False
         return True
+
+    def get_code(self, key: str) -> tuple[dict[str, Any], bytes] | None:
+        """Machine code and the facts about it that were stored with it, or None."""
+        stored = self.get(key, ".cubin")
+        if stored is None:
+            return None
+        facts, _, code = stored.partition(b"\n")
+        return json.loads(facts), code
+
+    def put_code(self, key: str, facts: Mapping[str, Any], code: bytes) -> None:
+        """Stores machine code behind a line of facts about it."""
+        self.put(key, json.dumps(facts).encode() + b"\n" + code, ".cubin")
 
     def entries(self) -> list[Path]:
         """All entries, oldest first; one that another process removes meanwhile is left out."""

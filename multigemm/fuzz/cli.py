@@ -180,10 +180,8 @@ class _Progress:
 
 
 def _write_json(summary: Summary, target: str) -> None:
-    path = Path(target)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_name(path.name + ".part").write_text(json.dumps(report.to_dict(summary), indent=1) + "\n")
-    path.with_name(path.name + ".part").replace(path)
+    Path(target).parent.mkdir(parents=True, exist_ok=True)
+    interrupts.write_whole(Path(target), json.dumps(report.to_dict(summary), indent=1) + "\n")
 
 
 def _make_room(args: argparse.Namespace) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 from multigemm.fuzz.plan import Summary, Tally
 from multigemm.problem.spec import FORMS
+from multigemm.testing.campaigns import versions
 from multigemm.testing.case import Case
 from multigemm.testing.corpus import snippet
 from multigemm.testing.strategies import DTYPES, REQUIRED, REQUIRED_QUANTISED
-from multigemm.testing.versions import versions
 
 GATE_FROM = 5000
 """A campaign over everything with at least so many problems must have met every required class."""

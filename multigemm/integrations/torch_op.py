@@ -9,7 +9,6 @@ problems of their own and choose by `grad_backend`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -150,6 +149,7 @@ def remembered(missed: Missed) -> Callable[..., Any]:
         }  # fmt: skip
         return missed(keys, kind, tensors, options)
 
+    run.__qualname__ = "multigemm::grouped_gemm"  # what Python says of a call that does not fit
     return run
 
 
@@ -258,52 +258,26 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], given: dict[str, Any], output: Tens
     ctx.like = [None if x is None else torch.empty_like(x, device="meta") for x in (c, bias)]
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
     a, b, *cuts, c, bias, out = ctx.saved_tensors
-    needs = tuple(ctx.needs_input_grad[2 + i] for i in (0, 1, 6, 7))
-    call, squeezed = _call(ctx, a, b, cuts, c, bias)
+    c, bias = (like if x is None else x for x, like in zip((c, bias), ctx.like, strict=True))
+    cut, o = {name: x for name, x in zip(CUTS, cuts, strict=True) if x is not None}, ctx.options
+    squeezed = not cut and a.dim() == 2 and b.dim() == 2
     if squeezed:
-        call = _unsqueezed(call)
-        grad, out = grad.unsqueeze(0), None if out is None else out.unsqueeze(0)
-    da, db, dc, dbias = gradients(call, grad, out, needs)
+        a, b, c, out, grad = (None if x is None else x.unsqueeze(0) for x in (a, b, c, out, grad))
+    form: Any = "masked" if "valid_rows" in cut else f"jagged_{o['jagged']}" if cut else "batched"
+    if form.startswith("jagged"):
+        cut["jagged"] = o["jagged"]
+    options = {name: o[name] for name in ("precision", "deterministic", "batch_invariant", "grad_backend")}
+    options["backend"] = o["grad_backend"]
+    call = Call(
+        form=form, gemm=grouped_gemm, a=a, b=b, c=c, bias=bias, cut=cut, options=options, alpha=o["alpha"],
+        beta=o["beta"], activation=o["activation"],
+    )  # fmt: skip
+    da, db, dc, dbias = gradients(call, grad, out, tuple(ctx.needs_input_grad[2 + i] for i in (0, 1, 6, 7)))
     if squeezed:
         da, db, dc = (None if x is None else x[0] for x in (da, db, dc))
     return (da, db, None, None, None, None, dc, dbias, None, None, None)
-
-
-def _call(ctx: Any, a: Tensor, b: Tensor, cuts: list[Any], c: Any, bias: Any) -> tuple[Call, bool]:
-    o = ctx.options
-    cut = {name: x for name, x in zip(CUTS, cuts, strict=True) if x is not None}
-    squeezed = not cut and a.dim() == 2 and b.dim() == 2
-    jagged = bool(cut) and "valid_rows" not in cut
-    form: Any = f"jagged_{o['jagged']}" if jagged else "masked" if cut else "batched"
-    if jagged:
-        cut["jagged"] = o["jagged"]
-    call = Call(
-        form=form,
-        gemm=grouped_gemm,
-        a=a,
-        b=b,
-        c=ctx.like[0] if c is None else c,
-        bias=ctx.like[1] if bias is None else bias,
-        cut=cut,
-        options={
-            "precision": o["precision"],
-            "deterministic": o["deterministic"],
-            "batch_invariant": o["batch_invariant"],
-            "backend": o["grad_backend"],
-            "grad_backend": o["grad_backend"],
-        },
-        alpha=o["alpha"],
-        beta=o["beta"],
-        activation=o["activation"],
-    )
-    return call, squeezed
-
-
-def _unsqueezed(call: Call) -> Call:
-    c = None if call.c is None else call.c.unsqueeze(0)
-    return replace(call, a=call.a.unsqueeze(0), b=call.b.unsqueeze(0), c=c)
 
 
 _general = eager.differentiable(overload, _backward, _keep)

@@ -374,7 +374,9 @@ class LaunchCache:
         if keys[0] is not None and _lasting(choice, problem) and not capturing(problem.device):
             for key, counted in zip(keys, (False, True), strict=True):
                 if key is not None and self.comes_again(key) and not self._holds(key):
-                    self.keep(key, _entry_of(problem, bound, choice, kind, counted))
+                    entry = _entry_of(problem, bound, choice, kind, counted)
+                    if entry is not None:
+                        self.keep(key, entry)
         return caller_result(problem, out)
 
     def _holds(self, key: Key) -> bool:
@@ -435,10 +437,11 @@ def _lasting(choice: Choice, problem: GroupedGemmProblem) -> bool:
     return dense and (uncast or problem.quantisation is not None)
 
 
-def _entry_of(problem: GroupedGemmProblem, bound: Bound, choice: Choice, kind: str, counted: bool) -> _Entry:
+def _entry_of(problem: GroupedGemmProblem, bound: Bound, choice: Choice, kind: str, counted: bool) -> _Entry | None:
     """An entry that moves, if every launch can and none holds an address of the caller's that would stay behind.
 
-    `counted`: an entry of a class, whose launch has to follow the number of tokens, too.
+    `counted`: an entry of a class, whose launch has to follow the number of tokens, too; where it cannot, quantised
+    operands have none, since their grids of scales would have to be laid out anew.
     """
     launch, ops, cut = bound.launch, bound.ops, problem.cut
     on_tensors = _on_tensors(problem, bound, kind, counted)
@@ -454,7 +457,7 @@ def _entry_of(problem: GroupedGemmProblem, bound: Bound, choice: Choice, kind: s
         if _resizes(launch, problem.out_shape[0]):
             own = bind(choice, problem, allocate(problem))  # the other entry's launch moves and is resized by itself
             return _MovingEntry(problem, own.ops, choice, own.launch, kind, counted=True)
-    return _BindingEntry(problem, ops, choice, kind, counted)
+    return None if counted and problem.quantisation is not None else _BindingEntry(problem, ops, choice, kind, counted)
 
 
 def relaunches(bound: Bound) -> bool:

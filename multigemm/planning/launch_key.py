@@ -143,12 +143,9 @@ def _index_key(cut: Any, phase: int, index: int) -> Key:
 
 
 def class_key_of(key: Key, call: Call) -> Key | None:
-    """What calls have in common that differ in their number of tokens and in sizes on the host alone. Scales of tokens
-    have another layout for each number, so quantised operands have no class."""
+    """What calls have in common that differ in their number of tokens and in sizes on the host alone."""
     jagged, a, b, kind, cut, valid_rows, c, _, out, *scales = call
-    if scales or jagged != "m" or cut is None or not a.is_cuda:
-        return None
-    if out is not None or c is not None or valid_rows is not None:
+    if jagged != "m" or cut is None or not a.is_cuda or out is not None or c is not None or valid_rows is not None:
         return None
     if a.dim() != 2 or b.dim() != 3 or not b.shape[0]:
         return None
@@ -158,7 +155,17 @@ def class_key_of(key: Key, call: Call) -> Key | None:
         return None
     if reach_bytes(a) >= COUNTED * a.element_size() or rows * b.shape[2] >= COUNTED:
         return None
-    return ("tokens", depth, half_octave(rows), min(rows, 2), *key[1:GROUPS], groups, *key[GROUPS + 1 :])
+    rest, options = key[GROUPS + 1], key[GROUPS + 2 :]
+    if scales:
+        rest = (*rest[:4], _of_tokens(rest[4], rows), *rest[5:])
+    return ("tokens", depth, half_octave(rows), min(rows, 2), *key[1:GROUPS], groups, rest, *options)
+
+
+def _of_tokens(layout: Key | None, rows: int) -> Key | None:
+    """The layout of a grid of scales without its number of lines, where there is one for each token."""
+    if layout is None or len(layout[0]) != 2 or layout[0][0] != rows:
+        return layout
+    return ("tokens", layout[0][1], *layout[1:])
 
 
 def _host_class(kind: str, cut: Any) -> Key | None:

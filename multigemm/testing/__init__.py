@@ -1,4 +1,15 @@
-"""What tests of a backend may import: cases, hostile memory, oracles, a conformance suite, planted faults."""
+"""What tests of a backend may import: cases, hostile memory, oracles, a conformance suite, planted faults.
+
+A `Case` is a problem as data (`case`); `strategies` draws them, `values` gives them numbers, `placed_case` memory with
+poison and guard bands. `oracles` judges a run, `deep_oracles`, `relations` and `guard_pages` the same launch under
+other circumstances, and `subject` is the backend under one of its configs. `multigemm fuzz` is made of these, and so is
+`conformance`, the suite for backends of one's own; `own_kernels` is for kernels that are no backend; `corpus` keeps
+failures as files.
+
+Programs for machines with a GPU, each `python -m multigemm.testing.NAME`: `repeated_calls` (the cache of launches),
+`batch_invariance` (bits of rows in any company), `sanitize` (the memory checkers, with `control`). That oracles can
+fail is shown on `model_kernel`, `fused_model` and the faults of `model_mutants`.
+"""
 
 from multigemm.testing.case import Case, Layout, Scale, classes
 from multigemm.testing.oracles import Finding, Outcome, check, check_case

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -31,6 +30,7 @@ from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSett
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ACTIVATIONS
+from multigemm.testing.campaigns import side_by_side
 from multigemm.testing.case import as_dtype
 from multigemm.testing.subject import Subject
 
@@ -315,16 +315,6 @@ class Count:
     at_fault: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
 
-    def as_data(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-    @staticmethod
-    def from_data(data: dict[str, Any]) -> Count:
-        made = Count()
-        for name, value in data.items():
-            setattr(made, name, Counter(value) if isinstance(value, dict) else value)
-        return made
-
     def add(self, other: Count) -> None:
         for name in ("comparisons", "rows", "elements", "differing", "kinds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -454,44 +444,20 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--control", action="store_true", help="without batch_invariant=True: bits may differ")
     parser.add_argument("--json", type=Path, help="where the counts go")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
-
-
-def _work(args: argparse.Namespace) -> int:
-    device = torch.device(args.device)
-    count = run(args.backends, device, args.seconds, args.seed, not args.control, device.type == "cpu")
-    print(json.dumps(count.as_data()))
-    return 0
-
-
-def _spread(args: argparse.Namespace, backend: str) -> tuple[Count, list[str]]:
-    """The counts of all processes, and what went wrong in those that have none."""
-    command = [sys.executable, "-m", "multigemm.testing.batch_invariance", "--worker", "--backends", backend]
-    command += ["--device", args.device, "--seconds", str(args.seconds), *(["--control"] if args.control else [])]
-    seeds = (str(args.seed * 1000 + job) for job in range(args.jobs))
-    started = [
-        subprocess.Popen([*command, "--seed", seed], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for seed in seeds
-    ]
-    total, failures = Count(), []
-    for process in started:
-        out, err = process.communicate()
-        if process.returncode or not out.strip():
-            failures.append(err[-3000:])
-            continue
-        total.add(Count.from_data(json.loads(out.splitlines()[-1])))
-    return total, failures
 
 
 def main() -> int:
     """Prints a line for each backend; 1 if a bit differed or a process failed."""
     args = _parse()
-    if args.worker:
-        return _work(args)
-    report, bad = dict[str, Any](), 0
+    device, report, bad = torch.device(args.device), dict[str, Any](), 0
     for backend in args.backends.split(","):
-        count, failures = _spread(args, backend)
+        calls = [(backend, device, args.seconds, args.seed * 1000 + job, not args.control, device.type == "cpu")
+                 for job in range(args.jobs)]  # fmt: skip
+        counts, failures = side_by_side(run, calls)
+        count = Count()
+        for part in counts:
+            count.add(part)
         refused = sum(count.refused.values())
         size = (
             f"{count.comparisons} comparisons of {count.rows} rows and {count.elements} elements, {count.kinds} kinds"
@@ -499,7 +465,7 @@ def main() -> int:
         print(f"{backend}: {size}: {count.differing} elements differ; {refused} refused", flush=True)
         for text in [*count.examples[:5], *failures[:2]]:
             print("   ", text, flush=True)
-        report[backend] = {**count.as_data(), "failures": failures}
+        report[backend] = {**vars(count), "failures": failures}
         bad += bool(count.differing and not args.control) or bool(failures)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))

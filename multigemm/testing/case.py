@@ -333,7 +333,7 @@ def classes(case: Case) -> set[str]:
         case: The problem.
 
     Returns:
-        Names such as "form:jagged_m", "groups:many" and "odd:n".
+        Names, each a subject and what it is, as in the example.
 
     Example:
         >>> sorted(name for name in classes(Case(form="batched", m=8, n=8, k=8)) if name.startswith("groups"))

@@ -235,7 +235,7 @@ def check(device_case: DeviceCase, subject: Subject) -> Outcome:
         subject: The backend under test.
 
     Returns:
-        What came of it: the backend's reasons where it refuses, else the findings, of which a right backend has none.
+        The backend's reasons where it refuses, else the findings, of which a right backend has none.
 
     Example:
         >>> import torch

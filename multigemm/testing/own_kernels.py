@@ -68,7 +68,7 @@ def problems(
         work: multiply-adds of one problem, at most.
 
     Returns:
-        A strategy of problems: uneven and odd extents, empty groups, operands in rows, offsets on the device.
+        A strategy of problems with uneven and odd extents, empty groups, operands in rows, offsets on the device.
 
     Example:
         >>> from hypothesis import given

@@ -16,11 +16,9 @@ import random
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
-from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -29,6 +27,7 @@ from torch import Tensor
 from multigemm.api import grouped_gemm
 from multigemm.errors import BackendUnsupported
 from multigemm.planning.launch_cache import LAUNCHES
+from multigemm.testing.campaigns import side_by_side
 
 FORMS = ("jagged_m", "jagged_m", "jagged_m", "shared", "jagged_n", "jagged_k", "batched", "masked")
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)
@@ -71,7 +70,7 @@ class Style:
 
 @dataclass
 class Outcome:
-    """How many calls were made, served by the cache, refused, and wrong."""
+    """How many calls were made, served by the cache, refused, and wrong; and processes that gave no answer."""
 
     backend: str
     calls: int = 0
@@ -79,6 +78,17 @@ class Outcome:
     refused: int = 0
     wrong: list[str] = field(default_factory=list)
     forms: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, other: Outcome) -> None:
+        """Adds what another process found."""
+        self.calls, self.hits, self.refused = (
+            self.calls + other.calls,
+            self.hits + other.hits,
+            self.refused + other.refused,
+        )
+        self.wrong += other.wrong
+        self.forms += other.forms
 
 
 def matrix(chance: random.Random, layout: int, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
@@ -257,21 +267,6 @@ def run(backend: str, calls: int, seed: int, device: str, seconds: float = 1e9) 
     return outcome
 
 
-def run_in_processes(backend: str, calls: int, seed: int, device: str, seconds: float, jobs: int) -> Outcome:
-    """The same with the calls shared by processes: each compiles what its own styles need."""
-    if jobs <= 1:
-        return run(backend, calls, seed, device, seconds)
-    total, share = Outcome(backend), -(-calls // jobs)
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        parts = [pool.submit(run, backend, share, seed + 1000 * i, device, seconds) for i in range(jobs)]
-        for part in parts:
-            one = part.result()
-            total.calls, total.hits = total.calls + one.calls, total.hits + one.hits
-            total.refused, total.wrong = total.refused + one.refused, total.wrong + one.wrong
-            total.forms += one.forms
-    return total
-
-
 def _one(series: _Calls, outcome: Outcome) -> bool:
     """Makes one call and compares its result; false where the backend refuses such problems."""
     given = series.given()
@@ -308,18 +303,25 @@ def main(arguments: list[str] | None = None) -> int:
     found = []
     for name in options.backends.split(","):
         start = time.monotonic()
-        outcome = run_in_processes(name, options.calls, options.seed, options.device, options.seconds, options.jobs)
+        share = -(-options.calls // options.jobs)
+        calls = [
+            (name, share, options.seed + 1000 * job, options.device, options.seconds) for job in range(options.jobs)
+        ]
+        outcome = Outcome(name)
+        parts, outcome.failures = side_by_side(run, calls) if options.jobs > 1 else ([run(*calls[0])], [])
+        for part in parts:
+            outcome.add(part)
         found.append(outcome)
         print(
             f"{name}: {outcome.calls} calls, {outcome.hits} served by the cache, {outcome.refused} styles refused, "
             f"{len(outcome.wrong)} wrong, {time.monotonic() - start:.0f} s"
         )
-        for line in outcome.wrong[:5]:
+        for line in [*outcome.wrong[:5], *outcome.failures[:2]]:
             print(f"  {line}")
     if options.json:
         with open(options.json, "w") as file:
             json.dump([vars(x) for x in found], file, indent=1)
-    return int(any(x.wrong for x in found))
+    return int(any(x.wrong or x.failures for x in found))
 
 
 if __name__ == "__main__":

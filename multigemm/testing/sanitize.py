@@ -39,8 +39,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
+from multigemm.testing.campaigns import versions
 from multigemm.testing.case import Case
-from multigemm.testing.versions import versions
 
 BACKENDS = ("cublas", "triton", "cupy", "numba")
 LIBRARIES = ("cublas",)

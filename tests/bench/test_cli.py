@@ -90,6 +90,7 @@ def test_compare_exits_1_on_a_planted_slow_down(tmp_path: Path) -> None:
         (["--suite", "l2", "--problem", "x.py"], "--problem beside --suite"),
         (["--problem", "no-such-file.py", "--device", "cpu"], "there is no such file"),
         (["--suite", "l2", "--device", "cuda:99"], "CUDA devices here"),
+        (["--suite", "l2", "--json", "/"], "--json / is a folder: name a file"),
         (["--suite", "l2", "--device", "cpu", "--backends", "cpuu"], "did you mean 'cpu'"),
         (["--suite", "l2", "--device", "cpu", "--peers", "torch"], "no peer is called 'torch'; known: torch_grouped"),
     ],
@@ -226,6 +227,10 @@ def test_progress_tells_the_time_that_is_left_and_what_takes_long(capsys: pytest
     assert first.startswith("[1/4]") and "left" not in first
     assert "about 10 s left" in third and "about 4 s left" in bounded
     assert stage == "  30 s  timing cold: cpu"
+    progress._on_terminal = True
+    progress.stage("timing cold: cpu")
+    progress.end()
+    assert capsys.readouterr().err == "\x1b[K  timing cold: cpu\r\x1b[K", "one line, which is wiped at the end"
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ def interrupted(folder: Path, words: list[str], after_s: float) -> tuple[int, st
         time.sleep(after_s)
         os.killpg(process.pid, signal.SIGINT)
         _, told = process.communicate(timeout=120)
+    assert (folder / "x.json").exists(), told
     return process.returncode, told, json.loads((folder / "x.json").read_text())
 
 

@@ -25,8 +25,9 @@ from multigemm.nn import Experts
 from multigemm.planning import launch_cache
 from multigemm.settings import settings
 from tests.support.concurrency import on_new_threads
+from tests.support.cuda_driver import FakeDriver
 from tests.support.layer_cases import EXPERTS, HIDDEN, TOKENS, VARIANTS, in_steps, layer_of, networks
-from tests.support.triton_world import FakeDriver, block_of, kernels_of, world
+from tests.support.triton_world import block_of, kernels_of, world
 
 __all__ = ["world"]
 
@@ -187,7 +188,7 @@ class _Compiled:
         self._world = world
 
     def _init_handles(self) -> None:
-        assert self._world.has_context()
+        assert self._world.current
 
 
 def test_a_bound_kernel_is_launched_where_it_lies(world: FakeDriver) -> None:
@@ -211,10 +212,9 @@ def test_a_bound_kernel_is_launched_where_it_lies(world: FakeDriver) -> None:
     assert not hasattr(launch, "move")
     [step] = kernels_of(launch)
     assert memoryview(block_of(step)).cast("Q").tolist() == [x.data_ptr(), 40, 0, 0]
-    [(record, handle, _, extra)] = world.launched
-    config = record._obj
-    assert (tuple(config.grid), tuple(config.block), config.shared) == ((5, 6, 1), (256, 1, 1), 512)
-    assert (config.stream, handle.value, extra) == (7, 77, None)
+    [launched] = world.launched
+    assert (launched.grid, launched.block, launched.shared) == ((5, 6, 1), (256, 1, 1), 512)
+    assert (launched.stream, launched.handle) == (7, 77)
 
 
 # --- zeros and NaN ------------------------------------------------------------------------------------

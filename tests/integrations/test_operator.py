@@ -124,6 +124,8 @@ def test_remembered_calls_refuse_what_others_refuse() -> None:
     for wrong in ({"tokens": 6}, {"backend": ["cpu"]}, {"alpha": "1"}, {"ends": [2, 6]}):
         with pytest.raises((TypeError, RuntimeError)):
             OP(a, b, **{"ends": ends, "backend": "cpu", **wrong})
+    with pytest.raises(TypeError, match=r"multigemm::grouped_gemm\(\) missing 1 required positional argument: 'b'"):
+        OP(a)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -253,3 +255,17 @@ def test_a_freed_operand_is_refused_by_a_warm_operator_and_a_warm_layer() -> Non
     bias.untyped_storage().resize_(0)
     with pytest.raises(mg.InvalidProblem, match="memory was freed"):
         OP(a, b, ends=ends, bias=bias, backend="cpu")
+
+
+def test_remembered_calls_read_their_own_scales() -> None:
+    g, served = torch.Generator().manual_seed(2), launch_cache.LAUNCHES.served
+    for call in range(4):
+        a = torch.randint(-7, 8, (9, 200), generator=g).float().to(torch.float8_e4m3fn)
+        b = torch.randint(-7, 8, (3, 200, 5), generator=g).float().to(torch.float8_e4m3fn)
+        scales: dict[str, Any] = {f"scale_{side}": torch.exp2(torch.randint(-3, 4, shape, generator=g).float())
+                                  for side, shape in (("a", (9, 2)), ("b", (3,)))}  # fmt: skip
+        sizes = torch.tensor([4, 0, 5])
+        accumulate = "fast" if call == 3 else "promoted"  # which makes it another call
+        result = OP(a, b, sizes=sizes, **scales, backend="cpu", accumulate=accumulate)
+        assert mg.verify(mg.GroupedGemmProblem(a, b, sizes=sizes, **scales), result)
+    assert launch_cache.LAUNCHES.served == served + 1

@@ -430,6 +430,26 @@ def test_classes_of_token_counts_keep_what_a_count_decides_apart() -> None:
     assert tokens_key(rows[:1], [1, 0]) != tokens_key(rows[:2], [1, 1])
 
 
+def test_classes_of_token_counts_know_scales_of_tokens_by_all_but_their_number() -> None:
+    def scaled(tokens: int, scale: Tensor) -> Any:
+        a, b = torch.ones(tokens, 4), torch.ones(2, 4, 3)
+        key: list[Any] = [*range(16)]
+        key[launch_key.GROUPS + 1] = (None, None, None, None, launch_key._layout(scale, 15, -1), None, None)
+        given: Any = OnGpu(a)
+        call = ("m", given, b, "sizes", [1, tokens - 1], None, None, None, None, scale, None, None)
+        return launch_key.class_key_of(tuple(key), call)
+
+    def aligned(*shape: int) -> Tensor:
+        memory = torch.ones(4 + torch.Size(shape).numel())
+        return memory[-memory.data_ptr() % 16 // 4 :][: torch.Size(shape).numel()].view(shape)
+
+    assert scaled(64, aligned(64, 2)) == scaled(60, aligned(60, 2))
+    assert scaled(64, aligned(64, 2)) != scaled(60, aligned(60, 1)) != scaled(60, aligned(1, 2))
+    assert scaled(64, aligned(64, 2).T.contiguous().T) != scaled(60, aligned(60, 2).T.contiguous().T)
+    assert scaled(64, aligned(1, 2)) == scaled(60, aligned(1, 2))
+    assert scaled(64, aligned(64)) != scaled(60, aligned(60)), "a vector is one of groups, or refused"
+
+
 def test_counts_past_31_bits_have_no_class_even_where_nothing_is_multiplied() -> None:
     """Their offsets are int64 on the device, where those of a class are int32."""
     rows, b = torch.empty(2**31, 0), torch.ones(2, 0, 0)

@@ -24,7 +24,8 @@ from multigemm.backends.triton import BACKEND as TRITON
 from multigemm.backends.triton import build as triton_build
 from multigemm.backends.triton import generic as triton_generic
 from multigemm.backends.triton import hopper as triton_hopper
-from multigemm.backends.triton.choice import hopper_candidates, pointer_candidates
+from multigemm.backends.triton import quantised as triton_quantised
+from multigemm.backends.triton.choice import hopper_candidates, pointer_candidates, quantised_candidates
 from multigemm.cuda import arguments, counters, tensor_map
 from multigemm.cuda.arguments import Tokens
 from multigemm.cuda.launch import BoundKernel
@@ -50,7 +51,7 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba_launch, "image", lambda *asked: Image("kernel", b"cubin"))
     monkeypatch.setattr(numba_launch, "capability_of", lambda device: (9, 0))
     monkeypatch.setattr(triton_build, "cubin", triton_world.uncompiled)
-    for module in (numba_launch, triton_generic, triton_hopper):
+    for module in (numba_launch, triton_generic, triton_hopper, triton_quantised):
         monkeypatch.setattr(module, "processors", lambda index: 132)
     for kept in (numba_launch.kernel_of, triton_build.load, triton_build.capability_of):
         kept.cache_clear()
@@ -69,6 +70,8 @@ def numba_binds(spec: Any) -> dict[Any, Callable[[Operands], Any]]:
 
 def triton_binds(spec: Any) -> dict[Any, Callable[[Operands], Any]]:
     tried = [*hopper_candidates(spec)[:3], *pointer_candidates(spec)[:3]]
+    if spec.quantised:
+        tried = quantised_candidates(spec)
     return {config: TRITON.plan(spec, config, GPU).bind for config in tried}
 
 
@@ -144,6 +147,32 @@ def test_a_resized_launch_is_the_one_bound_for_that_number(binds: Any, seed: int
             tokens = other.a.shape[0]  # type: ignore[union-attr]
             if not launch.can_resize(now, tokens):
                 continue
+            launch.resize(now, tokens)
+            launch.move(addresses_of(other))
+            assert described(launch) == described(bind(other)), (config, now, tokens)
+            now = tokens
+
+
+def posed_with_scales(covers: str, tokens: int, groups: int) -> Operands:
+    """float8 operands with scales of a that cover so much, and of b for 128 x 128."""
+    a = torch.zeros(tokens, 300, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    b = torch.zeros(groups, 300, 72, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    shape = {"a group": (groups,), "a row": (tokens, 1), "1x128": (tokens, 3), "one line": (1, 3)}[covers]
+    cut = torch.zeros(groups, dtype=torch.int32)
+    problem = mg.GroupedGemmProblem(a, b, ends=cut, scale_a=torch.zeros(shape), scale_b=torch.zeros(groups, 3, 1))
+    spec = replace(staged_spec(problem), device_sizes=True)
+    return replace(stage(problem, spec, allocate(problem), sums_sizes=True).ops, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("groups", [3, 300])
+@pytest.mark.parametrize("covers", ["a group", "a row", "1x128", "one line"])
+def test_launches_of_quantised_operands_follow_token_counts(covers: str, groups: int, worlds: None) -> None:
+    given = [posed_with_scales(covers, tokens, groups) for tokens in (700, 512, 724)]
+    for config, bind in triton_binds(given[0].spec).items():
+        launch, now = bind(given[0]), 700
+        for other in given[1:]:
+            tokens = other.a.shape[0]  # type: ignore[union-attr]
+            assert launch.can_resize(now, tokens), config
             launch.resize(now, tokens)
             launch.move(addresses_of(other))
             assert described(launch) == described(bind(other)), (config, now, tokens)

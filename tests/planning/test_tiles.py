@@ -67,22 +67,6 @@ def test_tile_heights_cover_evenly(extent: int, granule: int, most: int) -> None
     assert (tiles - 1) * each * granule < extent or extent == 0
 
 
-def test_no_groups_and_empty_groups() -> None:
-    assert TileWalk.of([], 64, 64, 8).total == 0
-    walk = TileWalk.of([(0, 64), (65, 64), (0, 0), (1, 1)], 64, 64, 1)
-    assert [tile.group for tile in walk.program(0)] == [1, 1, 3]
-    assert np.array_equal(walk.prefix, [0, 2, 2, 3])
-
-
-@pytest.mark.parametrize("programs", [1, 132, 5000])
-def test_ten_thousand_groups(programs: int) -> None:
-    sizes = [(g % 5 * 40, 64) for g in range(10_000)]
-    walk = TileWalk.of(sizes, 64, 64, programs)
-    assert walk.loads().sum() == walk.total
-    last = walk.locate(walk.total - 1)
-    assert last.group == 9_999
-
-
 @given(SIZES, st.sampled_from([16, 64]), st.sampled_from([32, 128]))
 def test_the_bounds_of_packed_forms_and_lists(sizes: list[tuple[int, int]], rows: int, columns: int) -> None:
     exact = list_tiles(sizes, rows, columns)

@@ -49,6 +49,8 @@ def test_a_function_says_what_it_takes_and_returns(path: str) -> None:
     text, signature = inspect.getdoc(function) or "", inspect.signature(function)
     wanted = ["Example"] + ["Args"] * bool(signature.parameters)
     wanted += ["Returns"] * (signature.return_annotation not in (None, "None"))
+    returned = re.search(r"^Returns:\n(.*)", text, re.MULTILINE)
+    assert not returned or ":" not in returned[1], "what stands before a colon would show as the result's type"
     assert [name for name in wanted if not re.search(rf"^{name}:$", text, re.MULTILINE)] == []
 
 

@@ -14,6 +14,7 @@ from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.reference import answer, dtypes, expected, judge, verify
 from multigemm.reference.error_bound import MINIMUM, TF32_INPUT, sum_coefficient
 from multigemm.reference.numpy_reference import activate
+from tests.support.numpy_tensors import to_torch
 
 F32 = np.float32
 M, N = 12, 10
@@ -100,7 +101,7 @@ def data(kind: Any, k: Any, dtype: Any, seed: Any = 0) -> Any:
 
 
 def ask(a: Any, b: Any, dtype: Any, out_dtype: Any = None, **more: Any) -> Any:
-    p = GroupedGemmProblem(dtypes.to_torch(a)[None], dtypes.to_torch(b)[None], out_dtype=out_dtype or dtype, **more)
+    p = GroupedGemmProblem(to_torch(a)[None], to_torch(b)[None], out_dtype=out_dtype or dtype, **more)
     return p, answer(p)
 
 
@@ -128,7 +129,7 @@ def test_right_epilogues_are_never_accused(act: Any, dtype: Any) -> None:
     rng = np.random.default_rng(5)
     a, b = data("normal", 40, dtype)
     c, bias = (dtypes.round_once(rng.standard_normal(s) * 3, dtype) for s in ((1, M, N), (N,)))
-    more = {"alpha": 0.3, "beta": -1.7, "c": dtypes.to_torch(c), "bias": dtypes.to_torch(bias), "activation": act}
+    more = {"alpha": 0.3, "beta": -1.7, "c": to_torch(c), "bias": to_torch(bias), "activation": act}
     _, right = ask(a, b, dtype, None, **more)
     for model in RIGHT.values():
         acc = F32(0.3) * model(a.astype(F32), b.astype(F32)) + F32(-1.7) * c[0].astype(F32) + bias.astype(F32)

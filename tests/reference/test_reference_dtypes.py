@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multigemm.reference import dtypes
+from tests.support.numpy_tensors import to_torch
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -70,7 +71,7 @@ def test_every_value_survives_the_way_there_and_back(dtype: Any) -> None:
         exact = values.astype(np.float64)
         again = dtypes.round_once(exact, dtype).astype(np.float64)
     np.testing.assert_array_equal(again, exact)
-    kept = dtypes.to_numpy(dtypes.to_torch(values))
+    kept = dtypes.to_numpy(to_torch(values))
     np.testing.assert_array_equal(kept.view(np.uint8), values.view(np.uint8))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -217,9 +216,3 @@ def give(x: Any) -> Any:
             return x
 
     return Point()
-
-
-def test_spec_difference_is_by_value() -> None:
-    spec = problem().spec
-    assert replace(spec) == spec
-    assert hash(replace(spec)) == hash(spec)

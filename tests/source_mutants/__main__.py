@@ -29,7 +29,7 @@ import torch
 from multigemm.cuda.disk_cache import DiskCache
 from multigemm.select import registry
 from multigemm.settings import settings
-from multigemm.testing.versions import versions
+from multigemm.testing.campaigns import versions
 from tests.source_mutants.compiled import Variant
 from tests.source_mutants.equivalents import excuse
 from tests.source_mutants.hunt import Hunt, Result, prepare_processes, run_one

@@ -68,8 +68,7 @@ def compiler_key(backend: str, spec: Any, config: Any) -> dict[str, Any]:
     if backend == "numba":
         configs = import_module("multigemm.backends.numba.config")
         return asdict(configs.effective(config, configs.signature_of(spec)))
-    name, source = ("hopper", "hopper_source") if config.kernel == "hopper" else ("generic", "pointer_source")
-    made = getattr(import_module(f"multigemm.backends.triton.{name}"), source)(spec, config)
+    made = next(iter(triton_sources(spec, config).values()))
     kinds = {name: kind for name, kind in made.signature if kind.startswith("*")}
     return dict(made.constants) | kinds
 
@@ -207,8 +206,10 @@ def _triton_tables(spec: Any, config: Any) -> list[str]:
 
 def triton_sources(spec: Any, config: Any) -> dict[str, Any]:
     """All kernels that problems of a spec may run with a config, by name."""
-    from multigemm.backends.triton import generic, hopper, lists
+    from multigemm.backends.triton import generic, hopper, lists, quantised
 
+    if config.kernel == "quantised":
+        return dict(quantised.quantised_sources(spec, config, 90))
     if spec.form == "per_group":
         of_kernel = lists.hopper_list_sources if config.kernel == "hopper" else lists.generic_list_sources
     else:

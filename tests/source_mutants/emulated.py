@@ -41,7 +41,7 @@ from tests.source_mutants.compiled import Variant
 from tests.source_mutants.problems import KINDS, at_edges, very_many_groups
 from tests.source_mutants.sites import ROOT, device_code
 
-LIMITS = replace(EMULATED, work=1 << 13, groups=600)
+LIMITS = replace(EMULATED, work=1 << 13, groups=600, quantised=6)
 SIDES = {"triton": 16, "numba": 8}
 """Of the tiles that emulated kernels get."""
 WHOLE_TILES = ("batched", "jagged_k", "jagged_m", "jagged_n")

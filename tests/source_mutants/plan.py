@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from multigemm.cuda.disk_cache import DiskCache, fingerprint
+from multigemm.testing.campaigns import versions
 from multigemm.testing.case import Case
 from multigemm.testing.placed_case import spec_of
 from multigemm.testing.strategies import most_new_first
 from multigemm.testing.subject import Subject
-from multigemm.testing.versions import versions
 from tests.source_mutants import emulated
 from tests.source_mutants.compiled import Variant, codes_of, lines_held, traits
 from tests.source_mutants.hunt import TRIED, Hunt, answer_of_process, take_backend

@@ -264,7 +264,7 @@ def rare_cases() -> list[Case]:
 
 def compiled_cases() -> list[Case]:
     """Problems to choose compiled variants from: plain ones, varied ones, and some whose K fills whole blocks."""
-    limits = Limits(work=1 << 16, groups=64)
+    limits = Limits(work=1 << 16, groups=64, quantised=6)
     rest = [random_case(seed, limits) for seed in range(POOL)]
     rich = [
         replace(case, bias="n", bias_dtype=case.dtype)

@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "triton": {
-        "generic.py": ("pointer", "hopper"), "schedule.py": ("pointer", "hopper"), "epilogue.py": ("pointer", "hopper"),
+        "generic.py": ("pointer", "hopper", "quantised"), "schedule.py": ("pointer", "hopper", "quantised"),
+        "epilogue.py": ("pointer", "hopper", "quantised"), "quantised.py": ("quantised",),
         "hopper.py": ("hopper",), "hopper_tiles.py": ("hopper",), "hopper_shift_b.py": ("hopper",),
         "lists.py": ("pointer", "hopper"),
     },
@@ -37,7 +38,7 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
 COPIES = ("packed", "hopper_shift_b")
 """Kernels that may run behind a copy of an operand."""
 
-EMULATED = ("pointer", "generic")
+EMULATED = ("pointer", "quantised", "generic")
 """Kernels that run without a GPU."""
 
 DEVICE_CODE_AFTER = {"memory.py": "else:"}

@@ -34,12 +34,16 @@ Encoder = ctypes.CFUNCTYPE(
 
 
 class Launched(NamedTuple):
-    """One launch: the kernel's name, its grid, its stream, whether it may start before its predecessor has ended."""
+    """One launch: the kernel's name, its grid, its stream, whether it may start before its predecessor has ended; and
+    the kernel's handle, its block and its bytes of shared memory."""
 
     kernel: str
     grid: tuple[int, int, int]
     stream: int
     early: bool
+    handle: int
+    block: tuple[int, int, int]
+    shared: int
 
 
 class FakeDriver:
@@ -48,6 +52,8 @@ class FakeDriver:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.launched: list[Launched] = []
+        self.mapped: list[int] = []
+        """The address of each tensor map."""
         self.copied: list[tuple[int, int]] = []
         """Bytes and stream of each copy to the device."""
         self.without_context: list[str] = []
@@ -125,7 +131,8 @@ class FakeDriver:
         count = shape.attribute_count
         attributes = (driver.LaunchAttribute * count).from_address(shape.attributes) if count else ()
         early = driver.PROGRAMMATIC in [each.id for each in attributes]
-        self.launched.append(Launched(self.names.get(handle.value, "?"), tuple(shape.grid), shape.stream or 0, early))
+        name, grid, block = self.names.get(handle.value, "?"), tuple(shape.grid), tuple(shape.block)
+        self.launched.append(Launched(name, grid, shape.stream or 0, early, handle.value, block, shape.shared))
         return 0
 
     def _cuMemcpyHtoDAsync_v2(self, to: Any, source: Any, size: Any, stream: Any) -> int:
@@ -151,6 +158,7 @@ class FakeDriver:
         right = right and ones == [1] * rank and all(pitch < 2**40 for pitch in pitches)
         if not right:
             return INVALID_VALUE
+        self.mapped.append(address or 0)
         facts = [kind, rank, interleave, swizzle, promotion, fill]
         words = [address or 0, int.from_bytes(bytes(facts), "little"), *sizes, *[0] * (5 - rank), *pitches]
         words += [0] * (11 - len(words))

@@ -147,11 +147,11 @@ def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, 
                      FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr,
                      STAGES: tl.constexpr, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr, OUT_ORDER: tl.constexpr,
                      A_BYTES: tl.constexpr, B_BYTES: tl.constexpr, OUT_BYTES: tl.constexpr, WIDE: tl.constexpr,
-                     EVEN_K: tl.constexpr, HAS_C: tl.constexpr, HAS_BIAS: tl.constexpr, ALPHA: tl.constexpr,
-                     ACTIVATION: tl.constexpr, ZERO: tl.constexpr, CHUNK: tl.constexpr, SIZES: tl.constexpr,
-                     INTERPRETED: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, NATIVE: tl.constexpr,
-                     PACKED: tl.constexpr, SWAPPED: tl.constexpr, PROMOTED: tl.constexpr, FOLDED: tl.constexpr,
-                     SA: tl.constexpr, SB: tl.constexpr, ZB: tl.constexpr, SA_E8M0: tl.constexpr,
+                     EVEN_K: tl.constexpr, MULTIPLE: tl.constexpr, HAS_C: tl.constexpr, HAS_BIAS: tl.constexpr,
+                     ALPHA: tl.constexpr, ACTIVATION: tl.constexpr, ZERO: tl.constexpr, CHUNK: tl.constexpr,
+                     SIZES: tl.constexpr, INTERPRETED: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr,
+                     NATIVE: tl.constexpr, PACKED: tl.constexpr, SWAPPED: tl.constexpr, PROMOTED: tl.constexpr,
+                     FOLDED: tl.constexpr, SA: tl.constexpr, SB: tl.constexpr, ZB: tl.constexpr, SA_E8M0: tl.constexpr,
                      SB_E8M0: tl.constexpr, SA_ROWS: tl.constexpr, SA_K: tl.constexpr, SB_ROWS: tl.constexpr,
                      SB_K: tl.constexpr):  # fmt: skip
     """One persistent program: tiles program_id, + num_programs, ... of the concatenation of all groups.
@@ -194,6 +194,14 @@ def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, 
             gm = tl.load(row_of + TABLE_M).to(tl.int32)
             gn = tl.load(row_of + TABLE_N).to(tl.int32)
             gk = tl.load(row_of + TABLE_K).to(tl.int32)
+            if MULTIPLE > 1:
+                # as in the generic kernel: masks along memory then keep loads whole
+                if A_ORDER == "col" or OUT_ORDER == "col":
+                    gm = tl.multiple_of(gm, MULTIPLE)
+                if B_ORDER == "row" or OUT_ORDER == "row":
+                    gn = tl.multiple_of(gn, MULTIPLE)
+                if A_ORDER == "row" or B_ORDER == "col":
+                    gk = tl.multiple_of(gk, MULTIPLE)
         elif FORM == "masked":
             gm = tl.minimum(tl.maximum(tl.load(ends + g).to(tl.int64), 0), m).to(tl.int32)
         elif FORM == "jagged_m":

@@ -10,10 +10,10 @@ import torch
 
 from multigemm.backends.cublas import run
 from multigemm.backends.cublas.library import EXACT_MATH, Batch
-from multigemm.cuda import driver as cuda_driver
 from multigemm.cuda import nvrtc
-from multigemm.cuda.driver import NO_CONTEXT
+from multigemm.cuda.launch import Kernel
 from multigemm.errors import LibraryError
+from tests.support import cuda_driver
 from tests.support.cublas_fake import CURRENT, TORCHS_MODE, TORCHS_SPACE, Fake, install, streamed
 
 
@@ -189,51 +189,20 @@ def test_a_capture_keeps_the_sides_that_it_uses_and_works_in_other_memory(fake: 
 # --- kernels of our own ---------------------------------------------------------------------------
 
 
-class Driver:
-    """Writes down the stream and the grid of each launch; the first ones may fail."""
-
-    def __init__(self, *statuses: int) -> None:
-        self.statuses, self.launched = list(statuses), list[tuple[int | None, int, int]]()
-
-    def cuLaunchKernelEx(self, given: Any, function: Any, arguments: Any, extra: None) -> int:
-        status = self.statuses.pop(0) if self.statuses else 0
-        if not status:
-            self.launched.append((given._obj.stream, given._obj.grid[0], given._obj.block[0]))
-        return status
-
-
-def _kernel(monkeypatch: pytest.MonkeyPatch, machine: Driver) -> nvrtc.Kernel:
-    monkeypatch.setattr(cuda_driver, "use_context", lambda device: None)
-    kernel = nvrtc.Kernel.__new__(nvrtc.Kernel)
-    kernel.name, kernel._device = "name", 3
-    kernel._function, kernel._launch = ctypes.c_void_p(1), machine.cuLaunchKernelEx
-    return kernel
-
-
-def test_a_kernel_runs_on_the_stream_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Driver()
-    step = _kernel(monkeypatch, machine).bound(5, 64, [ctypes.c_int(1)], None)
-    for stream in (7, 0, 7, 9):
+def test_a_kernel_runs_on_the_stream_of_each_call_and_on_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread without a context gets one."""
+    driver = cuda_driver.install(monkeypatch)
+    monkeypatch.setattr(nvrtc, "library", lambda: driver)
+    step = nvrtc.Kernel(Kernel(b"cubin", "name", 0)).bound(5, 64, [ctypes.c_int(1)], None)
+    for stream, context in ((7, cuda_driver.CONTEXT), (0, 0), (7, 0), (9, 0)):
+        driver.make_current(context)
         step(stream)
-    assert [(stream or 0, blocks, threads) for stream, blocks, threads in machine.launched] == [
-        (7, 5, 64), (0, 5, 64), (7, 5, 64), (9, 5, 64)
-    ]  # fmt: skip
-
-
-def test_a_thread_without_a_context_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Driver(NO_CONTEXT)
-    _kernel(monkeypatch, machine).bound(1, 32, [], None)(7)
-    assert machine.launched == [(7, 1, 32)]
+    assert [(x.kernel, x.stream, x.grid) for x in driver.launched] == [("name", s, (5, 1, 1)) for s in (7, 0, 7, 9)]
 
 
 def test_a_launch_that_fails_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver, "library", Words)
+    driver = cuda_driver.install(monkeypatch)
+    monkeypatch.setattr(nvrtc, "library", lambda: driver)
+    monkeypatch.setattr(driver, "_cuLaunchKernelEx", lambda *rest: 700)
     with pytest.raises(LibraryError, match="launch of name returned 700"):
-        _kernel(monkeypatch, Driver(700)).bound(1, 32, [], None)(7)
-
-
-class Words:
-    """A driver that has no words for its errors."""
-
-    def cuGetErrorName(self, status: int, text: Any) -> int:
-        return 0
+        nvrtc.Kernel(Kernel(b"cubin", "name", 0)).bound(1, 32, [], None)(7)

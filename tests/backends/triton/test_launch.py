@@ -25,7 +25,8 @@ from multigemm.planning.binding import Bound, Choice, bind
 from multigemm.planning.launch_cache import _entry_of
 from multigemm.planning.operands import Operands, packed
 from multigemm.planning.staging import stage, staged_spec
-from tests.support.triton_world import GPU, FakeDriver, block_of, kernels_of, world
+from tests.support.cuda_driver import FakeDriver
+from tests.support.triton_world import GPU, block_of, kernels_of, world
 
 __all__ = ["world"]
 BF16 = torch.bfloat16
@@ -295,22 +296,22 @@ def test_a_thread_without_a_context_plans_binds_and_launches(config: Config, wor
         except BaseException as error:
             caught.append(error)
 
-    world.contexts.clear()
+    world.make_current(0)
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
     assert not caught, caught
     assert "cuModuleLoadData" in world.calls and "cuLaunchKernelEx" in world.calls
     assert ("cuFuncSetAttribute" in world.calls) is (config is not GENERIC)
-    assert threading.get_ident() not in world.contexts, "this thread is left alone"
+    assert not world.current, "this thread is left alone"
 
 
 def test_another_library_s_context_is_given_back(world: FakeDriver) -> None:
-    world.contexts[threading.get_ident()] = 7
+    world.make_current(7)
     ops = operands(problem("jagged_m", 0))
     BACKEND.plan(ops.spec, RING, GPU).bind(ops)
-    assert world.encoded
-    assert world.contexts[threading.get_ident()] == 7
+    assert world.mapped
+    assert world.current == 7
 
 
 def test_captures_pin_what_launches_count_in(world: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +379,7 @@ def test_maps_of_operands_without_elements_lie_where_a_map_may(
     spec, seen, box = canonical(ops.spec), canonical_shape(packed(ops)), ((64, 64, 1, 1),)
     with driver.on_device(0):
         maps = [map_of_a(spec, seen, box), map_of_b(spec, seen, box)]
-    assert all(address and address % 16 == 0 for address, *_ in world.encoded)
+    assert all(address and address % 16 == 0 for address in world.mapped)
     borrowed = [slot for encoded in maps for slot in encoded.slots if slot.operand == OPERANDS.index("out")]
     assert len(borrowed) == (2 if jagged == "k" else 1)
     assert all(slot.distance == -(out.data_ptr() % 16) for slot in borrowed), "they follow the result"

@@ -1,0 +1,55 @@
+"""What campaigns share: the versions that kept results name, and work in several processes."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing import get_context
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+PACKAGES = ("multigemm", "torch", "triton", "numba-cuda", "cupy-cuda13x", "numpy")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def versions() -> dict[str, str]:
+    """Packages that are installed, and the GPU if there is one."""
+    found = {name: _version(name) for name in PACKAGES}
+    if torch.cuda.is_available():
+        found["device"] = torch.cuda.get_device_name()
+        found["cuda"] = str(torch.version.cuda)
+    return {"python": platform.python_version()} | {name: text for name, text in found.items() if text}
+
+
+def side_by_side(work: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> tuple[list[T], list[str]]:
+    """Each call in a process of its own, so that one that dies takes no other result with it.
+
+    Args:
+        work: A function of a module, so that another process finds it.
+        calls: The arguments of each call.
+
+    Returns:
+        The results of the calls that gave one, and what became of the others.
+    """
+    pools = [ProcessPoolExecutor(1, mp_context=get_context("spawn")) for _ in calls]
+    waiting = [pool.submit(work, *given) for pool, given in zip(pools, calls, strict=True)]
+    results, failures = [], []
+    for future in waiting:
+        error = future.exception()
+        if error is None:
+            results.append(future.result())
+        else:
+            failures.append(f"{type(error).__name__}: {error}"[-3000:])
+    for pool in pools:
+        pool.shutdown()
+    return results, failures
