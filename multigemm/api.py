@@ -87,8 +87,8 @@ def grouped_gemm(
     Args:
         a, b: the operands, packed ([T, K] and [G, K, N], say) or as lists of matrices.
         offsets, sizes, ends: one of them cuts the packed operands into groups.
-        jagged: the direction that they cut: "m", "n" or "k". Weight gradients (a [M, T], b [T, N]) need "k", also where
-            the extents are equal and "m" would fit.
+        jagged: the direction that they cut: "m", "n" or "k". Weight gradients (a [M, T], b [T, N]) need "k": their
+            shapes fit "m" as well.
         out_dtype: of the result; by default that of the operands, of two float dtypes torch.promote_types of them.
         check: "full" reads sizes on the device back and checks them, "complete" also that the groups own every row.
         beta: the factor of c; 1 by default where c is given, else 0. An explicit 0 never reads c.

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 MARKER = "grouped_gemm(count=20, form, dtype, device, work): which problems the fixture grouped_gemm_problem draws"
 COUNT = 20
+TAKES = ("count", "form", "dtype", "device", "work")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -23,6 +24,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "grouped_gemm_problem" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("grouped_gemm")
+        if marker and marker.args:
+            raise pytest.UsageError(f"pytest.mark.grouped_gemm got {marker.args!r} without a name: write count=...")
+        for word in marker.kwargs if marker else ():
+            if word not in TAKES:
+                raise pytest.UsageError(f"pytest.mark.grouped_gemm takes no {word}=: it takes {', '.join(TAKES)}")
         words: dict[str, Any] = {"count": COUNT, **(marker.kwargs if marker else {})}
         seeds = range(words.pop("count"))
         drawn = [{"seed": seed, **words} for seed in seeds]

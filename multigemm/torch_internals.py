@@ -8,6 +8,7 @@ same. No other file names torch's internals.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -100,9 +101,15 @@ def _included_keys() -> int:
     return int(_C._dispatch_tls_local_include_set().raw_repr())
 
 
-_USUAL_KEYS = {_included_keys()}
-with torch.inference_mode():
-    _USUAL_KEYS.add(_included_keys())
+def _usual_keys() -> set[int]:
+    """What a thread includes where nothing stands between a call and its kernel, with and without inference mode."""
+    found = {_included_keys()}
+    with torch.inference_mode():
+        return found | {_included_keys()}
+
+
+with ThreadPoolExecutor(1) as new_thread:  # this one may be importing in the middle of a trace or a transform
+    _USUAL_KEYS = new_thread.submit(_usual_keys).result()
 
 
 def in_transform() -> bool:
@@ -110,9 +117,10 @@ def in_transform() -> bool:
     return _C._dispatch_tls_local_include_set().raw_repr() not in _USUAL_KEYS
 
 
-def answer_first(packet: Any, answer: Callable[..., Any]) -> None:
+def answer_first(packet: Any, answer: Callable[..., Any], refuse: Callable[..., None]) -> None:
     """Lets calls of an operator (`torch.ops.x.y`) ask `answer` for the result before the dispatcher, to which calls go
-    where the answer is None, and at once where a mode, a cast or a profiler has to see them.
+    where the answer is None, and at once where a mode, a cast or a profiler has to see them. Arguments of a call that
+    torch refuses go to `refuse`, which raises an error with a remedy where it knows one.
 
     torch's dispatcher takes 5 us to read 22 arguments, about as long as all that a call like an earlier one needs.
     """
@@ -120,11 +128,15 @@ def answer_first(packet: Any, answer: Callable[..., Any]) -> None:
 
     class AnsweredFirst(dispatched):  # type: ignore[misc]
         def __call__(self, /, *args: Any, **keywords: Any) -> Any:
-            if not (_function_modes() or _any_autocast() or _profiled()):
-                found = answer(*args, **keywords)
-                if found is not None:
-                    return found
-            return dispatched.__call__(self, *args, **keywords)
+            try:
+                if not (_function_modes() or _any_autocast() or _profiled()):
+                    found = answer(*args, **keywords)
+                    if found is not None:
+                        return found
+                return dispatched.__call__(self, *args, **keywords)
+            except (TypeError, RuntimeError):  # of a call that the schema does not hold, or of the launch
+                refuse(*args, **keywords)
+                raise
 
     packet.__class__ = AnsweredFirst
 

@@ -171,7 +171,7 @@ def _weight_rounding(problem: GroupedGemmProblem) -> float:
         return 0.0
     if a is torch.float16:
         return 2.0**-11 if b.scale.dtype is torch.float16 else 0.0
-    wide = b.scale.zero is not None and not b.packed  # int8 less a zero point has nine bits
+    wide = b.scale.zero is torch.uint8 and b.packed != "uint4"  # -8 - 255 and -128 - 255 have nine bits
     return 0.0 if b.scale.dtype is torch.float8_e8m0fnu and not wide else 2.0**-8
 
 

@@ -155,6 +155,7 @@ def quantised_specs() -> Iterator[tuple[str, ProblemSpec]]:
         zeros = _quantised("jagged_m", bf16, codes, None, block, rows, packed="uint4", zero=codes)
         yield f"uint4 weights with zero points{thin}", zeros
         yield f"mxfp4 weights{thin}", _quantised("jagged_m", bf16, codes, None, fine, rows, e8m0, packed="e2m1")
+    yield "e5m2 weights", _quantised("jagged_m", bf16, e5m2, None, row)
     yield "float8 fast", replace(_quantised("jagged_m", e4m3, e4m3, row, row), accumulate="fast")
     yield "float8 unscaled", _quantised("jagged_m", e4m3, e4m3, None, None)
     stacks: tuple[Form, ...] = ("per_group", "masked", "batched")

@@ -90,7 +90,7 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
 def _add_run(parser: argparse.ArgumentParser) -> None:
     """Where it runs and what becomes of it."""
     add = parser.add_argument_group("where it runs, and what becomes of it").add_argument
-    add("--list", action="store_true", help="print suites and their workloads")
+    add("--list", action="store_true", help="print the suites, or those of --suite, and their workloads")
     add("--out", type=Path, default=Path("multigemm-bench"), help="folder for JSON, PNG and HTML")
     add("--json", type=Path, metavar="FILE", help="also write the report's JSON there")
     add("--json-only", action="store_true", help="write no page and no plots (render draws them)")
@@ -120,7 +120,7 @@ def main(args: argparse.Namespace) -> int:
     if args.bench_command == "embed":
         return table.embed(args.pages, args.check)
     if args.bench_command == "list" or args.list:
-        return _list()
+        return _list(parts(args.suite))
     above_zero(args, "reps", "budget_ms", "seconds", "stall")
     if args.json and args.json.is_dir():  # before the measurements, which would be lost
         raise InvalidSetting(f"--json {args.json} is a folder: name a file")
@@ -130,14 +130,16 @@ def main(args: argparse.Namespace) -> int:
         return as_child(lambda: _measure(args), args.marker)
 
 
-def _list() -> int:
-    for name in SUITES:
+def _list(asked: list[str]) -> int:
+    """Prints the suites that were asked for, or all of them with the beginning of a long one."""
+    for name in asked or SUITES:
         cases = suite(name)
+        cut = not asked and len(cases) > LONG_SUITE
         print(f"{name}: {len(cases)} workloads")
-        for case in cases[: LISTED if len(cases) > LONG_SUITE else None]:
+        for case in cases[: LISTED if cut else None]:
             print(f"  {case.key:44s} {case.describe()}")
-        if len(cases) > LONG_SUITE:
-            print("  ...")
+        if cut:
+            print(f"  ... (all of them: --list --suite {name})")
     return 0
 
 
@@ -178,6 +180,8 @@ def _run(args: argparse.Namespace, path: Path, device: torch.device) -> int:
         print(warning, file=sys.stderr)
     _begin(args, path)
     kept = args.resume and path.exists()
+    if args.resume and not kept and args.marker is None and not args.quiet:
+        print(f"--resume: {path} does not exist, so this run begins anew", file=sys.stderr)
     report = reports.read(path) if kept else new_report(device, dtypes, options, absent)
     report.absent |= absent
     if args.commit:
@@ -223,7 +227,7 @@ def interrupted(args: argparse.Namespace) -> None:
         return
     words = [word for word in _own_words(args) if word != "--resume"]
     print(
-        f"\nstopped with {len(report.cases())} workloads measured, {len(report.unfinished)} left; kept in {path}\n"
+        f"\nstopped: workloads measured: {len(report.cases())}, left: {len(report.unfinished)}; kept in {path}\n"
         f"go on: {shlex.join(['multigemm', 'bench', *words, '--resume'])}\n"
         f"look at it: multigemm bench render {shlex.quote(str(args.out))}",
         file=sys.stderr,

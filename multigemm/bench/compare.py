@@ -24,7 +24,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from multigemm.bench.reports import Report, Row, Sample
+from multigemm.bench.reports import Report, Row, Sample, digits
 from multigemm.errors import InvalidSetting
 
 ENTRY_LIMIT = 1.04
@@ -84,7 +84,7 @@ class Comparison:
             if ratio > self.limits[name]
         ]
         found += [
-            f"{c.entry} on {c.case}: {c.old_us:.1f} -> {c.new_us:.1f} us, {(c.corrected - 1) * 100:+.1f} % "
+            f"{c.entry} on {c.case}: {digits(c.old_us)} -> {digits(c.new_us)} us, {(c.corrected - 1) * 100:+.1f} % "
             f"(allowed {(c.allowed - 1) * 100:.1f} %)"
             for c in self.changes
             if c.slower and c.kind == "backend"
@@ -97,9 +97,9 @@ class Comparison:
 
     def text(self) -> str:
         lines = [f"{len(self.changes)} rows in both; drift of peers and ceilings {(self.drift - 1) * 100:+.1f} %"]
-        lines += [f"  {name:24s} {(ratio - 1) * 100:+6.1f} %" for name, ratio in self.entries.items()]
+        lines += [f"  {name:24s} {(ratio - 1) * 100:+6.1f} % time" for name, ratio in self.entries.items()]
         lines += [
-            f"faster: {c.entry} on {c.case}: {c.old_us:.1f} -> {c.new_us:.1f} us"
+            f"faster: {c.entry} on {c.case}: {digits(c.old_us)} -> {digits(c.new_us)} us"
             for c in self.changes
             if c.faster and c.kind == "backend"
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -71,11 +72,22 @@ def load(path: Path) -> GroupedGemmProblem:
     """Runs a Python file and takes its `problem`: a GroupedGemmProblem, or a function that returns one."""
     if not path.is_file():
         raise InvalidSetting(f"{path}: there is no such file")
-    found = runpy.run_path(str(path)).get("problem")
-    found = found() if callable(found) else found
+    try:
+        found = runpy.run_path(str(path)).get("problem")
+        found = found() if callable(found) else found
+    except Exception as error:  # the file may do anything
+        raise InvalidSetting(f"{path}{_line_of(error, path)}: {type(error).__name__}: {error}") from error
     if not isinstance(found, GroupedGemmProblem):
         raise InvalidSetting(f"{path}: it has to define `problem`, a GroupedGemmProblem or what returns one")
     return found
+
+
+def _line_of(error: Exception, path: Path) -> str:
+    """The line of the file at which it failed, in words; empty where that is unknown."""
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return f", line {error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f", line {lines[-1]}" if lines else ""
 
 
 def own_tensors(problem: GroupedGemmProblem, name: str) -> Tensors:

@@ -99,7 +99,7 @@ def render(report: Report, pictures: Sequence[Path] = ()) -> str:
         _auto(report),
         "".join(map(_picture, pictures)),
         "<h2>Every workload, in microseconds</h2>",
-        _hint("Bold: the fastest. Click a heading to sort."),
+        _hint(f"Bold: the fastest; {table.BEYOND}. Click a heading to sort."),
         *_times(report),
         _section("numbers", "Every number", "Times in microseconds.", _fold("All rows", _numbers(report))),
         f'<h2>Not run, and why</h2><ul id="reasons">{_items(table.reasons(report) or ["Everything ran."])}</ul>',

@@ -40,6 +40,7 @@ from multigemm.bench.workloads import geomean, rows_and_weights
 Grid = list[list[str]]
 """Rows of cells; the first row holds the headings, the first column names."""
 SHOWN = 5
+BEYOND = "auto is one of the others, and dense is one torch.mm of as many FLOPs: neither counts"
 HEAT_MAP = "the best peer's time over ours, by the size of a group: geometric means"
 LABELS = {
     "torch_grouped": "torch `grouped_mm`",
@@ -191,7 +192,7 @@ def text(report: Report) -> str:
     """Everything a reader needs to judge the numbers, as plain text."""
     parts = [
         header(report),
-        f"microseconds (* is the fastest)\n{plain(times(report))}",
+        f"microseconds (* is the fastest; {BEYOND})\n{plain(times(report))}",
         f"fraction of the floor, geometric means\n{plain(means(report))}",
         won_and_lost(report),
         f"{HEAT_MAP}\n{plain(grid)}" if len(grid := heat_map(report)) > 1 else "",

@@ -117,19 +117,24 @@ def _tune(args: argparse.Namespace, device: torch.device, backends: Sequence[str
         run.path = args.marker.with_name("report.json")
         if args.resume and run.path.exists():
             run.report = reports.read(run.path)
+    stopped = False
     try:
         run.run(cases)
     except DeviceLost as lost:
         print(lost, file=sys.stderr)
         return CONTEXT_LOST
     except KeyboardInterrupt:
+        stopped = True
         print("\nstopped: what has been measured is kept", file=sys.stderr)
     report = run.report
     if not args.quiet:
         print("\n".join(lines_of(report)))
     for case in report.unfinished:
         print(f"not reached: {case}")
-    return _keep(kept_of(report), args, report.machine)
+    code = _keep(kept_of(report), args, report.machine)
+    if stopped:
+        raise KeyboardInterrupt  # for the exit code that every command has after Ctrl-C
+    return code
 
 
 def tuner(backends: Sequence[str], device: torch.device, options: Options, configs: int = 0) -> Runner:

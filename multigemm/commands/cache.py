@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 
+from multigemm.bench.reports import digits
 from multigemm.cuda.disk_cache import DiskCache
 from multigemm.errors import InvalidSetting
 from multigemm.select.table import SCHEMA, decoded, table
@@ -54,9 +55,9 @@ def _show(args: argparse.Namespace) -> int:
         print(f"  {part.name:12}{len(entries):6} entries {sum(p.stat().st_size for p in entries) / 1024:10.1f} KiB")
     for entry in table().own():
         for name, m in entry.backends.items():
-            print(f"  tuned: {entry.device} | {entry.key} | {name}: {m.us:.1f} us {dict(m.config)}")
+            print(f"  tuned: {entry.device} | {entry.key} | {name}: {digits(m.us)} us {dict(m.config)}")
     for entry in table().own(choices=True):
-        times = ", ".join(f"{name} {m.us:.1f} us" for name, m in entry.backends.items())
+        times = ", ".join(f"{name} {digits(m.us)} us" for name, m in entry.backends.items())
         print(f"  chosen by auto: {entry.device} | {entry.key} | {entry.chosen} ({times}; {entry.date[:10]})")
     return 0
 

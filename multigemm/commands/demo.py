@@ -11,6 +11,7 @@ from multigemm.bench.workloads import DTYPES, dtype_name
 from multigemm.commands.verify import check
 from multigemm.fleet import default_device
 from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.select.registry import get
 
 SIZES = [40, 0, 1, 70, 17]
 N, K = 72, 100
@@ -26,10 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Solves, checks and times; exit code 1 if any backend that ran was wrong."""
     device = default_device(args.device)
-    codes = []
+    codes, names = [], parts(args.backends)
+    for name in names:
+        get(name)  # raises for one that does not exist
     for dtype in map(dtype_name, parts(args.dtypes)):
         print(f"{len(SIZES)} products, rows {SIZES}, N={N}, K={K}, {dtype}, on {device}")
-        codes.append(check(_problem(device, dtype), parts(args.backends)))
+        codes.append(check(_problem(device, dtype), names))
     return max(codes, default=0)
 
 

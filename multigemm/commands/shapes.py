@@ -12,7 +12,7 @@ from multigemm.bench.workloads import DTYPES, dtype_name, parse_shape
 from multigemm.errors import InvalidSetting
 from multigemm.fleet import default_device
 from multigemm.problem.problem import GroupedGemmProblem, Keywords
-from multigemm.problem.spec import FORMS
+from multigemm.problem.spec import ACTIVATIONS, FORMS, GATES
 
 WITHOUT_SHAPE = {"form": "jagged_m", "sizes": "40,0,1,70", "m": 64, "n": 48, "k": 96}
 """What describes a problem that is no workload of `bench`, and what is taken where it is not given."""
@@ -34,7 +34,7 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtypes", default="", help=f"{', '.join(DTYPES)}, or long names (default fp32, with --shape bf16)"
     )
     parser.add_argument("--device", default="", help="cpu or cuda; the default is cuda where there is one")
-    parser.add_argument("--activation", default=None, help="relu, gelu, gelu_tanh or silu")
+    parser.add_argument("--activation", default=None, help=", ".join((*ACTIVATIONS, *GATES)))
 
 
 def _sizes(text: str) -> list[int]:

@@ -13,11 +13,12 @@ import torch
 
 from multigemm.api import plan
 from multigemm.bench import own
+from multigemm.bench.reports import digits
 from multigemm.bench.suites import parts
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.reference.verify import Answer, answer, judge
-from multigemm.select.registry import candidates
+from multigemm.select.registry import candidates, get
 from multigemm.select.timing import measure
 
 
@@ -34,6 +35,8 @@ def main(args: argparse.Namespace) -> int:
 
 def check(problem: GroupedGemmProblem, names: Sequence[str] = ()) -> int:
     """Prints a line for each backend, and how far their results differ; nothing of the caller's is written."""
+    for name in names:
+        get(name)  # raises for one that does not exist
     posed = problem if problem.out is None else own.own_tensors(problem, "own").own
     assert posed is not None
     print(f"problem: {posed}\n")
@@ -64,7 +67,7 @@ def _show(
     results[name] = [
         torch.as_tensor(x).detach().double().cpu().numpy() for x in (out if isinstance(out, list) else [out])
     ]
-    timing = "emulated" if emulated else f"{measure({name: ready}, device)[name].median:.1f} us"
+    timing = "emulated" if emulated else f"{digits(measure({name: ready}, device)[name].median)} us"
     state = "ok" if verdict.ok else "WRONG"
     print(f"{name:9}{ready.kernel[:32]:34}{state:8}{verdict.rho:12.3f}{first * 1e3:9.0f} ms{timing:>12}")
     if not verdict.ok:

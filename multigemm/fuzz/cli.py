@@ -249,10 +249,11 @@ def main(args: argparse.Namespace) -> int:
 
 def _after_ctrl_c(summary: Summary, args: argparse.Namespace) -> str:
     """What was kept, where, and how to go on."""
-    kept = " and ".join(filter(None, (args.json, args.corpus and f"{args.corpus} (failures)"))) or "nowhere but above"
+    files = " and ".join(filter(None, (args.json, args.corpus and f"{args.corpus} (failures)")))
+    kept = f"kept in {files}" if files else "the counts are above, and in no file (--json FILE keeps them)"
     words = [*args.words, "--seed", str(summary.next_seed)]  # of an option that is given twice the last counts
     return (
-        f"\nstopped after {summary.tally.problems} problems; kept in {kept}\n"
+        f"\nstopped after {summary.tally.problems} problems; {kept}\n"
         f"go on with others: {shlex.join(['multigemm', 'fuzz', *words])}"
     )
 

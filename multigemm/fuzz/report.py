@@ -16,6 +16,8 @@ from multigemm.testing.strategies import DTYPES, REQUIRED, REQUIRED_QUANTISED
 GATE_FROM = 5000
 """A campaign over everything with at least so many problems must have met every required class."""
 
+RHO = "rho: the error of an element over half an ulp plus sqrt(K) u |A||B|; a healthy kernel stays at a few"
+
 
 def missing(summary: Summary) -> list[str]:
     """Required classes that the campaign did not meet; empty where it was narrowed by its options."""
@@ -124,6 +126,7 @@ def to_text(summary: Summary) -> str:
         peak = max((v[0] for v in rhos), default=0.0)
         rms = _rms(sum(v[1] for v in rhos), sum(v[2] for v in rhos))
         lines.append(f"{name:10} {tally.checks[name]:8} {refused:8} {bad:7} {peak:8.2f} {rms:8.3f}")
+    lines.append(RHO)
     groups = ("form:", "dtype:", "mode:", "format:")
     shown = [(name, n) for name, n in sorted(tally.classes.items()) if name.startswith(groups)]
     lines += ["", "classes: " + ", ".join(f"{name} {n}" for name, n in shown)]

@@ -63,18 +63,21 @@ class _SolveFused(torch.autograd.Function):
         given, needs = ctx.saved_tensors[: sum(ctx.counts)], ctx.needs_input_grad[5:]
         twice = torch.is_grad_enabled()
         with torch.enable_grad():
-            inputs = [
-                x if twice or not need else x.detach().requires_grad_() for x, need in zip(given, needs, strict=True)
-            ]
+            inputs = [_apart(x, twice) if need else x for x, need in zip(given, needs, strict=True)]
             outs = _steps(ctx.problem, ctx.gemm, split(inputs, ctx.counts))
         wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
         live = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
-        found = [None] * len(wanted)
+        found = [torch.zeros_like(x) for x in wanted]
         if live:
             roots, flows = zip(*live, strict=True)
-            found = torch.autograd.grad(roots, wanted, flows, create_graph=twice, allow_unused=True)  # type: ignore[assignment]
+            found = list(torch.autograd.grad(roots, wanted, flows, create_graph=twice, materialize_grads=True))
         slots = iter(found)
         return (None, None, None, None, None, *(next(slots) if need else None for need in needs))
+
+
+def _apart(x: Tensor, twice: bool) -> Tensor:
+    """An input as a node of its own in the graph: two inputs may be one tensor, or one may be made of the other."""
+    return x.view_as(x) if twice else x.detach().requires_grad_()
 
 
 def _steps(problem: GroupedGemmProblem, gemm: Gemm, parts: list[list[Tensor]]) -> list[Tensor]:

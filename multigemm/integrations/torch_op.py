@@ -67,7 +67,7 @@ def grouped_gemm(a: Tensor, b: Tensor, **keywords: Any) -> Tensor:
         The result, always in new memory; differentiable.
 
     Raises:
-        InvalidProblem: an argument that the operator does not take, in words that `torch.ops` does not have.
+        InvalidProblem: an argument that the operator does not take, with the remedy.
 
     Example:
         >>> import torch
@@ -75,20 +75,17 @@ def grouped_gemm(a: Tensor, b: Tensor, **keywords: Any) -> Tensor:
         >>> grouped_gemm(torch.ones(6, 4), torch.ones(3, 4, 2), ends=torch.tensor([1, 1, 6])).shape
         torch.Size([6, 2])
     """
-    try:
-        return packet(a, b, **keywords)  # type: ignore[no-any-return]
-    except (TypeError, RuntimeError):  # torch's of a call that is not of the schema, or of the launch
-        _refuse_arguments({"a": a, "b": b, **keywords})
-        raise
+    return packet(a, b, **keywords)  # type: ignore[no-any-return]
 
 
-def _refuse_arguments(given: dict[str, Any]) -> None:
+def _refuse_arguments(*tensors: Any, **keywords: Any) -> None:
     """Refuses what the schema does not hold: keywords, lists for tensors, lists of backends."""
+    given = {**dict(zip(TENSORS, tensors, strict=False)), **keywords}
     kinds = {x.name: str(x.type) for x in overload._schema.arguments}
     refuse_in_operator(given, None)
     for name, x in given.items():
         if name not in kinds:
-            raise UnknownKeyword(unknown_keyword_text("multigemm.integrations.grouped_gemm", name, tuple(kinds)))
+            raise UnknownKeyword(unknown_keyword_text("multigemm::grouped_gemm", name, tuple(kinds))) from None
         if "Tensor" in kinds[name] and not isinstance(x, Tensor | None):
             remedy = f"pass torch.as_tensor({name}, device=a.device)"
             if name in ("a", "b"):
@@ -96,9 +93,9 @@ def _refuse_arguments(given: dict[str, Any]) -> None:
             raise InvalidProblem(
                 f"{name} is a {type(x).__name__}, and the torch operator takes a tensor: {remedy}, or call "
                 "multigemm.grouped_gemm, which takes lists and other libraries' arrays"
-            )
+            ) from None
         if name in ("backend", "grad_backend") and not isinstance(x, str):
-            raise InvalidProblem(f"{name}={x!r}: the torch operator takes one text: join the names by commas")
+            raise InvalidProblem(f"{name}={x!r}: the torch operator takes one text: join the names by commas") from None
 
 
 # --- real tensors: the launch cache first, else the whole way ---------------------------------------
@@ -181,7 +178,7 @@ def _refuse_quantised_gradients(given: dict[str, Any], b_format: str | None) -> 
     for name, x in scaled.items():
         if x.requires_grad:
             raise InvalidProblem(f"{name} asks for a gradient, and scales and zero points have none: detach it")
-    narrow = given["a"].dtype in FLOAT8 or given["b"].dtype in (*FLOAT8, torch.uint8)
+    narrow = given["a"].dtype in FLOAT8 or given["b"].dtype in (*FLOAT8, torch.uint8, scales.FLOAT4)
     binding.refuse_quantised_gradients(bool(scaled) or narrow or b_format is not None)
 
 
@@ -307,7 +304,7 @@ def _vmap(info: Any, in_dims: Any, *args: Any, **options: Any) -> Any:
     )
 
 
-answer_first(packet, remembered(lambda *_: None))
+answer_first(packet, remembered(lambda *_: None), _refuse_arguments)
 _library.impl("grouped_gemm", remembered(_dispatched), "Autograd")
 _library.impl("grouped_gemm", remembered(_solved), "CPU")
 _library.impl("grouped_gemm", remembered(_solved), "CUDA")

@@ -266,11 +266,11 @@ class _BindingEntry(_Entry):
         if cut is None:
             return False
         alpha, beta, device = self._alpha, self._beta, self._device
-        ops = Operands(self._spec, a, b, target, c, bias, alpha=alpha, beta=beta, device=device, **cut)
+        ops = Operands(self._spec, a, as_bytes(b), target, c, bias, alpha=alpha, beta=beta, device=device, **cut)
         if scales:
             given = dict(zip(SCALES, scales, strict=True))
             grids = {name: given[name].as_strided(*grid) for name, grid in self._grids.items()}
-            ops = replace(ops, b=as_bytes(b), **grids)
+            ops = replace(ops, **grids)
         self._choice.recipe.bind(ops)()  # the result has elements: memory without any has no address, hence no key
         return True
 

@@ -169,7 +169,8 @@ def _of_tokens(layout: Key | None, rows: int) -> Key | None:
 
 
 def _host_class(kind: str, cut: Any) -> Key | None:
-    """What sizes on the host have in common: how many they are, and whether they are all the same."""
+    """What sizes on the host have in common: how many they are, and whether they are all the same. Tensors are told
+    apart, since the torch operator takes no others: a class must not serve what its first call would have refused."""
     if isinstance(cut, Tensor) and (cut.dtype not in _INDEX_DTYPES or cut.dim() != 1):
         return None
     values = cut if type(cut) in HOST_SEQUENCES else cut.tolist()
@@ -178,4 +179,4 @@ def _host_class(kind: str, cut: Any) -> Key | None:
     lengths = set(values if kind == "sizes" else map(sub, values[1:], values))
     if kind == "ends":
         lengths.add(values[0])
-    return ("host", len(values), len(lengths) == 1)
+    return ("host", isinstance(cut, Tensor), len(values), len(lengths) == 1)

@@ -84,12 +84,16 @@ def scalar(x: Any, name: str, compute: torch.dtype) -> float:
     return value
 
 
+SYNONYMS = {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+"""Other libraries' words for activations; the nearest word in letters is another function ('swish' and 'swiglu')."""
+
+
 def one_of(x: Any, name: str, allowed: Sequence[str], optional: bool = False) -> Any:
     """A word out of a list; the error has the list, and the nearest word of it."""
     if (isinstance(x, str) and x in allowed) or (optional and x is None):
         return x
-    near = difflib.get_close_matches(str(x), allowed, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    near = [SYNONYMS[x]] if isinstance(x, str) and x in SYNONYMS else difflib.get_close_matches(str(x), allowed, 1, 0.5)
+    hint = f"; did you mean {near[0]!r}?" if near and near[0] in allowed else ""
     raise InvalidProblem(f"{name}={x!r} is unknown: use one of {', '.join(map(repr, allowed))}{hint}")
 
 
@@ -106,4 +110,6 @@ def check_extra_dtype(dtype: torch.dtype, name: str, inputs: Iterable[torch.dtyp
     """bias and c: an input dtype, the result's, or float32 (int32 for int8 products)."""
     allowed = {torch.int32} if torch.int8 in inputs else {*inputs, out, torch.float32}
     if dtype not in allowed:
-        raise InvalidProblem(f"{name} has dtype {dtype}; it must be one of {_names(allowed)}")
+        which = f"one of {_names(allowed)}" if len(allowed) > 1 else _names(allowed)
+        beside = " beside int8 operands" if torch.int8 in inputs else ""
+        raise InvalidProblem(f"{name} has dtype {dtype}; it must be {which}{beside}: convert it")

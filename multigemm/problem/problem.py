@@ -108,8 +108,8 @@ class GroupedGemmProblem:
             bits.
         offsets, sizes, ends: int32 or int64: on the host (checked and copied) or a tensor on the operands' device
             (followed in place, never read back, clamped by the kernels).
-        jagged: "m", "n" or "k": the direction that they cut. Two matrices fit all three where extents are equal, and
-            "m" is taken: weight gradients (a [M, T], b [T, N]) need jagged="k".
+        jagged: "m", "n" or "k": the direction that they cut. Two matrices fit all three, and "m" is taken: weight
+            gradients (a [M, T], b [T, N]) need jagged="k".
         valid_rows: [G]: rows of each matrix of a that count.
         c: a matrix of the result's shape that is added, times beta; may be `out` itself.
         alpha, beta: beta is 1 by default where c is given, 0 elsewhere, and with beta=0 c is not read; the numbers are

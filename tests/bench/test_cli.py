@@ -144,6 +144,15 @@ def test_list_names_every_suite(words: list[str], capsys: pytest.CaptureFixture[
     assert "ragged-odd:" in shown
 
 
+def test_list_shows_the_suites_that_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--list", "--suite", "tutorial,spread"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines if not line.startswith(" ")] == ["tutorial", "spread"]
+    assert sum(line.startswith("  spread_") for line in lines) == 3200
+    assert main(["bench", "--list", "--suite", "nope"]) == 2
+    assert "suite 'nope' is unknown" in capsys.readouterr().err
+
+
 def test_a_rested_run_says_so_in_its_report_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*QUICK, "--shape", "2,4,8,8", "--peers", "none", "--json-only"]
     assert main([*words, "--rest", "50", "--out", str(tmp_path)]) == 0
@@ -208,7 +217,7 @@ def test_ctrl_c_keeps_what_was_measured_and_says_how_to_go_on(
         patch.setattr(Runner, "_case", interrupted)
         assert main(words) == 130
     said = capsys.readouterr().err
-    assert "1 workloads measured, 1 left" in said and "--resume" in said and str(tmp_path / "report.json") in said
+    assert "workloads measured: 1, left: 1" in said and "--resume" in said and str(tmp_path / "report.json") in said
     assert reports.read(tmp_path / "copy.json").unfinished == ["shape:3,4,8,8/balanced/fp32"]
     assert main([*words, "--resume"]) == 0
     assert len(reports.read(tmp_path).cases()) == 2

@@ -80,7 +80,7 @@ def test_ctrl_c_keeps_what_was_tuned(
 
     monkeypatch.setattr(Runner, "_case", interrupted)
     words = ["--shape", "2,4,8,8", "--shape", "3,4,8,8", "--device", "cpu", "--configs", "1", "--no-record", "--quiet"]
-    assert main(["tune", *words, "--out", str(tmp_path / "t.json")]) == 0
+    assert main(["tune", *words, "--out", str(tmp_path / "t.json")]) == 130
     assert len(json.loads((tmp_path / "t.json").read_text())["entries"]) == 1
     told = capsys.readouterr()
     assert "is kept" in told.err and "not reached: shape:3,4,8,8" in told.out

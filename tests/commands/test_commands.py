@@ -225,6 +225,38 @@ def test_verify_checks_a_problem_of_ones_own(tmp_path: Path, capsys: pytest.Capt
     assert main(["verify", str(tmp_path / "none.py")]) == 2
 
 
+@pytest.mark.parametrize("command", ["demo", "verify"])
+def test_a_backend_that_does_not_exist_is_refused_beside_one_that_does(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text("import torch, multigemm as mg\nx = torch.ones(2, 2)\n")
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write("problem = mg.GroupedGemmProblem(x, x)\n")
+    words = {"demo": ["--device", "cpu"], "verify": [str(tmp_path / "mine.py")]}[command]
+    assert main([command, *words, "--backends", "cpu,nope"]) == 2
+    told = capsys.readouterr()
+    assert "unknown backend 'nope'" in told.err and not told.out
+
+
+@pytest.mark.parametrize("command", [["verify"], ["bench", "--problem"]], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("import torch\ntorch.ones(3) @ torch.ones(4)", "mine.py, line 2: RuntimeError: "),
+        ("x = 1\ndef problem(:", "mine.py, line 2: SyntaxError: invalid syntax"),
+        ("def problem():\n    return missing", "mine.py, line 2: NameError: name 'missing' is not defined"),
+    ],
+    ids=["raises", "cannot be parsed", "function raises"],
+)
+def test_a_fault_in_the_file_of_a_problem_is_one_line_with_its_place(
+    command: list[str], text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    assert main([*command, str(tmp_path / "mine.py")]) == 2
+    said = capsys.readouterr().err
+    assert told in said and len(said.splitlines()) == 1
+
+
 def test_cache_export_import_and_clear(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,8 +269,8 @@ def test_cache_export_import_and_clear(
     assert main(["cache", "export", str(tmp_path / "x.json")]) == 0
     assert main(["cache", "show"]) == 0
     told = capsys.readouterr().out
-    assert f"tuned: cpu | {key} | cpu: 3.0 us {{'kernel': 'blas'}}" in told
-    assert f"chosen by auto: cpu | {key} | one (one 3.0 us, two 9.0 us; 2026-01-02)" in told
+    assert f"tuned: cpu | {key} | cpu: 3.00 us {{'kernel': 'blas'}}" in told
+    assert f"chosen by auto: cpu | {key} | one (one 3.00 us, two 9.00 us; 2026-01-02)" in told
     assert main(["cache", "clear"]) == 0
     assert tuning.TuningTable().own() == tuning.TuningTable().own(choices=True) == []
     assert main(["cache", "import", str(tmp_path / "x.json")]) == 0

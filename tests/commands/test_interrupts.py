@@ -19,7 +19,9 @@ from multigemm import interrupts
 from multigemm.__main__ import main
 
 ROOT = Path(__file__).parents[2]
-SHAPES = [word for groups in range(2, 40) for word in ("--shape", f"{groups},16,64,64")]
+COUNT = 400
+"""Workloads that no machine measures before the last moment."""
+SHAPES = [word for groups in range(2, 2 + COUNT) for word in ("--shape", f"{groups},16,64,64")]
 DRAW = random.Random(20261122)
 MOMENTS = [DRAW.uniform(0.2, 12.0) for _ in range(3)]
 
@@ -45,13 +47,13 @@ def test_a_benchmark_keeps_what_it_measured(moment: float, isolated: bool, tmp_p
     words = ["bench", *SHAPES, "--dtypes", "fp32", "--floor", "1,1", "--budget-ms", "30", "--out", "out"]
     code, told, report = interrupted(tmp_path, [*words, *(["--isolate"] if isolated else [])], moment)
     assert code == 130 and "Traceback" not in told, told
-    begun = len(re.findall(r"^\[\d+/38\]", told, re.MULTILINE))
+    begun = len(re.findall(rf"^\[\d+/{COUNT}\]", told, re.MULTILINE))
     kept = {row["case"] for row in report["rows"]}
     assert max(0, begun - 1) <= len(kept) <= begun
     if not kept:
         assert "stopped before anything was measured" in told
         return
-    assert f"stopped with {len(kept)} workloads measured, {38 - len(kept)} left; kept in out/report.json" in told
+    assert f"stopped: workloads measured: {len(kept)}, left: {COUNT - len(kept)}; kept in out/report.json" in told
     assert "go on: multigemm bench " in told and "--resume" in told
     assert report == json.loads((tmp_path / "out" / "report.json").read_text())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -84,6 +85,26 @@ def test_what_contributes_nothing_has_a_gradient_of_zero_whatever_flows_in() -> 
     assert a.grad is not None and b.grad is not None and weights.grad is not None
     assert (a.grad[7] == 0).all() and a.grad.isfinite().all() and b.grad.isfinite().all()
     assert (weights.grad[3] == 0).all() and weights.grad[0, 2] == 0 and weights.grad[1, 2] == 0
+
+
+def test_a_graph_of_the_gradient_does_not_change_it_where_inputs_are_related() -> None:
+    """One matrix in a list twice, one tensor under two names, and one that is made of another."""
+    x, w, scale = new(7, 3), new(3, 6), new(7)
+    places = torch.arange(7)[:, None]
+    calls: list[Callable[[], Tensor]] = [
+        lambda: torch.cat(mg.grouped_gemm([x[:3], x[3:]], [w, w], activation="swiglu")),
+        lambda: mg.grouped_gemm(x, w[None, :, :3], sizes=[7], c=x, row_scale=x.sum(1)),
+        lambda: mg.grouped_gemm(x, w[None], sizes=[7], row_scale=scale, combine=(places, scale[:, None])),
+    ]
+    for call in calls:
+        out = call()
+        inputs = [leaf for leaf in (x, w, scale) if leaf is not scale or call is calls[2]]
+        plain, graphed = (
+            torch.autograd.grad(out.sin().sum(), inputs, create_graph=wanted, retain_graph=True)
+            for wanted in (False, True)
+        )
+        for want, got in zip(plain, graphed, strict=True):
+            assert torch.allclose(got, want, rtol=1e-12, atol=1e-12)
 
 
 def test_the_gradient_passes_at_the_limit() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,10 +122,33 @@ def test_who_watches_operators_sees_remembered_calls_too() -> None:
         assert OP(a, b, ends=ends, backend="cpu").dtype is torch.bfloat16
 
 
+def test_an_import_within_a_transform_leaves_calls_outside_of_it_remembered() -> None:
+    text = (
+        "import torch\n"
+        "def importing(x):\n"
+        "    import multigemm.integrations\n"
+        "    return x\n"
+        "torch.func.vmap(importing)(torch.ones(2))\n"
+        "from multigemm.torch_internals import in_transform\n"
+        "inside = torch.func.vmap(lambda x: x + in_transform())(torch.zeros(2))\n"
+        "with torch.inference_mode():\n"
+        "    print(inside.tolist(), in_transform())\n"
+        "print(in_transform())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.stdout.split("\n") == ["[1.0, 1.0] False", "False", ""], done.stderr
+
+
 def test_remembered_calls_refuse_what_others_refuse() -> None:
     a, b, ends = warm()
-    for wrong in ({"tokens": 6}, {"backend": ["cpu"]}, {"alpha": "1"}, {"ends": [2, 6]}):
-        with pytest.raises((TypeError, RuntimeError)):
+    slips: list[tuple[dict[str, Any], type[Exception]]] = [
+        ({"tokens": 6}, mg.UnknownKeyword),
+        ({"backend": ["cpu"]}, mg.InvalidProblem),
+        ({"ends": [2, 6]}, mg.InvalidProblem),
+        ({"alpha": "1"}, RuntimeError),
+    ]
+    for wrong, error in slips:
+        with pytest.raises(error):
             OP(a, b, **{"ends": ends, "backend": "cpu", **wrong})
     with pytest.raises(TypeError, match=r"multigemm::grouped_gemm\(\) missing 1 required positional argument: 'b'"):
         OP(a)

@@ -102,6 +102,8 @@ def test_gradients_are_refused() -> None:
         operator(a8, b8, **keywords | {"scale_a": keywords["scale_a"].requires_grad_()})
     with pytest.raises(mg.InvalidProblem, match="come later"):
         operator(a8, b8, sizes=SIZES, bias=torch.ones(40, requires_grad=True))
+    with pytest.raises(mg.InvalidProblem, match="come later"):
+        operator(a, b.view(torch.float4_e2m1fn_x2), sizes=SIZES)
 
 
 def test_autocast_leaves_float8_as_it_is() -> None:

@@ -220,6 +220,29 @@ def test_a_third_call_is_moved_and_not_bound(follower: Following) -> None:
     assert follower.counts["bound"] == bound
 
 
+def test_a_packed_operand_is_bytes_in_every_bind(install: Callable[..., None]) -> None:
+    """Also where neither scales nor b_format say that it is packed, and a launch is bound anew."""
+    seen: list[torch.dtype] = []
+
+    class Packed(Following):
+        takes_quantised = True
+
+        def plan(self, spec: Any, config: Tile, device: torch.device) -> Recipe:
+            def bind(ops: Operands) -> Any:
+                assert isinstance(ops.b, Tensor)
+                seen.append(ops.b.dtype)
+                return lambda: None
+
+            return Recipe("packed", config, bind)
+
+    install(Packed("packed"))
+    a, b = torch.randn(6, 64).bfloat16(), torch.zeros(3, 32, 16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    served = LAUNCHES.served
+    for _ in range(4):
+        mg.grouped_gemm(a, b, sizes=[1, 2, 3], backend="packed")
+    assert seen == [torch.uint8] * 4 and LAUNCHES.served == served + 2
+
+
 def test_a_freed_operand_is_refused_on_a_hit(follower: Following) -> None:
     a, b, ends = problem()
     bias = torch.zeros(3, dtype=torch.float64)
@@ -427,6 +450,8 @@ def test_classes_of_token_counts_keep_what_a_count_decides_apart() -> None:
     assert tokens_key(rows, [30, 34]) == tokens_key(rows[:60], [20, 40])
     assert tokens_key(rows, [32, 32]) != tokens_key(rows, [30, 34])
     assert tokens_key(rows, [30, 34]) == tokens_key(rows, [30, 64], kind="ends")
+    assert tokens_key(rows, [30, 34]) != tokens_key(rows, torch.tensor([30, 34])), "the torch operator refuses lists"
+    assert tokens_key(rows, torch.tensor([30, 34])) == tokens_key(rows[:60], torch.tensor([20, 40]))
     assert tokens_key(rows[:1], [1, 0]) != tokens_key(rows[:2], [1, 1])
 
 

@@ -19,8 +19,9 @@ ENTRANCES: dict[str, Any] = {
     "GroupedGemmProblem": mg.GroupedGemmProblem,
     "plan": mg.plan,
     "explain": mg.explain,
-    "multigemm.integrations.grouped_gemm": operator,
+    "multigemm::grouped_gemm": operator,
 }
+OPERATOR_ENTRANCES: list[Any] = [operator, torch.ops.multigemm.grouped_gemm]
 
 
 def refused(call: Any, *args: Any, **keywords: Any) -> str:
@@ -128,6 +129,20 @@ def test_remedies_speak_the_callers_library() -> None:
         ({"sizes": torch.tensor(SIZES), "backend": ["cpu"]}, "takes one text: join the names by commas"),
     ],
 )
-def test_the_operator_refuses_lists(keywords: dict[str, Any], text: str) -> None:
-    assert text in refused(operator, A, B, **keywords)
-    assert "a is a list" in refused(operator, [A], [B])
+@pytest.mark.parametrize("call", OPERATOR_ENTRANCES)
+def test_the_operator_refuses_lists(call: Any, keywords: dict[str, Any], text: str) -> None:
+    call(A, B, sizes=torch.tensor(SIZES))  # what a warm call is told is no less
+    assert text in refused(call, A, B, **keywords)
+    with torch.autocast("cpu"):
+        assert text in refused(call, A, B, **keywords)
+    assert text in refused(call, A.clone().requires_grad_(), B, **keywords)
+    assert "a is a list" in refused(call, [A], [B])
+
+
+def test_the_operator_in_torch_ops_refuses_slips() -> None:
+    call = torch.ops.multigemm.grouped_gemm
+    assert "offsets is a list, and the torch operator takes a tensor" in refused(call, A, B, [0, 4, 6])
+    assert "takes no keyword offs=: torch's offs are ends= here" in refused(call, A, B, offs=torch.tensor([4, 6]))
+    assert "a_rows: the torch operator does not take it yet" in refused(call, A, B, a_rows=torch.tensor([0]))
+    with pytest.raises(RuntimeError, match="argument 'alpha'"):  # torch's own words of what has no better ones
+        call(A, B, sizes=torch.tensor(SIZES), alpha="one")

@@ -67,6 +67,8 @@ def test_things_that_are_no_arrays(x: Any) -> None:
         ({"offsets": CUT, "ends": [2, 5, 10]}, "offsets and ends were given together"),
         ({"offsets": CUT, "valid_rows": [1, 1, 1]}, "valid_rows and offsets, sizes or ends were given together"),
         ({"offsets": CUT, "jagged": "x"}, "jagged='x'"),
+        ({"offsets": CUT, "activation": "swish"}, "did you mean 'silu'"),
+        ({"offsets": CUT, "activation": "gelu_pytorch_tanh"}, "did you mean 'gelu_tanh'"),
         ({"offsets": CUT, "activation": "rellu"}, "use one of 'relu', .*'silu', .*'glu'; did you mean 'relu'"),
         ({"offsets": CUT, "precision": "fp32"}, "use one of 'ieee', 'tf32'"),
         ({"offsets": CUT, "check": "ful"}, "did you mean 'full'"),
@@ -158,7 +160,7 @@ def test_int8_rules() -> None:
     refuse_problem("alpha=0.5 with int8", a, b, offsets=CUT, alpha=0.5)
     refuse_problem("alpha=nan with int8", a, b, offsets=CUT, alpha=float("nan"))
     refuse_problem("only 'relu'", a, b, offsets=CUT, activation="gelu")
-    refuse_problem("bias has dtype torch.float32", a, b, offsets=CUT, bias=torch.ones(5))
+    refuse_problem("float32; it must be int32 beside int8 operands: convert it", a, b, offsets=CUT, bias=torch.ones(5))
     refuse_problem("cannot be torch.float32: use int32", a, b, offsets=CUT, out_dtype=torch.float32)
     refuse_problem("out has dtype torch.float32; .* pass out as int32", a, b, offsets=CUT, out=torch.ones(10, 5))
 

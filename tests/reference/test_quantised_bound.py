@@ -150,6 +150,24 @@ def test_a_weight_may_be_rounded_once_to_bfloat16_and_no_more() -> None:
     assert judge(of_half, (w * scale.half().float()).half().float().numpy())
 
 
+@pytest.mark.parametrize(
+    ("held", "zero", "digits"), [("int4", 255, 9), ("uint4", 255, 8), ("int8", 127, 8), ("int8", 255, 9)]
+)
+def test_a_weight_less_its_zero_point_is_rounded_where_it_has_nine_digits(held: str, zero: int, digits: int) -> None:
+    """The least weight: where its difference fits bfloat16, a scale of 1 in e8m0 leaves nothing to round."""
+    least, byte = {"int4": (-8, 0x88), "uint4": (0, 0), "int8": (-128, 0x80)}[held]
+    codes = torch.full((32 if held == "int8" else 16, 1), byte, dtype=torch.uint8)
+    p = mg.GroupedGemmProblem(
+        torch.ones(1, 32).bfloat16(), codes.view(torch.int8) if held == "int8" else codes,
+        b_format=None if held == "int8" else held, scale_b=torch.ones(1, 1).to(torch.float8_e8m0fnu),
+        zero_b=torch.full((1, 1), zero, dtype=torch.uint8 if zero > 127 else torch.int8), out_dtype=torch.float32,
+    )  # fmt: skip
+    rounded = float(torch.tensor(float(least - zero)).bfloat16())
+    assert (rounded == least - zero) is (digits == 8)
+    assert judge(answer(p), np.full((1, 1), 32 * rounded, np.float32))
+    assert bool(judge(answer(p), np.full((1, 1), 32 * (least - zero) + 0.5, np.float32))) is (digits == 9)
+
+
 def test_what_is_not_judged() -> None:
     w = torch.tensor([1, 100, 3], dtype=torch.int8)
     free = answer(weights(torch.float16, torch.tensor([[1.0, 1000.0, 1.0]]), w)).blocks[0].free

@@ -314,6 +314,9 @@ def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, 
                     if PACKED:
                         y = interleaved(y, BN, BK)
                     y = half_of(y, B_FORMAT)
+                elif A_FORMAT == "":
+                    # Triton makes finite numbers of infinities and NaN on the way from e5m2 to bfloat16
+                    y = y.to(tl.float16)
                 if ZB and not FOLDED:
                     y = y - zero
                 if FOLDED:

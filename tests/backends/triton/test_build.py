@@ -92,8 +92,8 @@ for name in sys.argv[2:]:
     products = re.findall(r"(wgmma\\.mma_async|mma\\.sync|tcgen05\\.mma)\\S*?\\.((?:f32|cta)\\S*) (.*?);", ptx)
     kinds = sorted({f"{unit} {types}" for unit, types, _ in products})
     fresh = sum(bool(re.search(r", 0, 1, 1(, [01], [01])?$", rest)) for _, _, rest in products)
-    depth = dict(source.constants)["BK"]
-    print(json.dumps({"name": name, "kinds": kinds, "all": len(products), "fresh": fresh, "depth": depth}))
+    told = {"name": name, "kinds": kinds, "all": len(products), "fresh": fresh, "depth": dict(source.constants)["BK"]}
+    print(json.dumps({**told, "multiplied": "mul.rn.bf16x2" in ptx}))
 """
 """Prints what kernels multiply by: `fresh` counts wgmma that begin a sum of their own instead of going on with one."""
 
@@ -119,6 +119,13 @@ def test_hopper_multiplies_float8_as_such_and_promotes_its_sums(tmp_path: Any) -
     assert found["float8 blocks"]["kinds"] == ["wgmma.mma_async f32.e4m3.e5m2"]
     assert found["float8 fast"]["fresh"] == 0 and "e4m3" in found["float8 fast"]["kinds"][0]
     assert found["float8 weights"]["kinds"] == ["wgmma.mma_async f32.bf16.bf16"]
+
+
+@pytest.mark.slow
+def test_infinities_of_e5m2_weights_stay_infinite(tmp_path: Any) -> None:
+    """Triton's own way from e5m2 to bfloat16 multiplies by 2^112, which makes 65536 of infinity."""
+    [seen] = products_of(90, tmp_path, "e5m2 weights").values()
+    assert seen["kinds"] == ["wgmma.mma_async f32.bf16.bf16"] and not seen["multiplied"]
 
 
 @pytest.mark.slow
