@@ -451,7 +451,7 @@ def _parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Prints a line for each backend; 1 if a bit differed or a process failed."""
+    """Prints a line for each backend; 1 if a bit differed, a process failed or nothing could be compared."""
     args = _parse()
     device, report, bad = torch.device(args.device), dict[str, Any](), 0
     for backend in args.backends.split(","):
@@ -469,7 +469,9 @@ def main() -> int:
         for text in [*count.examples[:5], *failures[:2]]:
             print("   ", text, flush=True)
         report[backend] = {**vars(count), "failures": failures}
-        bad += bool(count.differing and not args.control) or bool(failures)
+        if not count.comparisons:
+            print("    nothing was compared: ", *[reason for reason, _ in count.refused.most_common(1)], flush=True)
+        bad += not count.comparisons or bool(count.differing and not args.control) or bool(failures)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))
     return int(bad > 0)
