@@ -162,6 +162,7 @@ def test_the_launches_in_an_interpreter_are_the_steps() -> None:
     assert done.stdout.split() == ["129", "1", "9", "129"]
 
 
+@pytest.mark.slow
 def test_a_bound_kernel_has_the_words_that_its_code_takes() -> None:
     triton = pytest.importorskip("triton")
     kernels = layer_ops.triton_kernels()
