@@ -76,7 +76,6 @@ class Row:
     flops: int
     bytes: int
     floor_us: float
-    memory_bound: bool
     entry: str
     kind: str
     status: Status

@@ -228,7 +228,6 @@ class Runner:
             flops=case.flops,
             bytes=case.bytes,
             floor_us=round(floor, 3),
-            memory_bound=case.bytes / rates["tbps"] > case.flops / rates["tflops"],
             entry=entry.name,
             kind=entry.kind,
             status="failed",

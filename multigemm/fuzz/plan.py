@@ -119,7 +119,6 @@ class Tally:
     problems: int = 0
     checks: Counter[str] = field(default_factory=Counter)
     quantised_checks: Counter[str] = field(default_factory=Counter)
-    runs: Counter[str] = field(default_factory=Counter)
     deep: Counter[str] = field(default_factory=Counter)
     classes: Counter[str] = field(default_factory=Counter)
     refusals: Counter[tuple[str, str]] = field(default_factory=Counter)
