@@ -8,6 +8,7 @@ from typing import Any
 from multigemm.errors import BackendUnavailable, BackendUnsupported
 from multigemm.planning.binding import reasons
 from multigemm.planning.staging import staged_spec
+from multigemm.problem.arrays import dtype_name
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import MIXED, ProblemSpec
 from multigemm.select import ranking
@@ -66,7 +67,7 @@ def _quantised_texts(spec: ProblemSpec) -> list[str]:
     """What is known of quantised operands."""
     texts = []
     for name, x in (("a", spec.a), ("b", spec.b)):
-        held = f"packed {x.packed}" if x.packed else str(x.dtype).removeprefix("torch.")
+        held = f"packed {x.packed}" if x.packed else dtype_name(x.dtype)
         if (s := x.scale) is not None:
             rows = {MIXED: "as each matrix says", 0: "all lines", 1: "a line"}.get(s.rows, f"{s.rows} lines")
             k = {MIXED: "as each matrix says", 0: "all of K"}.get(s.k, f"{s.k} of K")
