@@ -21,12 +21,12 @@ from multigemm.problem.arrays import Kind, Step
 from multigemm.problem.forms import Extents
 from multigemm.problem.fused import Fused, FusedKeywords, FusedReader, reader_of
 from multigemm.problem.grouping import Grouping, make_grouping, make_valid_rows
-from multigemm.problem.no_dynamo import no_dynamo
 from multigemm.problem.operand_reader import Operand, OperandReader, common_dtype, is_list
 from multigemm.problem.result import Result
 from multigemm.problem.scales import Given, Quantisation
 from multigemm.problem.spec import FLOAT8, GATES, HALVES, PRECISIONS, Form, ProblemSpec, specify
 from multigemm.settings import settings
+from multigemm.torch_internals import no_dynamo
 
 CHECKS = ("host", "full", "complete")
 SCALES = ("scale_a", "scale_b", "zero_b")

@@ -30,7 +30,7 @@ from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSett
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ACTIVATIONS
-from multigemm.testing.campaigns import side_by_side
+from multigemm.testing.campaigns import add_up, side_by_side
 from multigemm.testing.case import as_dtype
 from multigemm.testing.subject import Subject
 
@@ -317,13 +317,6 @@ class Count:
     at_fault: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
 
-    def add(self, other: Count) -> None:
-        for name in ("comparisons", "rows", "elements", "differing", "kinds"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("refused", "forms", "configs", "at_fault"):
-            getattr(self, name).update(getattr(other, name))
-        self.examples = (self.examples + other.examples)[:EXAMPLES]
-
 
 class _Pending(NamedTuple):
     """A comparison whose number of differing elements is still on the device."""
@@ -460,7 +453,7 @@ def main() -> int:
         counts, failures = side_by_side(run, calls)
         count = Count()
         for part in counts:
-            count.add(part)
+            add_up(count, part)
         refused = sum(count.refused.values())
         size = (
             f"{count.comparisons} comparisons of {count.rows} rows and {count.elements} elements, {count.kinds} kinds"
@@ -468,7 +461,7 @@ def main() -> int:
         print(f"{backend}: {size}: {count.differing} elements differ; {refused} refused", flush=True)
         for text in [*count.examples[:5], *failures[:2]]:
             print("   ", text, flush=True)
-        report[backend] = {**vars(count), "failures": failures}
+        report[backend] = {**vars(count), "examples": count.examples[:EXAMPLES], "failures": failures}
         if not count.comparisons:
             print("    nothing was compared: ", *[reason for reason, _ in count.refused.most_common(1)], flush=True)
         bad += not count.comparisons or bool(count.differing and not args.control) or bool(failures)

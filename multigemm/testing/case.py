@@ -15,12 +15,6 @@ import torch
 
 from multigemm.problem.spec import Form
 
-MODES = (
-    "int", "ties", "onehot", "bitmask", "normal", "uniform", "cancel", "pow2", "special", "rowscaled", "precise",
-    "tiny", "beside", "edges",
-)  # fmt: skip
-"""How values are drawn; see multigemm.testing.values."""
-
 
 @dataclass(frozen=True, slots=True)
 class Layout:

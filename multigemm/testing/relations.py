@@ -288,15 +288,13 @@ def _differing_bits(one: Blocks, two: Blocks) -> str:
     return ""
 
 
-def relate(device_case: DeviceCase, subject: Subject, outcome: Outcome, seed: int, only: str = "") -> int:
+def relate(device_case: DeviceCase, subject: Subject, outcome: Outcome, seed: int) -> int:
     """Checks the relations that fit; the case must have been found right. Returns how many were checked."""
     placed, rng, done = device_case.placed, np.random.default_rng(seed), 0
     case = placed.case
     if outcome.result is None or case.quantised or case.a.zero or case.b.zero or case.c.zero:
         return 0
     for make in RELATIONS:
-        if only and make.__name__ != only:
-            continue
         relation = make(placed, rng)
         if relation is None:
             continue
