@@ -43,6 +43,8 @@ MODES = ("normal", "normal", "cancel", "special", "tiny", "whole")
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FORMS = ("jagged_m", "per_group", "batched", "masked", "jagged_n", "jagged_k")
 WEIGHTS, MOST_ELEMENTS, MOST_DOWN, LISTED = 6, 1 << 23, 256, 20
+REFUSED_AT_ONCE = 20
+"""So many refusals before the first comparison, and a kind is left: the backend refuses its dtype."""
 AT_ONCE = 100
 """Comparisons that are made before the host waits for the device."""
 CONFIGS_OF_A_FORM = 2
@@ -426,9 +428,10 @@ def run(backend: str, device: torch.device, seconds: float, seed: int, promise: 
         kind = draw_kind(np.random.default_rng((seed, number)), seed * 100003 + number, work)
         comparer = Comparer(subject, kind, Pool(kind, rows, device), count, promise)
         before = count.comparisons
-        for _ in range(each):
+        for drawn in range(each):
             comparer.compare()
-            if time.monotonic() - begin > seconds:
+            refused = drawn >= REFUSED_AT_ONCE and count.comparisons == before
+            if refused or time.monotonic() - begin > seconds:
                 break
         comparer.settle()
         count.kinds += count.comparisons > before
@@ -448,7 +451,7 @@ def _parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Prints a line for each backend; 1 if a bit differed or a process failed."""
+    """Prints a line for each backend; 1 if a bit differed, a process failed or nothing could be compared."""
     args = _parse()
     device, report, bad = torch.device(args.device), dict[str, Any](), 0
     for backend in args.backends.split(","):
@@ -466,7 +469,9 @@ def main() -> int:
         for text in [*count.examples[:5], *failures[:2]]:
             print("   ", text, flush=True)
         report[backend] = {**vars(count), "failures": failures}
-        bad += bool(count.differing and not args.control) or bool(failures)
+        if not count.comparisons:
+            print("    nothing was compared: ", *[reason for reason, _ in count.refused.most_common(1)], flush=True)
+        bad += not count.comparisons or bool(count.differing and not args.control) or bool(failures)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))
     return int(bad > 0)
