@@ -163,10 +163,8 @@ def _choose_auto(
     else:
         ranked = ranking.rank(Query(problem, class_of(problem, spec), able, eager), may_measure, plan_of)
         names, why = list(ranked.names), ranked.why
-    syncing: list[Choice] = []
-    for name in names:
-        choice = plan_of(name, why if name == names[0] else f"{names[0]} would wait for the sizes")
-        if not choice.recipe.syncs:
-            return choice
-        syncing.append(choice)
-    return syncing[0]
+    first = plan_of(names[0], why)
+    if not first.recipe.syncs:
+        return first
+    others = (plan_of(name, f"{names[0]} would wait for the sizes") for name in names[1:])
+    return next((choice for choice in others if not choice.recipe.syncs), first)
