@@ -58,16 +58,10 @@ def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = 
         chosen, kernel, ran, why = choice.backend, choice.recipe.kernel, choice.recipe.config, reasons(choice, problem)
     except (BackendUnsupported, BackendUnavailable) as error:
         why = str(error)
-    found, told = _with_times(problem, candidates(spec, problem.device)), str(class_of(problem, spec))
-    return Explanation(spec, found, chosen, kernel, ran, why, tuple(steps), told)
-
-
-def _with_times(problem: GroupedGemmProblem, found: list[Candidate]) -> tuple[Candidate, ...]:
-    """The candidates with the times that are known of their class, the fastest first; measures nothing."""
-    able = [c.name for c in found if c.for_auto]
-    known = ranking.known(Query(problem, class_of(problem, staged_spec(problem)), able, eager=True))
-    timed = [
-        replace(c, us=m.us, host_us=m.host_us, source=known.source) if (m := known.times.get(c.name)) else c
-        for c in found
-    ]
-    return tuple(sorted(timed, key=lambda c: (c.us is None, c.us or 0.0)))
+    found, c = candidates(spec, problem.device), class_of(problem, spec)
+    known = ranking.known(Query(problem, c, [each.name for each in found if each.for_auto], eager=True))
+    for i, each in enumerate(found):
+        if measured := known.times.get(each.name):
+            found[i] = replace(each, us=measured.us, host_us=measured.host_us, source=known.source)
+    found.sort(key=lambda each: (each.us is None, each.us or 0.0))
+    return Explanation(spec, tuple(found), chosen, kernel, ran, why, tuple(steps), str(c))

@@ -14,7 +14,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import UTC, datetime
@@ -27,8 +27,10 @@ from multigemm.cuda.driver import beside_captures, use_context
 from multigemm.planning import binding
 from multigemm.planning.binding import Bound, Choice
 from multigemm.planning.launch_cache import relaunches
+from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.select.problem_class import ProblemClass
+from multigemm.select.recipes import plan
 from multigemm.select.table import Entry, Measured, device_name
 from multigemm.select.timing import FLUSH_BYTES, Mode, describe, free_bytes, measure, rough_time_us
 from multigemm.settings import settings
@@ -64,13 +66,8 @@ def ranks_of_group() -> int:
     return group.get_world_size() if group.is_available() and group.is_initialized() else 1
 
 
-def measure_once(
-    problem: GroupedGemmProblem,
-    problem_class: ProblemClass,
-    names: Sequence[str],
-    plan_of: Callable[[str], Choice],
-) -> Entry:
-    """Times the backends `names`, the expected one first; `plan_of` compiles one.
+def measure_once(problem: GroupedGemmProblem, problem_class: ProblemClass, names: Sequence[str]) -> Entry:
+    """Times the backends `names`, the expected one first.
 
     Where nothing could be chosen, the entry tells so of all of them. A backend that fails is left out with a warning:
     the call itself is not at stake.
@@ -84,7 +81,7 @@ def measure_once(
                 stack.enter_context(beside_captures())
             why = _obstacle(problem)
             if not why:
-                choices = _planned(names, problem.device, plan_of, failed)
+                choices = _planned(names, problem, failed)
                 compiled = time.perf_counter()
                 took = _timed(choices, problem, failed) if len(choices) > 1 else {}
     except Exception as error:  # the call itself may well succeed; if not, it says so
@@ -130,11 +127,10 @@ def _obstacle(problem: GroupedGemmProblem) -> str:
     return "" if free >= needed else f"{free / 2**20:.0f} MiB are free, and {needed / 2**20:.0f} MiB are needed"
 
 
-def _planned(
-    names: Sequence[str], device: torch.device, plan_of: Callable[[str], Choice], failed: dict[str, str]
-) -> dict[str, Choice]:
+def _planned(names: Sequence[str], problem: GroupedGemmProblem, failed: dict[str, str]) -> dict[str, Choice]:
     """Compiles side by side: NVRTC, Triton's and Numba's compiler release Python's lock or share it. Backends that wait
     for sizes are left out: "auto" would not take them."""
+    device, spec = problem.device, staged_spec(problem)
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def compiled(name: str) -> Choice:
@@ -143,7 +139,7 @@ def _planned(
                 use_context(index_of(device))
                 stack.enter_context(beside_captures())
                 stack.enter_context(torch.cuda.stream(stream))
-            return plan_of(name)
+            return plan(name, problem, spec)
 
     with ThreadPoolExecutor(len(names)) as pool:
         done = {name: pool.submit(compiled, name) for name in names}

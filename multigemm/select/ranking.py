@@ -22,18 +22,15 @@ its three 1.0004 times. `tests/select/test_static_order.py` holds the order to t
 from __future__ import annotations
 
 import math
-import os
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from multigemm.planning.binding import Choice
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import OperandSpec, ProblemSpec
 from multigemm.select import measure_once as trial
-from multigemm.select import registry, table
+from multigemm.select import recipes, registry, table
 from multigemm.select.problem_class import EQUAL, ON_DEVICE, ProblemClass
 from multigemm.select.table import Entry, Measured
 
@@ -105,27 +102,18 @@ class Query:
         return least if least != best and host[least] < LESS_BUSY * host.get(best, 0.0) else best
 
 
-_locks: dict[object, threading.RLock] = {}
-os.register_at_fork(after_in_child=_locks.clear)  # threads that held one do not exist in a child
-
-
-def lock_of(what: object) -> threading.RLock:
-    """The lock of a device, where one thread at a time measures, or of a backend's compiler."""
-    return _locks.setdefault(what, threading.RLock())
-
-
-def rank(query: Query, may_measure: bool, plan_of: Callable[[str], Choice]) -> Ranking:
+def rank(query: Query, may_measure: bool) -> Ranking:
     """The ranking of the backends that are able to solve a problem; measures, unless something is against it."""
     found = known(query)
     if found.why:
         return found
     if why_not := trial.forbidden() if may_measure else "a config is given":
         return Ranking(found.names, NOT_MEASURED + why_not)
-    with lock_of(query.problem.device):
+    with recipes.lock_of(query.problem.device):
         found = known(query)  # another thread may have measured
         if not found.why:
             worth = worth_measuring(query.problem_class, found.names)
-            table.table().keep_choice(trial.measure_once(query.problem, query.problem_class, worth, plan_of))
+            table.table().keep_choice(trial.measure_once(query.problem, query.problem_class, worth))
             found = known(query)
     return found
 
