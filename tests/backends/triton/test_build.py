@@ -139,7 +139,8 @@ EPILOGUE = """
 import re, torch, multigemm as mg
 from multigemm.backends.triton import build, shipped
 a, b, c = torch.zeros(512, 264).half(), torch.zeros(6, 264, 264).half().mT, torch.zeros(512, 264)
-for extra in ({"c": c, "alpha": 0.3, "beta": -0.6}, {"bias": c[:6], "alpha": 0.3}, {"c": c, "beta": -0.6, "bias": c[:6]}):
+for extra in ({"c": c, "alpha": 0.3, "beta": -0.6},
+              {"bias": c[:6], "alpha": 0.3}, {"c": c, "beta": -0.6, "bias": c[:6]}):
     spec = mg.GroupedGemmProblem(a, b, sizes=[100] * 5 + [12], out_dtype=torch.float32, **extra).spec
     for name, source in shipped.sources(spec, 90, 1):
         if name.startswith(("pointer", "hopper")):
