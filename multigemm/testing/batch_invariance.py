@@ -32,6 +32,7 @@ from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ACTIVATIONS
 from multigemm.testing.campaigns import add_up, side_by_side
 from multigemm.testing.case import as_dtype
+from multigemm.testing.placed_case import bits
 from multigemm.testing.subject import Subject
 
 Draw = np.random.Generator
@@ -40,7 +41,6 @@ LONG_KS = (2048, 2880, 4096)
 NS = (1, 3, 8, 16, 33, 64, 100, 128, 136, 192, 256, 384, 512)
 DTYPES = ("bfloat16", "bfloat16", "bfloat16", "float16", "float16", "float32", "float32", "tf32", "float64", "int8")
 MODES = ("normal", "normal", "cancel", "special", "tiny", "whole")
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FORMS = ("jagged_m", "per_group", "batched", "masked", "jagged_n", "jagged_k")
 WEIGHTS, MOST_ELEMENTS, MOST_DOWN, LISTED = 6, 1 << 23, 256, 20
 REFUSED_AT_ONCE = 20
@@ -107,11 +107,6 @@ class Batch(NamedTuple):
     keywords: dict[str, Any]
     wanted: list[Tensor]
     parts: Callable[[Any], list[Tensor]]
-
-
-def bits(x: Tensor) -> Tensor:
-    """The bits of a tensor as integers."""
-    return x.contiguous().view(BITS[x.element_size()])
 
 
 Layout = Literal["row", "col", "odd"]

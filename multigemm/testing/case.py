@@ -217,10 +217,6 @@ def as_dtype(name: str) -> torch.dtype:
     return found
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def fit(case: Case, budget: int) -> Case:
     """The same case with its largest extents halved until the work, and the memory, fit the budget."""
     while case.work > budget or case.storage > 2 * budget:

@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from multigemm.problem.arrays import dtype_name
 from multigemm.problem.spec import ACTIVATIONS, FORMS, Form
-from multigemm.testing.case import FLOAT8, PLAIN, UNSCALED, Case, Layout, Scale, align, classes, dtype_name, fit
+from multigemm.testing.case import FLOAT8, PLAIN, UNSCALED, Case, Layout, Scale, align, classes, fit
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy

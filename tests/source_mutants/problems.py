@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from multigemm.testing.case import Case, Layout, dtype_name
+from multigemm.problem.arrays import dtype_name
+from multigemm.testing.case import Case, Layout
 from multigemm.testing.strategies import (
     Chooser,
     Limits,
