@@ -228,9 +228,7 @@ def _lines_of_quantised(spec: ProblemSpec) -> list[str]:
             k = {MIXED: "as each matrix says", 0: "all of K"}.get(s.k, f"{s.k} of K")
             zero = "" if s.zero is None else f", zero points in {dtype_name(s.zero)}"
             group = " of a group" if s.by_group else ""
-            texts.append(
-                f"{name}: {held}, one {str(s.dtype).removeprefix('torch.')} scale for {rows}{group}, {k}{zero}"
-            )
+            texts.append(f"{name}: {held}, one {dtype_name(s.dtype)} scale for {rows}{group}, {k}{zero}")
         elif spec.quantised and x.dtype is not spec.compute:
             texts.append(f"{name}: {held}, not scaled")
     return texts

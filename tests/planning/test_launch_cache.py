@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 import multigemm as mg
-from multigemm.backend import Availability, Recipe
 from multigemm.cuda.arguments import OPERANDS
 from multigemm.planning import launch_cache, launch_key
 from multigemm.planning.launch_cache import LAUNCHES, LaunchCache
@@ -101,15 +100,9 @@ class Following(Fake):
         super().__init__(name)
         self.counts = {"moved": 0, "bound": 0}
 
-    def availability(self) -> Availability:
-        return Availability(True)
-
-    def plan(self, spec: Any, config: Tile, device: torch.device) -> Recipe:
-        def bind(ops: Operands) -> Any:
-            self.counts["bound"] += 1
-            return Follower(ops, self.counts)
-
-        return Recipe("follow", config, bind)
+    def bind(self, ops: Operands) -> Any:
+        self.counts["bound"] += 1
+        return Follower(ops, self.counts)
 
 
 @pytest.fixture
@@ -227,13 +220,10 @@ def test_a_packed_operand_is_bytes_in_every_bind(install: Callable[..., None]) -
     class Packed(Following):
         takes_quantised = True
 
-        def plan(self, spec: Any, config: Tile, device: torch.device) -> Recipe:
-            def bind(ops: Operands) -> Any:
-                assert isinstance(ops.b, Tensor)
-                seen.append(ops.b.dtype)
-                return lambda: None
-
-            return Recipe("packed", config, bind)
+        def bind(self, ops: Operands) -> Any:
+            assert isinstance(ops.b, Tensor)
+            seen.append(ops.b.dtype)
+            return lambda: None
 
     install(Packed("packed"))
     a, b = torch.randn(6, 64).bfloat16(), torch.zeros(3, 32, 16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
