@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from multigemm.problem.arrays import dtype_name
+
 if TYPE_CHECKING:
     from multigemm.problem.problem import GroupedGemmProblem
 
@@ -220,11 +222,11 @@ def _lines_of_quantised(spec: ProblemSpec) -> list[str]:
     """What is known of quantised operands."""
     texts = []
     for name, x in (("a", spec.a), ("b", spec.b)):
-        held = f"packed {x.packed}" if x.packed else str(x.dtype).removeprefix("torch.")
+        held = f"packed {x.packed}" if x.packed else dtype_name(x.dtype)
         if (s := x.scale) is not None:
             rows = {MIXED: "as each matrix says", 0: "all lines", 1: "a line"}.get(s.rows, f"{s.rows} lines")
             k = {MIXED: "as each matrix says", 0: "all of K"}.get(s.k, f"{s.k} of K")
-            zero = "" if s.zero is None else f", zero points in {str(s.zero).removeprefix('torch.')}"
+            zero = "" if s.zero is None else f", zero points in {dtype_name(s.zero)}"
             group = " of a group" if s.by_group else ""
             texts.append(
                 f"{name}: {held}, one {str(s.dtype).removeprefix('torch.')} scale for {rows}{group}, {k}{zero}"

@@ -21,7 +21,6 @@ from multigemm.select import choose, timing
 from multigemm.select import measure_once as trial
 from multigemm.select import table as tuning
 from multigemm.select.timing import FLUSH_BYTES, free_bytes
-from multigemm.settings import settings
 from tests.support.fake_backends import Dawdler, Tile, problem
 from tests.support.trial_cases import Install, class_in, host_time_us, kept, pair
 
@@ -308,14 +307,13 @@ def test_nothing_is_measured_where_it_is_settled_forbidden_or_impossible(
     fresh: Install,
     trials: list[list[str]],
     monkeypatch: pytest.MonkeyPatch,
+    setting: Callable[..., None],
     asked: Any,
     config: Any,
     variables: dict[str, str],
     in_capture: bool,
 ) -> None:
-    for name, text in variables.items():
-        monkeypatch.setenv(name, text)
-    settings.cache_clear()
+    setting(**variables)
     monkeypatch.setattr(bound, "capturing", lambda device: in_capture)
     fresh(*pair())
     assert mg.solve(problem(), asked, config).eq(1).all()
