@@ -536,6 +536,23 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_cache, "upload", lambda to, source, size, index: ctypes.memmove(to, source, size))
 
 
+def test_a_call_computes_the_key_of_its_class_once_and_only_where_its_own_key_is_new(
+    follower: Following, as_on_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed, original = list[Any](), vars(launch_cache)["class_key_of"]
+
+    def class_key(key: Any, call: Any) -> Any:
+        computed.append(key)
+        return original(key, call)
+
+    monkeypatch.setattr(launch_cache, "class_key_of", class_key)
+    a, b = torch.randn(60, 4, dtype=torch.float64), torch.randn(3, 4, 6, dtype=torch.float64)
+    for sizes, more in (([1, 2, 3], 1), ([1, 2, 3], 1), ([1, 2, 3], 0), ([4, 2, 3], 1)):
+        before = len(computed)
+        mg.grouped_gemm(a, b, sizes=sizes, backend="follower")
+        assert len(computed) == before + more
+
+
 @pytest.mark.parametrize("resizes", [True, False], ids=["resized", "bound anew"])
 @pytest.mark.parametrize("seed", range(6))
 def test_ever_new_token_counts_and_sizes_give_the_same_answers(
