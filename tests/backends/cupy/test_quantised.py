@@ -20,6 +20,7 @@ from multigemm.backends.cupy import build, choice, hopper_fp8, launch, quantised
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import SOURCES
 from multigemm.cuda.arguments import Address
+from multigemm.errors import InvalidSetting
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.scales import Scale
 from multigemm.quantize import decode, decode_scale
@@ -87,7 +88,16 @@ def test_kernels_for_plain_operands_take_no_quantised_ones() -> None:
     for config in (configs.QUANTISED, *configs.FP8):
         assert not configs.is_valid(config, plain) and config not in choice.ranked(plain, (9, 0))
     for config in (configs.GENERIC, configs.WIDE, configs.SMALL_32, configs.SMALL_LIST):
-        assert not configs.is_valid(config, weights)
+        assert not configs.is_valid(config, weights) and not configs.is_valid(config, blocks().spec)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_config_for_other_operands_is_refused_with_the_reason(fake: FakeDriver, batch_invariant: bool) -> None:
+    with pytest.raises(InvalidSetting, match="operands are quantised: quantised and hopper_fp8 take them"):
+        launch.plan(blocks(batch_invariant=batch_invariant).spec, configs.GENERIC, GPU)
+    plain = GroupedGemmProblem(torch.ones(300, 400), torch.ones(3, 400, 512), sizes=[100, 0, 200]).spec
+    with pytest.raises(InvalidSetting, match="operands are not quantised"):
+        launch.plan(plain, configs.QUANTISED, GPU)
 
 
 def test_results_of_float8_leave_as_those_of_16_bits() -> None:
