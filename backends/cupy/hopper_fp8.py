@@ -6,17 +6,16 @@ Its sides are those of `hopper`, and k is contiguous in both.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import cast
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from multigemm.backend import Launch
 from multigemm.backends.cupy.arguments import HEIGHTS, Side, result_map
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import COLUMNS, Config
 from multigemm.backends.cupy.hopper import Clusters, results_of
-from multigemm.backends.cupy.quantised import NO_GRID, grid_bytes
+from multigemm.backends.cupy.quantised import grid_bytes
 from multigemm.backends.cupy.support import is_swapped, plain_kind, sends
 from multigemm.cuda.arguments import Argument, Fields, join
 from multigemm.cuda.driver import on_device
@@ -83,12 +82,9 @@ def line_maps(side: Side, heights: tuple[int, ...]) -> Fields:
 
 def side_grids(ops: Operands, columns: int) -> Fields:
     """The scales of the row side and of the weight side, and how many columns the latter has (`SideGrids`)."""
-    given = [("scale_a", ops.scale_a, ops.spec.a.scale), ("scale_b", ops.scale_b, ops.spec.b.scale)]
-    parts = [
-        NO_GRID if grid is None or of is None else grid_bytes(cast(Tensor, grid), of, name)
-        for name, grid, of in (reversed(given) if is_swapped(ops.spec) else given)
-    ]
-    return join([*parts, columns.to_bytes(8, "little")])
+    given: Any = [("scale_a", ops.scale_a, ops.spec.a.scale), ("scale_b", ops.scale_b, ops.spec.b.scale)]
+    grids = [grid_bytes(*each) for each in (reversed(given) if is_swapped(ops.spec) else given)]
+    return join([*grids, columns.to_bytes(8, "little")])
 
 
 class HopperFp8:
@@ -107,4 +103,4 @@ class HopperFp8:
             if self._sends:
                 maps.append(result_map(results_of(view, self._swapped, self._out)))
         more: list[Argument] = [side_grids(ops, w.mn), tuple(maps)]
-        return self._clusters.bound(ops, view, more, columns=w.mn, resizes=False)  # strides of scales may be tokens
+        return self._clusters.bound(ops, view, more, columns=w.mn)
