@@ -16,7 +16,7 @@ from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import COLUMNS, Config
 from multigemm.backends.cupy.hopper import Clusters, results_of
 from multigemm.backends.cupy.quantised import grid_bytes
-from multigemm.backends.cupy.support import is_swapped, plain_kind, sends
+from multigemm.backends.cupy.support import has_block_scales, is_swapped, plain_kind, sends
 from multigemm.cuda.arguments import Argument, Fields, join
 from multigemm.cuda.driver import on_device
 from multigemm.cuda.tensor_map import BLANK, encode_together
@@ -35,11 +35,10 @@ def sides(spec: ProblemSpec) -> tuple[OperandSpec, OperandSpec]:
 def source(spec: ProblemSpec, config: Config) -> Source:
     """The kernel's key: which float8, how results leave, where scales change, and the config."""
     x, w = sides(spec)
-    blocks = any(s.scale is not None and s.scale.k for s in (x, w))
     lines = w.scale is not None and w.scale.rows == 1
     e5m2 = tuple(s.dtype is torch.float8_e5m2 for s in (w, x))
     bfloat = spec.out.dtype is torch.bfloat16
-    return _source(e5m2, blocks, lines, bfloat, plain_kind(spec), sends(spec), config)
+    return _source(e5m2, has_block_scales(spec), lines, bfloat, plain_kind(spec), sends(spec), config)
 
 
 @lru_cache(maxsize=1024)

@@ -70,6 +70,24 @@ def test_hopper_takes_float8_whose_k_is_contiguous(changes: dict[str, Any], reas
     assert set(choice.first_choices(spec, (9, 0))) <= {*configs.FP8, configs.QUANTISED}
 
 
+@pytest.mark.parametrize(
+    ("scales", "rows", "config"),
+    [
+        ("blocks", 4, configs.FP8_SINGLE),
+        ("rows", 4, configs.FP8_SINGLE),
+        ("blocks", 64, configs.FP8_ALONE),
+        ("blocks", 1024, configs.FP8_ALONE),
+        ("rows", 64, configs.FP8_WIDE),
+        ("rows", 1024, configs.FP8_WIDE),
+    ],
+)
+def test_high_tiles_but_for_few_rows(scales: str, rows: int, config: configs.Config) -> None:
+    """What was fastest, or within 7 % of it, on an H200: clusters of two do not pay where scales change along k."""
+    by_rows = {"scale_a": torch.ones(300, 1), "scale_b": torch.ones(3, 1, 520)}
+    spec = replace(blocks(**(by_rows if scales == "rows" else {})).spec, groups=8, total=8 * rows, n=4096)
+    assert choice.heuristic(spec) == config
+
+
 def test_other_float8_runs_on_the_kernel_for_any_quantised_operands() -> None:
     k_along_rows = GroupedGemmProblem(float8(300, 400), float8(3, 400, 512), sizes=[100, 0, 200])
     odd = GroupedGemmProblem(float8(300, 401)[:, :400], float8(3, 512, 400).mT, sizes=[100, 0, 200])
