@@ -180,8 +180,8 @@ def test_a_resized_launch_is_the_one_bound_for_that_number(pose: Any, binds: Any
 
 def posed_with_scales(covers: str, tokens: int, groups: int) -> Operands:
     """float8 operands with scales of a that cover so much, and of b for 128 x 128."""
-    a = torch.zeros(tokens, 300, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    b = torch.zeros(groups, 300, 72, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    a = torch.zeros(tokens, 304, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    b = torch.zeros(groups, 72, 304, dtype=torch.uint8).view(torch.float8_e4m3fn).mT
     shape = {"a group": (groups,), "a row": (tokens, 1), "1x128": (tokens, 3), "one line": (1, 3)}[covers]
     cut = torch.zeros(groups, dtype=torch.int32)
     problem = mg.GroupedGemmProblem(a, b, ends=cut, scale_a=torch.zeros(shape), scale_b=torch.zeros(groups, 3, 1))
@@ -191,9 +191,10 @@ def posed_with_scales(covers: str, tokens: int, groups: int) -> Operands:
 
 @pytest.mark.parametrize("groups", [3, 300])
 @pytest.mark.parametrize("covers", ["a group", "a row", "1x128", "one line"])
-def test_launches_of_quantised_operands_follow_token_counts(covers: str, groups: int, worlds: None) -> None:
+@pytest.mark.parametrize("binds", [cupy_binds, triton_binds])
+def test_launches_of_quantised_operands_follow_token_counts(binds: Any, covers: str, groups: int, worlds: None) -> None:
     given = [posed_with_scales(covers, tokens, groups) for tokens in (700, 512, 724)]
-    for config, bind in triton_binds(given[0].spec).items():
+    for config, bind in binds(given[0].spec).items():
         launch, now = bind(given[0]), 700
         for other in given[1:]:
             tokens = other.a.shape[0]  # type: ignore[union-attr]
