@@ -5,29 +5,34 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from multigemm.errors import InvalidProblem
-from multigemm.problem.arrays import dtype_of
+from multigemm.problem.arrays import dtype_name, dtype_of
 from multigemm.problem.spec import ACTIVATIONS, FLOAT8, FLOAT_DTYPES, GATES, HALVES, INPUT_DTYPES
 
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 """Between them float32 holds a number to all its digits: a smaller one it rounds coarsely, or to 0."""
 
 
-def _names(dtypes: Iterable[torch.dtype]) -> str:
-    return ", ".join(sorted({str(d).removeprefix("torch.") for d in dtypes}))
+def dtype_names(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(sorted({dtype_name(d) for d in dtypes}))
+
+
+def any_of(dtypes: Collection[torch.dtype]) -> str:
+    """What a dtype must be, in words."""
+    return f"one of {dtype_names(dtypes)}" if len(dtypes) > 1 else dtype_names(dtypes)
 
 
 def compute_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
     """The dtype that products are formed in; raises for a mix without a rule."""
     for name, dtype in (("a", a), ("b", b)):
         if dtype not in INPUT_DTYPES:
-            raise InvalidProblem(f"{name} has dtype {dtype}; supported: {_names(INPUT_DTYPES)}: convert it")
+            raise InvalidProblem(f"{name} has dtype {dtype}; supported: {dtype_names(INPUT_DTYPES)}: convert it")
     if (a is torch.int8) != (b is torch.int8):
         weights = "; 16 bits multiply int8 weights by their scale_b" if b is torch.int8 and a in HALVES else ""
         raise InvalidProblem(f"a is {a} and b is {b}: int8 multiplies int8 only; convert one of them{weights}")
@@ -44,7 +49,9 @@ def result_dtype(out_dtype: Any, out: torch.dtype | None, compute: torch.dtype, 
     allowed = (torch.int32,) if compute is torch.int8 else (*HALVES, torch.float32) if quantised else FLOAT_DTYPES
     if chosen not in allowed:
         seen, remedy = (f"out has dtype {out}", "pass out as") if out is not None else (f"out_dtype is {asked}", "use")
-        raise InvalidProblem(f"{seen}; the result of {compute} products cannot be {chosen}: {remedy} {_names(allowed)}")
+        raise InvalidProblem(
+            f"{seen}; the result of {compute} products cannot be {chosen}: {remedy} {dtype_names(allowed)}"
+        )
     return chosen
 
 
@@ -61,8 +68,11 @@ def default_beta(beta: Any, c: Any) -> Any:
     return 0.0 if c is None else 1.0
 
 
-def scalar(x: Any, name: str, compute: torch.dtype) -> float:
-    """alpha or beta as a float that the accumulator's type holds too; for int8 a whole number that int32 holds."""
+def scalar(x: Any, name: str, compute: torch.dtype, instead: str = "multiply the result instead") -> float:
+    """alpha or beta as a float that the accumulator's type holds too; for int8 a whole number that int32 holds.
+
+    `instead` is what to do where an infinite number was meant.
+    """
     if type(x) is float and (x == 0 or SMALLEST <= abs(x) <= LARGEST) and compute is not torch.int8:
         return x
     if isinstance(x, Tensor | bool) or not isinstance(x, numbers.Real):
@@ -75,7 +85,7 @@ def scalar(x: Any, name: str, compute: torch.dtype) -> float:
     if compute is torch.int8 and not (math.isfinite(value) and value.is_integer() and -(2**31) <= value < 2**31):
         raise InvalidProblem(f"{name}={value} with int8 operands; it must be a whole number that int32 holds")
     if not math.isfinite(value):  # times the sum of an empty group it would be NaN, which such a group must not give
-        raise InvalidProblem(f"{name}={value}; it must be finite: multiply the result instead")
+        raise InvalidProblem(f"{name}={value}; it must be finite: {instead}")
     if value != 0 and not SMALLEST <= abs(value) <= LARGEST and compute is not torch.float64:
         raise InvalidProblem(
             f"{name}={value} multiplies in float32, which holds numbers from {SMALLEST:.5g} to {LARGEST:.5g} to all "
@@ -110,6 +120,5 @@ def check_extra_dtype(dtype: torch.dtype, name: str, inputs: Iterable[torch.dtyp
     """bias and c: an input dtype, the result's, or float32 (int32 for int8 products)."""
     allowed = {torch.int32} if torch.int8 in inputs else {*inputs, out, torch.float32}
     if dtype not in allowed:
-        which = f"one of {_names(allowed)}" if len(allowed) > 1 else _names(allowed)
         beside = " beside int8 operands" if torch.int8 in inputs else ""
-        raise InvalidProblem(f"{name} has dtype {dtype}; it must be {which}{beside}: convert it")
+        raise InvalidProblem(f"{name} has dtype {dtype}; it must be {any_of(allowed)}{beside}: convert it")

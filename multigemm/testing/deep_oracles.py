@@ -187,10 +187,8 @@ def lying_sizes(device_case: DeviceCase, subject: Subject, outcome: Outcome, see
     return True
 
 
-def threads(
-    device_case: DeviceCase, subject: Subject, outcome: Outcome, seed: int = 0, *, count: int = 4, times: int = 5
-) -> bool:
-    """Several threads, each with operands and a stream of its own, from the first call on."""
+def threads(device_case: DeviceCase, subject: Subject, outcome: Outcome, seed: int = 0, *, times: int = 5) -> bool:
+    """Four threads, each with operands and a stream of its own, from the first call on."""
     placed, device = device_case.placed, device_case.device
     problems: list[str] = []
 
@@ -215,7 +213,7 @@ def threads(
             launch()
             inspect(placed, fetch(device_case), placed.prefills[number % 2], own)
 
-    started = [threading.Thread(target=work) for _ in range(count)]
+    started = [threading.Thread(target=work) for _ in range(4)]
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     for thread in started:

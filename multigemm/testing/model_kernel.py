@@ -10,7 +10,7 @@ multigemm.testing.model_mutants makes kernels of this source with a line or two 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from multigemm.backend import Availability, Recipe
 from multigemm.planning.operands import Operands
+from multigemm.problem.arrays import dtype_name
 from multigemm.problem.spec import ProblemSpec
 from multigemm.reference.dtypes import numpy_dtype, round_once
 from multigemm.reference.numpy_reference import activate
@@ -46,7 +47,7 @@ class Flat:
         storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
         size = tensor.dtype.itemsize
         whole = storage[: storage.numel() // size * size]
-        name = str(tensor.dtype).removeprefix("torch.")
+        name = dtype_name(tensor.dtype)
         kind = {1: torch.uint8, 2: torch.int16}[size] if hasattr(ml_dtypes, name) else tensor.dtype
         data = whole.view(kind).numpy()
         self.data: Array = data.view(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else data
@@ -324,7 +325,11 @@ class ModelBackend:
         return (Tile(), Tile(8, 32, 8))
 
     def plan(self, spec: ProblemSpec, config: Any, device: torch.device) -> Recipe:
-        return Recipe("model", config, lambda ops: self.kernel(ops, config).launch)
+        return Recipe("model", config, lambda ops: self.bind(ops, config))
+
+    def bind(self, ops: Operands, config: Any) -> Callable[[], None]:
+        """A launch over operands."""
+        return self.kernel(ops, config).launch
 
 
 def _wrapped(acc: Array) -> Array:

@@ -31,7 +31,7 @@ def test_a_stored_config_is_still_offered(entry: corpus.Entry, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: None)
     shipped = Subject(entry.backend).shipped(spec_of(entry.case), torch.device("cuda", 0))
-    assert entry.config in map(str, shipped)
+    assert entry.config in list(map(str, shipped))
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -19,10 +19,10 @@ from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
 from multigemm.select import choose, timing
 from multigemm.select import measure_once as trial
+from multigemm.select import table as tuning
 from multigemm.select.timing import FLUSH_BYTES, free_bytes
-from multigemm.settings import settings
 from tests.support.fake_backends import Dawdler, Tile, problem
-from tests.support.trial_cases import Install, host_time_us, kept, pair
+from tests.support.trial_cases import Install, class_in, host_time_us, kept, pair
 
 
 @dataclass
@@ -39,19 +39,17 @@ class Broken(Dawdler):
 
     def plan(self, spec: ProblemSpec, config: Tile, device: torch.device) -> Recipe:
         self.fail("plan")
-        recipe = super().plan(spec, config, device)
+        return super().plan(spec, config, device)
 
-        def bind(ops: Operands) -> Callable[[], object]:
-            self.fail("bind")
-            launch = recipe.bind(ops)
+    def bind(self, ops: Operands) -> Any:
+        self.fail("bind")
+        launch = super().bind(ops)
 
-            def run() -> None:
-                self.fail("launch")
-                launch()
+        def run() -> None:
+            self.fail("launch")
+            launch()
 
-            return run
-
-        return replace(recipe, bind=bind)
+        return run
 
 
 @pytest.mark.parametrize("step", ["plan", "bind", "launch"])
@@ -83,15 +81,10 @@ class Watched(Dawdler):
 
     outs: list[torch.Tensor] = field(default_factory=list)
 
-    def plan(self, spec: ProblemSpec, config: Tile, device: torch.device) -> Recipe:
-        recipe = super().plan(spec, config, device)
-
-        def bind(ops: Operands) -> Callable[[], object]:
-            assert isinstance(ops.out, torch.Tensor)
-            self.outs.append(ops.out)
-            return recipe.bind(ops)
-
-        return replace(recipe, bind=bind)
+    def bind(self, ops: Operands) -> Any:
+        assert isinstance(ops.out, torch.Tensor)
+        self.outs.append(ops.out)
+        return super().bind(ops)
 
 
 def test_all_write_into_one_scratch_result_that_lies_as_the_real_one(fresh: Install) -> None:
@@ -178,16 +171,11 @@ def test_a_backend_whose_calls_keep_the_host_busy_is_not_taken_for_a_short_produ
     """On a GPU binding takes no time of the device, but every eager call waits for it; a plan does not."""
 
     class Busy(Dawdler):
-        def plan(self, spec: ProblemSpec, config: Tile, device: torch.device) -> Recipe:
-            recipe = super().plan(spec, config, device)
-
-            def bind(ops: Operands) -> Callable[[], object]:
-                until = time.perf_counter() + 0.004
-                while time.perf_counter() < until:
-                    pass
-                return recipe.bind(ops)
-
-            return replace(recipe, bind=bind)
+        def bind(self, ops: Operands) -> Any:
+            until = time.perf_counter() + 0.004
+            while time.perf_counter() < until:
+                pass
+            return super().bind(ops)
 
     fresh(Busy("busy", 1), Dawdler("idle", 2, nap_s=0.001))
     monkeypatch.setattr(trial, "measure", timing.measure)
@@ -199,6 +187,31 @@ def test_a_backend_whose_calls_keep_the_host_busy_is_not_taken_for_a_short_produ
     busy = next(line for line in told.splitlines() if " busy " in line)
     assert float(busy.rpartition("takes the host ")[2].removesuffix(" us)")) > 4000
     assert binding_in_a_capture(monkeypatch) == "busy"
+
+
+@pytest.mark.parametrize(
+    ("device_us", "host_us", "chosen"),
+    [
+        ((102, 100), (20, 12), "fast"), ((102, 100), (13, 12), "slow"), ((110, 100), (12, 20), "fast"),
+        ((100, 102), (20, 12), "fast"), ((100, 110), (20, 12), "slow"), ((100, 100), (0, 12), "slow"),
+        ((5, 8), (20, 12), "fast"),
+    ],
+)  # fmt: skip
+def test_of_two_as_fast_an_eager_call_takes_the_one_that_keeps_the_host_less_busy(
+    device_us: tuple[int, int], host_us: tuple[int, int], chosen: str, fresh: Install
+) -> None:
+    """A plan takes the one that was chosen by the time of the device; nothing is told of the host of a long product;
+    and uneven groups may be cut in another way at the next call."""
+    fresh(*pair())
+    uneven = mg.GroupedGemmProblem(torch.ones(4, 3), torch.ones(2, 3, 2), sizes=[1, 3])
+    both = zip(("slow", "fast"), device_us, host_us, strict=True)
+    times = {name: tuning.Measured(us, host_us=host) for name, us, host in both}
+    for posed in (problem(), uneven):
+        tuning.table().keep_choice(tuning.Entry("cpu", str(class_in(posed)), times, "", "slow", "2026-11-23"))
+    assert choose.choose(problem(), eager=True).backend == chosen
+    assert mg.plan(problem()).backend == "slow"
+    stays = max(device_us[0], host_us[0]) <= trial.WORTH * max(device_us[1], host_us[1])
+    assert choose.choose(uneven, eager=True).backend == ("slow" if stays else "fast")
 
 
 class OnTensors:
@@ -256,7 +269,9 @@ def test_only_whom_auto_would_take_is_measured(fresh: Install, trials: list[list
     waits = Dawdler("waits", 3, syncs=True)
     emulated = Dawdler("emulated", 4, here=Availability(True, emulated=True))
     fresh(waits, emulated, Dawdler("null", 5), Dawdler("picky", 6, reasons=["why"]), *pair())
-    assert mg.plan(problem()).backend == "fast"
+    assert [mg.plan(problem(rows)).backend for rows in (60, 64)] == [
+        "fast"
+    ] * 2  # of one class, which has been measured
     assert trials == [["slow", "fast"]]
     fresh(waits, emulated, Dawdler("alone", 7))
     plan = mg.plan(problem(dtype=torch.float64))
@@ -280,14 +295,13 @@ def test_nothing_is_measured_where_it_is_settled_forbidden_or_impossible(
     fresh: Install,
     trials: list[list[str]],
     monkeypatch: pytest.MonkeyPatch,
+    setting: Callable[..., None],
     asked: Any,
     config: Any,
     variables: dict[str, str],
     in_capture: bool,
 ) -> None:
-    for name, text in variables.items():
-        monkeypatch.setenv(name, text)
-    settings.cache_clear()
+    setting(**variables)
     monkeypatch.setattr(bound, "capturing", lambda device: in_capture)
     fresh(*pair())
     assert mg.solve(problem(), asked, config).eq(1).all()
