@@ -12,10 +12,10 @@ from multigemm import api, quantize
 from multigemm.errors import InvalidProblem
 from multigemm.integrations.gradients import live_cut
 from multigemm.problem.epilogue import one_of
-from multigemm.problem.no_dynamo import no_dynamo
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import HALVES
 from multigemm.quantize import Format, Quantized
+from multigemm.torch_internals import no_dynamo
 
 Recipe = Literal["rows", "blocks"]
 WeightGradient = Literal["bfloat16", "float8"]
