@@ -21,6 +21,7 @@ from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.launch_key import Call as LaunchCall
 from multigemm.planning.launch_key import Key, key_of, one_cut
 from multigemm.problem import epilogue, forms, scales
+from multigemm.problem.arrays import dtype_name
 from multigemm.problem.fused import refuse_in_operator
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.result import Result
@@ -179,7 +180,7 @@ def _refuse_quantised_gradients(given: dict[str, Any]) -> None:
     for name in ("a", "b"):
         if given[name].dtype in (*FLOAT8, scales.FLOAT4) and given[name].requires_grad:
             raise InvalidProblem(
-                f"{name} asks for a gradient, and {scales.short(given[name].dtype)} operands give none: pass "
+                f"{name} asks for a gradient, and {dtype_name(given[name].dtype)} operands give none: pass "
                 f"{name}.detach()"
             )
 

@@ -53,7 +53,8 @@ def test_experts_with_quantised_weights(name: str, activation: str, bias: bool) 
     experts, plain = layer(activation, bias), layer(activation, bias)
     format, scale, more = FORMATS[name]
     with torch.no_grad():
-        for weight in (getattr(plain, plain.first), plain.down_proj):
+        weights: Any = (getattr(plain, plain.first), plain.down_proj)
+        for weight in weights:
             weight.copy_(meant(weight, name))
     assert experts.quantize_(format, scale, **more) is experts
     x, index, weights = routed()
@@ -158,7 +159,7 @@ def test_gpt_oss_runs_on_a_checkpoint_in_mxfp4() -> None:
     plain.set_experts_implementation("eager")
     with torch.no_grad():
         want = plain(input_ids=ids).logits
-        assert load_mxfp4_experts_(model, state) is model
+        assert id(load_mxfp4_experts_(model, state)) == id(model)
         model.set_experts_implementation("multigemm")
         close(model(input_ids=ids).logits, want, 0.03)
         assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (2, 10)
@@ -204,7 +205,8 @@ def test_what_does_not_fit_a_model_is_refused() -> None:
         load_mxfp4_experts_(gpt_oss(), {key: x for key, x in state.items() if not key.startswith(name)})
     with pytest.raises(mg.InvalidProblem, match=r"do not fit 64 x 96"):
         load_mxfp4_experts_(gpt_oss(), state | {f"{name}_scales": state[f"{name}_scales"][:, 1:]})
-    for call in (lambda m: load_mxfp4_experts_(m, state), lambda m: quantize_experts_(m, "e4m3", "row")):
+    calls: list[Any] = [lambda m: load_mxfp4_experts_(m, state), lambda m: quantize_experts_(m, "e4m3", "row")]
+    for call in calls:
         with pytest.raises(mg.InvalidProblem, match="no experts that transformers can switch"):
             call(torch.nn.Linear(2, 2))
 
@@ -229,7 +231,8 @@ def test_transformers_own_float8_experts(intermediate: int, expert_dtype: str) -
     )
     config = MixtralConfig(hidden_size=256, intermediate_size=intermediate, num_local_experts=4)
     config._experts_implementation = "multigemm"
-    experts = made(config, block_size=(128, 128), expert_dtype=expert_dtype)
+    new: Any = made
+    experts = new(config, block_size=(128, 128), expert_dtype=expert_dtype)
     weights = {}
     for name in ("gate_up_proj", "down_proj"):
         held, scale = getattr(experts, name), getattr(experts, f"{name}_scale_inv")
