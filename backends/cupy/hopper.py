@@ -289,7 +289,7 @@ class _Copies:
         return memory.as_strided(x.shape, (*step, *((pitch, 1) if by_rows else (1, pitch))))
 
     def bound(self, kernel: Kernel, ops: Operands, tokens: bool) -> BoundKernel | None:
-        """One launch for all of them; None where there is nothing to copy. `tokens`: rows of tokens are copied."""
+        """One launch for all of them; None where there is nothing to copy. `tokens`: what has tokens is copied."""
         if not self.units:
             return None
         listed = None
@@ -330,7 +330,7 @@ def with_copies(ops: Operands, view: Packed, spec: ProblemSpec, kernel: Kernel, 
             view = replace(view, a=place) if name == "a" else replace(view, b=place)
         else:
             operands[name] = [copies.add(t, wanted, None) for t in x]
-    tokens = "a" in operands and ops.spec.jagged == "m"
+    tokens = ops.spec.jagged == "k" or ("a" in operands and ops.spec.jagged == "m")
     return Copied(replace(ops, spec=spec, **operands), view, copies.bound(kernel, ops, tokens))
 
 

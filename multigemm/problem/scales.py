@@ -257,7 +257,7 @@ def _scale(take: Take, operands: Operands, x: Any, name: str, dtypes: Sequence[t
         return None
     if is_list(x):
         if operands.form != "per_group":
-            raise InvalidProblem(f"{name} is a list; a {operands.form} problem takes one array")
+            raise InvalidProblem(f"{name} is a list; a {operands.form} problem takes one array: stack it")
         if len(x) != operands.groups:
             raise InvalidProblem(f"{name} is a list of {len(x)}; the problem has {operands.groups} groups")
         each = [_checked(take(t, f"{name}[{g}]"), f"{name}[{g}]", dtypes) for g, t in enumerate(x)]
@@ -284,12 +284,12 @@ def _checked(x: Tensor, name: str, dtypes: Sequence[torch.dtype]) -> Tensor:
         return x
     if name.startswith("zero"):
         later = "float zero points come later; " if x.dtype.is_floating_point else ""
-        raise InvalidProblem(f"{name} has dtype {dtype_name(x.dtype)}; {later}it must be {allowed}")
+        raise InvalidProblem(f"{name} has dtype {dtype_name(x.dtype)}; {later}it must be {allowed}: convert it")
     if x.dtype is torch.uint8:
         raise InvalidProblem(f"{name} has dtype uint8; it must be {allowed}: view them as torch.float8_e8m0fnu")
     if x.dtype is torch.float8_e4m3fn:
         raise InvalidProblem(f"{name} has dtype float8_e4m3fn, and scales in e4m3 (nvfp4) come later: use {allowed}")
-    raise InvalidProblem(f"{name} has dtype {dtype_name(x.dtype)}; it must be {allowed}")
+    raise InvalidProblem(f"{name} has dtype {dtype_name(x.dtype)}; it must be {allowed}: convert it")
 
 
 def read_scale(operands: Operands, x: Tensor, name: str) -> Scale:
