@@ -93,8 +93,7 @@ class Scale:
             grid = grid.mT
         row_block, k_block = self.spec.rows, self.spec.k
         if isinstance(self.grid, list):
-            row_block = _block(grid.shape[0], rows.stop, (1, ROW_BLOCK)) or 0
-            k_block = _block(grid.shape[1], ks.stop, BLOCKS) or 0
+            row_block, k_block = covered_in_list(grid, rows.stop, ks.stop)
         if row_block == 1:
             grid = grid[rows]
         elif row_block:
@@ -301,6 +300,11 @@ def _block(count: int, extent: int, blocks: Sequence[int]) -> int | None:
     if count == 1:
         return 0
     return next((q for q in blocks if -(-extent // q) == count), None)
+
+
+def covered_in_list(grid: Tensor, rows: int, k: int) -> tuple[int, int]:
+    """How many rows and how much of K one entry of a grid [rows, K] covers, 0 for all: of one matrix of a list."""
+    return _block(grid.shape[0], rows, (1, ROW_BLOCK)) or 0, _block(grid.shape[1], k, BLOCKS) or 0
 
 
 def _packed_scale(operands: Operands, x: Tensor, name: str) -> Scale:
