@@ -465,6 +465,8 @@ def fused_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) ->
     """Valid configs of the kernel of fused products, the best guess first: those of plain products of as many columns.
     None of them was measured. A large tile reads picked rows half as often."""
     plain = pointer_candidates(spec, capability)
+    # addresses of picked rows leave no registers for steps of 128 that bring 64 columns
+    plain = [replace(x, block_k=64, stages=6) if x.block_k > 64 and x.block_n > 32 else x for x in plain]
     if spec.compute.itemsize == 2 and capability[0] == 9 and typical_rows(spec) > 96 and _roomy(spec):
         large = Config(block_m=128, block_n=256, block_k=64, warps=8, stages=3, programs=1)
         plain = [large, *plain] if tiles_in(large, spec) >= PROCESSORS else [*plain, large]
