@@ -1,13 +1,17 @@
 """How good the choices of `backend="auto"` are on problems that it never met, and what meeting them costs.
 
-    python benchmarks/auto_random.py --shapes 100 --seed 7 --out auto_random.json       # on a GPU; some four minutes
+    python benchmarks/auto_random.py --shapes 100 --seed 7 --seconds 280 --out auto_random.json
     python benchmarks/auto_random.py --suite moe,wgrad,small --out auto_suites.json
 
 Random shapes are those of `multigemm bench --suite random:SEED`: every form, with sizes on the device and, where a form
 has such, on the host. Processes side by side compile every backend for every shape first, into one cache. Then, for
 each problem: "auto" meets it with a cache that holds no choices, which is timed; and all backends are timed side by
 side, long ones under load, short ones behind other work. A choice's regret is its backend's time over the fastest
-one's. What the static order would take without measuring is judged by the same times.
+one's; where that is more than 1.03, the times of a second and longer look count. What the static order would take
+without measuring is judged by the same times.
+
+`--seconds` is the limit of all: compiling ends after three fifths of it, shapes that were not compiled by then come
+last, and no further shape is begun at its end. The report is written after each shape.
 """
 
 from __future__ import annotations
@@ -19,8 +23,8 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import count, islice
 from pathlib import Path
@@ -29,6 +33,7 @@ from typing import Any
 import torch
 
 import multigemm as mg
+from multigemm import interrupts
 from multigemm.bench import operands
 from multigemm.bench.entries import problem
 from multigemm.bench.suites import parts, random, suite
@@ -43,8 +48,11 @@ from multigemm.select.ranking import static_order
 from multigemm.select.timing import describe, measure
 
 BACKENDS = ("cupy", "triton", "numba", "cublas")
-DEVICE = torch.device("cuda", 0)
 BARS = {"beyond_5_share": 0.03, "beyond_10": 0, "static_geomean": 1.05, "first_meeting_ms_worst": 60.0}
+COMPILING = 0.6
+"""The share of the time that compiling ahead may take."""
+DOUBT, LONGER_LOOK = 1.03, 5
+"""The regret from which on a row is timed again, and how many times the samples and the time that gets."""
 
 
 @dataclass
@@ -61,6 +69,7 @@ class Row:
     meeting_ms: float = 0.0
     measured: bool = False
     static: str = ""
+    looks: int = 0
     failed: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -83,12 +92,16 @@ def places(case: Workload) -> tuple[bool, ...]:
     return (False, True) if case.form.startswith("jagged") else (False,)
 
 
-def compile_one(case: Workload, names: Sequence[str]) -> str:
-    """In a process of its own: plans all backends, which leaves their kernels in the cache."""
-    tensors = operands.make(case, DEVICE, drawn=False)
-    for on_host in places(case):
-        plans(problem(tensors, on_host), names, {})
-    return case.key
+def compile_one(task: tuple[Workload, str, str]) -> tuple[str, str]:
+    """In a process of its own: plans one backend, which leaves its kernels in the cache. The shape, and what failed."""
+    case, name, device = task
+    try:
+        tensors = operands.make(case, device, drawn=False)
+        for on_host in places(case):
+            plans(problem(tensors, on_host), [name], {})
+    except Exception as error:
+        return case.key, f"{name}: {describe(error)}"
+    return case.key, ""
 
 
 def plans(posed: mg.GroupedGemmProblem, names: Sequence[str], failed: dict[str, str]) -> dict[str, Plan]:
@@ -102,27 +115,38 @@ def plans(posed: mg.GroupedGemmProblem, names: Sequence[str], failed: dict[str, 
     return found
 
 
-def compile_ahead(cases: Sequence[Workload], names: Sequence[str], workers: int) -> float:
-    """All cases side by side; the seconds that took."""
-    began = time.perf_counter()
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        waiting = [(case, pool.submit(compile_one, case, names)) for case in cases]
-        for case, future in waiting:
-            if error := future.exception():
-                print(f"{case.key}: compiling ahead failed: {describe(error)}", file=sys.stderr)
-    return time.perf_counter() - began
+def compile_ahead(
+    cases: Sequence[Workload], names: Sequence[str], device: torch.device, workers: int, seconds: float
+) -> set[str]:
+    """Compiles side by side, for so many seconds at most. Returns the shapes that all backends are compiled for."""
+    deadline, compiled = time.monotonic() + seconds, Counter[str]()
+    tasks = [(case, name, str(device)) for case in cases for name in names]
+    with interrupts.left_to_this_process():
+        pool = multiprocessing.get_context("spawn").Pool(workers)
+    with pool:  # ends the processes, whatever they still do
+        done = pool.imap_unordered(compile_one, tasks)
+        for _ in tasks:
+            try:
+                key, failed = done.next(max(0.0, deadline - time.monotonic()))
+            except multiprocessing.TimeoutError:
+                print(f"compiling ahead ends after {seconds:.0f} s", flush=True)
+                break
+            compiled[key] += 1
+            if failed:
+                print(f"{key}: compiling ahead failed: {failed}", file=sys.stderr)
+    return {key for key, number in compiled.items() if number >= len(names)}
 
 
-def rows_of(case: Workload, names: Sequence[str], budget_ms: float) -> Iterator[Row]:
+def rows_of(case: Workload, names: Sequence[str], device: torch.device, budget_ms: float) -> Iterator[Row]:
     """The rows of one case, one for each place of its sizes."""
-    tensors = operands.make(case, DEVICE)
+    tensors = operands.make(case, device)
     for on_host in places(case):
         posed = problem(tensors, on_host)
         c = class_of(posed, staged_spec(posed))
         row = Row(case.key, "host" if on_host else "device", str(c))
         ready = plans(posed, names, row.failed)
-        torch.cuda.synchronize()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         known = len(table.table().own(choices=True))
         began = time.perf_counter()
         choice = choose.choose(posed)
@@ -130,19 +154,28 @@ def rows_of(case: Workload, names: Sequence[str], budget_ms: float) -> Iterator[
         row.auto, row.why = choice.backend, choice.why
         row.measured = len(table.table().own(choices=True)) > known
         row.static = next((n for n in static_order(c) if n in ready and not ready[n].syncs), row.auto)
-        first = measure(ready, DEVICE, "cold", reps=15, min_reps=5, budget_ms=budget_ms)
-        taken, row.mode = first, "cold"
-        if min((t.median for t in first.values() if t.ok), default=0.0) >= LONG_US:
-            taken = measure(ready, DEVICE, "sustained", reps=15, min_reps=5, budget_ms=2 * budget_ms)
-            row.mode = "sustained"
-        row.us = {name: round(t.median, 2) for name, t in taken.items() if t.ok}
-        row.failed |= {name: t.error for name, t in taken.items() if not t.ok}
+        look(row, ready, device, budget_ms)
+        if row.auto in row.us and row.regret(row.auto) > DOUBT:
+            look(row, ready, device, budget_ms, LONGER_LOOK)
         yield row
 
 
+def look(row: Row, ready: dict[str, Plan], device: torch.device, budget_ms: float, longer: int = 1) -> None:
+    """Times all backends: behind other work, and where they are long, under load."""
+    taken, row.mode = measure(ready, device, "cold", reps=15 * longer, min_reps=5, budget_ms=longer * budget_ms), "cold"
+    if device.type == "cuda" and min((t.median for t in taken.values() if t.ok), default=0.0) >= LONG_US:
+        row.mode = "sustained"
+        taken = measure(ready, device, "sustained", reps=15 * longer, min_reps=5, budget_ms=2 * longer * budget_ms)
+    row.us = {name: round(t.median, 2) for name, t in taken.items() if t.ok}
+    row.failed |= {name: t.error for name, t in taken.items() if not t.ok}
+    row.looks += 1
+
+
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """The numbers that the bars are about."""
+    """The numbers that the bars are about; none where nothing was judged."""
     judged = [row for row in rows if row.auto in row.us and row.static in row.us]
+    if not judged:
+        return {"choices": 0}
     auto, static = ([row.regret(getattr(row, rule)) for row in judged] for rule in ("auto", "static"))
     meetings = sorted(row.meeting_ms for row in rows if row.measured) or [0.0]
     worst = sorted(judged, key=lambda row: -row.regret(row.auto))[:8]
@@ -165,6 +198,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=int, default=100, help="how many random shapes")
     parser.add_argument("--seed", type=int, default=7, help="of the first 20 of them")
@@ -172,34 +206,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--backends", default=",".join(BACKENDS))
     parser.add_argument("--budget-ms", type=float, default=40.0, help="of timing for each problem, for all backends")
     parser.add_argument("--workers", type=int, default=max(1, min(14, (os.cpu_count() or 2) - 2)))
-    parser.add_argument("--seconds", type=float, default=480.0, help="after which no further problem is begun")
+    parser.add_argument("--seconds", type=float, default=480.0, help="for all; no further shape is begun after that")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda", 0))
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
     args = parser.parse_args(argv)
+    if args.device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no CUDA GPU")
     cases, names = suite(args.suite) if args.suite else random_shapes(args.shapes, args.seed), parts(args.backends)
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="multigemm-auto-") as folder:
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="multigemm-auto-") as folder, interrupts.of_termination():
         os.environ["MULTIGEMM_CACHE_DIR"] = folder  # nobody's choices, and of no other run
         mg.settings.settings.cache_clear()
-        compiled_s = compile_ahead(cases, names, args.workers)
-        print(f"{len(cases)} shapes compiled in {compiled_s:.0f} s", flush=True)
-        timing.other_code(0)
-        rows: list[Row] = []
-        for case in cases:
-            if time.monotonic() - began > args.seconds:
-                print(f"out of time before {case.key}")
-                break
-            rows += rows_of(case, names, args.budget_ms)
-            torch.cuda.empty_cache()
-        told = summary(rows)
-        machine = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__, "compiled_s": round(compiled_s)}
-        report = {"machine": machine, "summary": told, "bars": BARS, "rows": [asdict(row) for row in rows]}
-        args.out.write_text(json.dumps(report, indent=1))
-    for name, value in told.items():
+        try:
+            compiled = compile_ahead(cases, names, args.device, args.workers, COMPILING * args.seconds)
+            machine = _machine(args.device) | {"compiled": len(compiled), "compiled_s": round(time.monotonic() - began)}
+            print(f"{len(compiled)} of {len(cases)} shapes compiled in {machine['compiled_s']} s", flush=True)
+            if args.device.type == "cuda":
+                timing.other_code(args.device.index or 0)
+            for done, case in enumerate(sorted(cases, key=lambda case: case.key not in compiled)):
+                if time.monotonic() - began > args.seconds:
+                    print(f"out of time: {len(cases) - done} of {len(cases)} shapes are left")
+                    break
+                rows += rows_of(case, names, args.device, args.budget_ms)
+                report = {"machine": machine, "summary": summary(rows), "bars": BARS, "rows": list(map(asdict, rows))}
+                interrupts.write_whole(args.out, json.dumps(report, indent=1))
+                if args.device.type == "cuda":
+                    torch.cuda.empty_cache()
+        except KeyboardInterrupt:
+            print(f"interrupted; {len(rows)} choices were judged")
+    return told(summary(rows), time.monotonic() - began)
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {"device": name, "torch": torch.__version__}
+
+
+def told(found: dict[str, Any], seconds: float) -> int:
+    """Prints the summary; 1 where a bar was missed, or nothing judged."""
+    for name, value in found.items():
         bar = f"  (at most {BARS[name]})" if name in BARS else ""
         print(f"{name}: {value}{bar}" if name != "worst" else "\n  ".join(["worst:", *value]))
-    missed = [name for name, most in BARS.items() if told[name] > most]
-    print(f"bars missed: {', '.join(missed) or 'none'}; {time.monotonic() - began:.0f} s")
-    return 1 if missed else 0
+    missed = [name for name, most in BARS.items() if name in found and found[name] > most]
+    print(f"bars missed: {', '.join(missed) or 'none'}; {seconds:.0f} s")
+    return 1 if missed or not found["choices"] else 0
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.launch_key import Call, Key, config_key, key_of, one_cut
 from multigemm.planning.plan import Plan
 from multigemm.problem.fused import FusedKeywords
-from multigemm.problem.no_dynamo import no_dynamo
 from multigemm.problem.problem import GroupedGemmProblem, Keywords, checked
 from multigemm.select import explain as select_explain
 from multigemm.select import registry
 from multigemm.select.choose import Which, choose
 from multigemm.select.explain import Explanation
+from multigemm.torch_internals import no_dynamo
 from multigemm.tracing import grouped_gemm as traced_grouped_gemm
 
 KEYWORDS = (*Keywords.__annotations__, "backend", "config")

@@ -15,6 +15,7 @@ import torch
 from multigemm.cuda.launch import Launch as Launch
 from multigemm.errors import InvalidSetting
 from multigemm.planning.operands import Operands
+from multigemm.problem.arrays import dtype_name
 from multigemm.problem.spec import ProblemSpec
 
 Bind = Callable[[Operands], Launch]
@@ -73,7 +74,7 @@ def quantised_reasons(spec: ProblemSpec, takes: Collection[str] = ()) -> list[st
     found = spec.quantised
     if not found or found in takes:
         return []
-    held = spec.b.packed or str(spec.b.dtype if found == "weights" else spec.a.dtype).removeprefix("torch.")
+    held = spec.b.packed or dtype_name(spec.b.dtype if found == "weights" else spec.a.dtype)
     return [f"{QUANTISED_TEXT[found]} ({held}): use backend='cpu', or dequantise with multigemm.quantize.dequantize"]
 
 

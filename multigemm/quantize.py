@@ -20,7 +20,7 @@ from torch import Tensor
 
 from multigemm.errors import InvalidProblem
 from multigemm.problem import scales
-from multigemm.problem.arrays import adopt, dtype_of, give_back
+from multigemm.problem.arrays import adopt, dtype_name, dtype_of, give_back
 from multigemm.problem.epilogue import one_of
 from multigemm.problem.grouping import Grouping, make_grouping
 from multigemm.problem.spec import BYTE_FORMATS, Form
@@ -243,14 +243,14 @@ def _check_words(format: Any, scale: Any, side: Any, scale_dtype: Any, zero: Any
         raise InvalidProblem(f"format={format!r} with zero={zero!r}: zero points belong to 'uint4', which needs them")
     dtype = dtype_of(scale_dtype, "scale_dtype")
     if dtype not in SCALE_DTYPES:
-        raise InvalidProblem(f"scale_dtype is {scales.short(dtype)}: use float32, float8_e8m0fnu, bfloat16 or float16")
+        raise InvalidProblem(f"scale_dtype is {dtype_name(dtype)}: use float32, float8_e8m0fnu, bfloat16 or float16")
     return dtype
 
 
 def _as_lines(x: Tensor, side: str) -> Tensor:
     """An operand in float32 as [.., lines, K]."""
     if not x.dtype.is_floating_point or x.dtype.itemsize == 1:
-        raise InvalidProblem(f"x has dtype {scales.short(x.dtype)}: quantize takes floats of 16 bits or more")
+        raise InvalidProblem(f"x has dtype {dtype_name(x.dtype)}: quantize takes floats of 16 bits or more")
     if x.dim() not in (2, 3):
         raise InvalidProblem(f"x has shape {tuple(x.shape)}: it must be a matrix or a stack of matrices")
     whole = x.to(torch.float32)

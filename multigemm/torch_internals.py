@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 _C: Any = torch._C
 
 
@@ -175,12 +176,25 @@ public way is `torch.nn.functional.grouped_mm`, whose result has to be copied.""
 # --- torch.compile -----------------------------------------------------------------------------------
 
 
-def keep_out_of_dynamo(function: Any, why: str) -> None:
-    """Ends a graph before a call of `function`; `torch.compiler.disable` does as much, but has to load Dynamo."""
-    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, why
+UNTRACEABLE = (
+    "it looks at addresses, which a graph has not: in a whole graph, use multigemm.grouped_gemm with packed tensors"
+)
+
+
+def no_dynamo(function: Function) -> Function:
+    """Marks a function of which torch.compile traces nothing; calling it costs what it did before.
+
+    Problems, plans and the reference look at addresses, call libraries by address and compute in NumPy. Dynamo would
+    trace all of it, and either fail far from the caller's line or put its own NumPy in the place of the real one. A
+    marked function ends the graph before its call, and runs as it is, with everything that it calls.
+    `torch.compiler.disable` does as much, but has to load Dynamo.
+    """
+    marked: Any = function
+    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, UNTRACEABLE
     frames: Any = _C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    frames.set_code_exec_strategy(marked.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
 
 
 def run_while_tracing(function: Any) -> None:

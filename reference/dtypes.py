@@ -38,12 +38,6 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     return np.dtype(_NUMPY[dtype])
 
 
-def torch_dtype(dtype: npt.DTypeLike) -> torch.dtype:
-    """The torch dtype of a NumPy dtype."""
-    wanted = np.dtype(dtype)
-    return next(t for t, n in _NUMPY.items() if np.dtype(n) == wanted)
-
-
 def unit(dtype: torch.dtype) -> float:
     """The unit roundoff u: half the distance from 1 to the next number; 0 for integers."""
     return 2.0 ** -SIGNIFICAND[dtype] if dtype in SIGNIFICAND else 0.0

@@ -16,7 +16,6 @@ import torch
 
 from multigemm.errors import InvalidProblem
 from multigemm.problem.arrays import adopt
-from multigemm.problem.no_dynamo import no_dynamo
 from multigemm.problem.overlap import meetings
 from multigemm.problem.problem import GroupedGemmProblem, checked
 from multigemm.reference.dtypes import Array, numpy_dtype, round_once, to_numpy, ulp, unit
@@ -31,6 +30,7 @@ from multigemm.reference.numpy_reference import (
     group_sum,
     place,
 )
+from multigemm.torch_internals import no_dynamo
 
 
 @dataclass(slots=True)

@@ -22,6 +22,10 @@ hypothesis_settings.register_profile("nightly", deadline=None, print_blob=True, 
 hypothesis_settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+forget_tunings = tuning.table.cache_clear  # of the real one, whatever a test puts in its place
+MACHINES_CACHE = os.environ.get("MULTIGEMM_CACHE_DIR", "")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
@@ -52,6 +56,30 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
     settings.cache_clear()
     yield folder
     settings.cache_clear()
+    forget_tunings()
+
+
+@pytest.fixture
+def setting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets variables of the environment by their names; `settings()` reads them anew, and again after the test."""
+
+    def put(**variables: object) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+        settings.cache_clear()
+        forget_tunings()
+
+    return put
+
+
+@pytest.fixture
+def own_tunings(setting: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tunings of a test stay its own; compiled kernels may come from the machine's cache."""
+    if MACHINES_CACHE:
+        setting(MULTIGEMM_CACHE_DIR=MACHINES_CACHE)
+    own = tuning.TuningTable(tmp_path)
+    monkeypatch.setattr(tuning, "table", lambda: own)
+    choose.forget()
 
 
 @pytest.fixture
@@ -62,11 +90,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         by_name = {b.name: b for b in backends}
         monkeypatch.setattr(registry, "names", lambda: tuple(by_name))
         monkeypatch.setattr(registry, "get", by_name.__getitem__)
-        tuning.table.cache_clear()
+        forget_tunings()
         choose.forget()
 
     yield put
-    tuning.table.cache_clear()
+    forget_tunings()
     choose.forget()
 
 

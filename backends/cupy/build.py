@@ -51,7 +51,8 @@ class Source(NamedTuple):
 def headers() -> tuple[tuple[str, str], ...]:
     """Name and text of every header."""
     written = [(path.name, path.read_text()) for path in sorted(SOURCES.glob("*.cuh"))]
-    return (*written, (MMA_HEADER, mma_header()), (FRAGMENT_HEADER, fragment_header()))
+    made = ((MMA_HEADER, mma_header), (FRAGMENT_HEADER, fragment_header), (FP8_HEADER, fp8_header))
+    return (*written, *((name, header()) for name, header in made))
 
 
 def architecture(capability: tuple[int, int]) -> str:
@@ -146,10 +147,10 @@ def load_all(sources: Iterable[Source], index: int) -> None:
             pass
 
 
-# Two headers that are written here: `Mma<N>::run` and `MmaFragment<N>::run`, one wgmma instruction for each width n of
-# the row side. An instruction's operand list is as long as its accumulator, so a loop writes the 32 widths.
+# Three headers that are written here: `Mma<N>::run`, `MmaFragment<N>::run` and `MmaFp8<N>`, one wgmma instruction for
+# each width n of the row side. An operand list is as long as the accumulator, so a loop writes the 32 widths.
 
-MMA_HEADER, FRAGMENT_HEADER = "mma.cuh", "fragments.cuh"
+MMA_HEADER, FRAGMENT_HEADER, FP8_HEADER = "mma.cuh", "fragments.cuh", "mma_fp8.cuh"
 WIDTHS = range(8, 257, 8)
 
 
@@ -235,3 +236,40 @@ def _from_registers(n: int) -> str:
 def fragment_header() -> str:
     """The header for weights in registers, where they cannot lie in shared memory as the tensor cores read it."""
     return FRAGMENT_HEAD + _guarded(_from_registers)
+
+
+FP8_HEAD = """// Written by build.py: W x X for 64 columns, N rows and k = 32 of float8, both in shared memory along k.
+// `start` writes the products, `add` adds them to what is there.
+#pragma once
+#include "ptx.cuh"
+#if W_E5M2 && X_E5M2
+#define FP8_TYPES "e5m2.e5m2"
+#elif W_E5M2
+#define FP8_TYPES "e5m2.e4m3"
+#elif X_E5M2
+#define FP8_TYPES "e4m3.e5m2"
+#else
+#define FP8_TYPES "e4m3.e4m3"
+#endif
+template <int N> struct MmaFp8;
+"""
+
+
+def _of_fp8(n: int) -> str:
+    count = n // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    functions = []
+    for name, adds, access in (("start", 0, "="), ("add", 1, "+")):
+        operands = ", ".join(f'"{access}f"(d[{i}])' for i in range(count))
+        functions.append(
+            f"    static __device__ __forceinline__ void {name}(float (&d)[{count}], u64 w, u64 x) {{\n"
+            f'        asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k32.f32." FP8_TYPES " {{{registers}}}, '
+            f'%{count}, %{count + 1}, {adds}, 1, 1;"\n'
+            f'                     : {operands}\n                     : "l"(w), "l"(x));\n    }}\n'
+        )
+    return f"template <> struct MmaFp8<{n}> {{\n{''.join(functions)}}};\n"
+
+
+def fp8_header() -> str:
+    """The header for float8 on both sides."""
+    return FP8_HEAD + _guarded(_of_fp8)

@@ -19,12 +19,19 @@ from multigemm.backends.cupy.config import (
     ALONE,
     BLOCK_K,
     COLUMNS,
+    FP8,
+    FP8_ALONE,
+    FP8_MIDDLE,
+    FP8_NARROW,
+    FP8_SINGLE,
+    FP8_WIDE,
     GENERIC,
     GENERIC_32,
     GENERIC_64,
     GENERIC_PAIR,
     MIDDLE,
     NARROW,
+    QUANTISED,
     SHIFT_B,
     SHIFT_B_MIDDLE,
     SHIFT_B_NARROW,
@@ -233,6 +240,9 @@ def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
 
     In stages, since the later ones need not be worked out where an earlier one decides for all.
     """
+    if layout.spec.quantised:
+        yield _quantised_rules(layout, counts)
+        return
     if layout.spec.compute not in HALVES:
         yield list(_generic_rules(layout, counts))
         return
@@ -242,6 +252,20 @@ def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
     yield [(holds, ladder.configs) for holds, ladder in ladders]
     yield _other_rules(layout, counts, ladders)
     yield [(True, (SHIFT_B, SHIFT_B_MIDDLE, SHIFT_B_NARROW, SMALL_32, SMALL_64, SMALL_DEEP, *SMALL_LISTS))]
+
+
+def _quantised_rules(layout: Layout, counts: Counts) -> list[Rule]:
+    """Of quantised operands, by rows per group as for 16 bits; nothing of it was measured."""
+    rows = _rows(layout, counts)
+    alone: Condition = layout.columns % 2 == 1 and layout.columns <= FEW_COLUMNS
+    return [
+        (rows <= 32, (FP8_SINGLE, FP8_NARROW)),
+        (rows <= 64, (FP8_NARROW, FP8_MIDDLE)),
+        (rows <= 128, (FP8_MIDDLE, FP8_WIDE)),
+        (alone & (rows > 128), (FP8_ALONE, FP8_WIDE)),
+        (rows > 128, (FP8_WIDE, FP8_MIDDLE)),
+        (True, (*FP8, QUANTISED)),
+    ]
 
 
 def _somewhere(holds: Condition) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from multigemm.backends.cupy.support import (
     MAX_GROUPS,
+    fp8_reasons,
     has_odd_lines,
     hopper_reasons,
     packed_reasons,
@@ -43,10 +44,13 @@ class Config:
     copies. `hopper_shift_b` copies the rows at most and shifts the weights into place itself. `small` gives each tile
     of `tile` squared a thread block of its own, with four blocks of k in flight, or `stages` where lines begin
     anywhere. `small_list` gives a thread block to each tile of a list or batch, laid out by the host; `rows` 0 leaves
-    their height to it, which knows all sizes.
+    their height to it, which knows all sizes. `quantised` takes any quantised operands, in tiles of 64 squared;
+    `hopper_fp8` is `hopper` for float8, with 128 of k in a stage.
     """
 
-    kernel: Literal["generic", "hopper", "packed", "hopper_shift_b", "small", "small_list"] = "generic"
+    kernel: Literal[
+        "generic", "hopper", "packed", "hopper_shift_b", "small", "small_list", "quantised", "hopper_fp8"
+    ] = "generic"
     blocks_per_sm: int = 2
     tile: int = 128
     rows: int = 0
@@ -58,7 +62,16 @@ class Config:
     def shared_bytes(self, plain: bool) -> int:
         """Dynamic shared memory of the Hopper kernel, and of the one that shifts its weights."""
         weights = self.weight_stages * ODD_WEIGHTS if self.kernel == "hopper_shift_b" else self.stages * COLUMNS * 128
-        return self.stages * self.rows * 128 + weights + 2 * (8192 if plain else 9216) + self._bookkeeping
+        staging = 2 * (8192 if plain else 9216)
+        return self.stages * self.rows * 128 + weights + staging + self._scales + self._bookkeeping
+
+    @property
+    def _scales(self) -> int:
+        """Bytes of the scales of stages, which are as many as there can be of the lowest tile (pipeline.cuh)."""
+        if self.kernel != "hopper_fp8":
+            return 0
+        places = self.stages * (self.rows + COLUMNS) // (COLUMNS + self.step) + 1
+        return places * (self.rows + COLUMNS) * 4
 
     @property
     def _bookkeeping(self) -> int:
@@ -165,6 +178,13 @@ SMALL_LISTS = (
 SMALL_32 = Config("small", tile=32)
 SMALL_64 = Config("small", tile=64)
 SMALL_DEEP = Config("small", tile=32, stages=8)
+QUANTISED = Config("quantised", blocks_per_sm=2, tile=64)
+FP8_WIDE = Config("hopper_fp8", rows=192, stages=4, cluster=2)
+FP8_MIDDLE = Config("hopper_fp8", rows=128, stages=5, cluster=2)
+FP8_NARROW = Config("hopper_fp8", rows=64, stages=7, cluster=2)
+FP8_SINGLE = Config("hopper_fp8", rows=128, stages=5, cluster=1)
+FP8_ALONE = Config("hopper_fp8", rows=192, stages=4, cluster=1)
+FP8 = (FP8_WIDE, FP8_MIDDLE, FP8_NARROW, FP8_SINGLE, FP8_ALONE)
 STAGES = 4
 """Blocks of k that the small kernel has in flight, if a config does not say it."""
 BLOCK_K = 64
@@ -176,7 +196,10 @@ REASONS = {
     "hopper_shift_b": shift_b_reasons,
     "small": small_reasons,
     "small_list": small_list_reasons,
+    "hopper_fp8": fp8_reasons,
 }
+FOR_QUANTISED = ("quantised", "hopper_fp8")
+"""Kernels that take quantised operands, and no others."""
 
 
 def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> bool:
@@ -186,6 +209,8 @@ def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9
 
 def summation_of(config: Config, spec: ProblemSpec) -> Summation:
     """How a config sums: no kernel cuts K into parts."""
+    if config.kernel in FOR_QUANTISED:
+        return Summation("mma.sync", 8) if config.kernel == "quantised" else Summation("wgmma", 32)
     kind = kind_of(spec)
     if kind == I8:
         return INTEGERS
@@ -200,17 +225,22 @@ def variance(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> 
     """Why a config that runs a problem has not the bits that batch invariance demands, or ''."""
     if not spec.batch_invariant:
         return ""
-    return difference(summation_of(config, spec), summation_of(GENERIC_64, spec), capability)
+    wanted = QUANTISED if spec.quantised else GENERIC_64
+    return difference(summation_of(config, spec), summation_of(wanted, spec), capability)
 
 
 def reasons_against(kernel: str, spec: ProblemSpec) -> list[str]:
-    """Why a kernel cannot run a spec, whatever its config; the generic one runs all."""
+    """Why a kernel cannot run a spec, whatever its config; of plain operands the generic one runs all."""
+    if bool(spec.quantised) != (kernel in FOR_QUANTISED):
+        return [f"operands are {'' if spec.quantised else 'not '}quantised"]
     check = REASONS.get(kernel)
     return check(spec) if check else []
 
 
 def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> bool:
     """Whether a config is one of its kernel's, has room on a device, and the bits that problems like this demand."""
+    if config.kernel == "quantised":
+        return config == QUANTISED
     if config.kernel == "generic":
         fits = 1 <= config.blocks_per_sm <= 3 and tile_fits(spec, config.tile, capability)
         return fits and not variance(config, spec, capability)
@@ -218,6 +248,8 @@ def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -
         return False
     if config.kernel == "small":
         return config in (SMALL_32, SMALL_64) or (config == SMALL_DEEP and has_odd_lines(spec))
+    if config.kernel == "hopper_fp8" and config.rows not in (64, 128, 192):
+        return False
     if capability != (9, 0) or config.kernel == "small_list":
         return capability == (9, 0) and config in SMALL_LISTS
     return _runs_clusters(config, plain_kind(spec) > 0) and spec.groups <= config.groups_at_most

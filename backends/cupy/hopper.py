@@ -161,9 +161,10 @@ class Clusters:
         columns: int = 0,
         listed: Tensor | None = None,
         keep: Sequence[object] = (),
+        resizes: bool = True,
     ) -> BoundKernel:
         """A launch for one problem. `columns`: of the weight side, 0 in a list, whose maps are `listed`; `more`: what
-        the kernel takes behind the problem and its options."""
+        the kernel takes behind the problem and its options; `resizes`: whether that follows the number of tokens."""
         table, counter = table_of(ops), Words(self._kernel.index, COUNTERS)
         options = LAUNCH.pack(
             0 if listed is None else listed.data_ptr(), counter.address,
@@ -184,7 +185,7 @@ class Clusters:
             overlap=True,
             keep=(table, listed, counter, *keep),
             on_capture=counter.pin,
-            grid_for=None if self._swapped else grid_for,  # `columns` would be tokens
+            grid_for=None if self._swapped or not resizes else grid_for,  # `columns` would be tokens
         )
 
     def _blocks(self, tiles: int) -> int:

@@ -10,7 +10,17 @@ from typing import NamedTuple, Protocol
 import torch
 
 from multigemm.backend import Launch, Recipe
-from multigemm.backends.cupy import choice, generic, hopper, hopper_shift_b, small, small_list, support
+from multigemm.backends.cupy import (
+    choice,
+    generic,
+    hopper,
+    hopper_fp8,
+    hopper_shift_b,
+    quantised,
+    small,
+    small_list,
+    support,
+)
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import Source, load_all
 from multigemm.backends.cupy.config import Config
@@ -42,6 +52,8 @@ KERNELS: dict[str, KernelFamily] = {
     "small": KernelFamily(small.sources, small.Small),
     "small_list": KernelFamily(small_list.sources, small_list.SmallList),
     "generic": KernelFamily(generic.sources, generic.Generic),
+    "quantised": KernelFamily(quantised.sources, quantised.Quantised),
+    "hopper_fp8": KernelFamily(hopper_fp8.sources, hopper_fp8.HopperFp8),
 }
 
 
@@ -60,7 +72,7 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
 
 def _variance(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> str:
     """What batch invariance has against a config, to end a sentence with."""
-    known = config.kernel != "generic" or config.tile in configs.shapes_of(spec)
+    known = bool(spec.quantised) or config.kernel != "generic" or config.tile in configs.shapes_of(spec)
     reason = configs.variance(config, spec, capability) if known else ""
     return f": {reason}" if reason else ""
 
@@ -77,7 +89,8 @@ def _load_layout(spec: ProblemSpec, capability: tuple[int, int], index: int) -> 
 
 def why(spec: ProblemSpec, config: Config) -> str:
     """What the kernel is good for, and why not the fastest one."""
-    obstacle = "; ".join(support.hopper_reasons(spec)) or "chosen by config"
+    fastest = support.fp8_reasons if spec.quantised else support.hopper_reasons
+    obstacle = "; ".join(fastest(spec)) or "chosen by config"
     if config.kernel == "hopper_shift_b" and support.weights_of(spec).wide:
         obstacle += "; by the generic kernel where groups of 2^31 elements lie no whole number of lines apart"
     what = {
@@ -86,6 +99,8 @@ def why(spec: ProblemSpec, config: Config) -> str:
         "hopper_shift_b": f"weights are shifted into place as they are read: {obstacle}",
         "small_list": "one thread block per tile, laid out by the host",
         "small": "one thread block per tile, without a schedule",
+        "hopper_fp8": "TMA and wgmma of float8, sums promoted every 128 of k",
+        "quantised": f"any quantised operands, exact in tf32 ({obstacle})",
         "generic": f"any strides, alignment and size ({obstacle})",
     }[config.kernel]
     return f"{what}; batch invariant: {configs.summation_of(config, spec)}" if spec.batch_invariant else what

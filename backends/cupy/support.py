@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from multigemm.backend import Availability, fused_reasons, quantised_reasons
-from multigemm.problem.spec import INPUT_DTYPES, OperandSpec, Order, ProblemSpec
+from multigemm.problem.spec import HALVES, INPUT_DTYPES, OperandSpec, Order, ProblemSpec
 
 OLDEST = (8, 0)
 RESULTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32)
@@ -46,7 +46,7 @@ def availability() -> Availability:
 
 def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     """Every reason against this problem on this device; none means that it runs."""
-    if reasons := quantised_reasons(spec) + fused_reasons(spec):
+    if reasons := quantised_reasons(spec, takes=("float8", "weights")) + fused_reasons(spec):
         return reasons
     reasons = []
     if device.type != "cuda":
@@ -55,7 +55,7 @@ def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     elif torch.cuda.is_available() and torch.cuda.get_device_capability(device) < OLDEST:
         seen = ".".join(map(str, torch.cuda.get_device_capability(device)))
         reasons.append(f"{device} has compute capability {seen}; the kernels need 8.0 or later: use another backend")
-    if spec.compute not in INPUT_DTYPES:
+    if spec.compute not in INPUT_DTYPES and not spec.quantised:
         reasons.append(
             f"products of {spec.compute} are not implemented; cast to one of {', '.join(map(str, INPUT_DTYPES))}"
         )
@@ -74,8 +74,10 @@ def is_swapped(spec: ProblemSpec) -> bool:
 
 
 def plain_kind(spec: ProblemSpec) -> int:
-    """0: any epilogue. alpha * A @ B in the operands' type: 1 along contiguous columns (see is_swapped), 2 rows."""
-    plain = spec.c is None and spec.bias is None and spec.activation is None and spec.out.dtype == spec.compute
+    """0: any epilogue. alpha * A @ B in the operands' type (float8: in 16 bits): 1 along contiguous columns (see
+    is_swapped), 2 rows."""
+    same = spec.out.dtype in HALVES if spec.quantised == "float8" else spec.out.dtype == spec.compute
+    plain = spec.c is None and spec.bias is None and spec.activation is None and same
     along = "col" if is_swapped(spec) else "row"
     return 0 if not plain or spec.out.order == "strided" else 1 if spec.out.order == along else 2
 
@@ -117,6 +119,30 @@ def hopper_reasons(spec: ProblemSpec) -> list[str]:
         reasons.append(f"{spec.groups} groups: its schedule holds 1 to {MAX_GROUPS}")
     if spec.form == "jagged_k" and not (spec.a.order == "col" and spec.b.order == "row"):
         reasons.append("jagged k is the contiguous direction of an operand, where a group may start at any address")
+    if spec.form == "masked" and spec.out.order == "col":
+        reasons.append("a masked result stored by columns")
+    return reasons
+
+
+def fp8_reasons(spec: ProblemSpec) -> list[str]:
+    """Why the Hopper kernel for float8 cannot run a spec; the one for any quantised operands can."""
+    reasons = [] if spec.quantised == "float8" else [f"{spec.a.dtype} x {spec.b.dtype}: it takes float8 on both sides"]
+    for name, operand, order in (("a", spec.a, "row"), ("b", spec.b, "col")):
+        if operand.order != order or operand.align < 16 or not operand.dense:
+            reasons.append(
+                f"{name} is {operand.order}, aligned to {operand.align} bytes: TMA and wgmma need contiguous k and 16"
+            )
+        scale = operand.scale
+        if scale is None:
+            continue
+        if scale.dtype is not torch.float32 or scale.align < 4:
+            reasons.append(f"scale_{name} in {scale.dtype}, aligned to {scale.align} bytes: it takes aligned float32")
+        if scale.k not in (0, 128):
+            reasons.append(f"scale_{name} covers {scale.k} of k: it promotes after 128")
+    if spec.groups > MAX_GROUPS or spec.groups == 0:
+        reasons.append(f"{spec.groups} groups: its schedule holds 1 to {MAX_GROUPS}")
+    if spec.form in ("jagged_k", "per_group"):
+        reasons.append(f"the form {spec.form}: it takes jagged m, jagged n, batched and masked")
     if spec.form == "masked" and spec.out.order == "col":
         reasons.append("a masked result stored by columns")
     return reasons

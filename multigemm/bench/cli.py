@@ -75,6 +75,11 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
     add("--backends", default="", help="comma separated, or none (default: all that are here, and auto)")
     add("--peers", default="", help="peers, comma separated, or none (default: all that are here)")
     add("--configs", type=int, default=0, help="time so many configs of each backend (default: the backend's choice)")
+    add(
+        "--batch-invariant",
+        action="store_true",
+        help="each backend also with batch_invariant=True, and what that costs",
+    )
     add("--style", choices=("cold", "do_bench"), default="cold", help="do_bench: as Triton's tutorials measure")
     add("--reps", type=int, help="rounds at most (default: 300 on a GPU, 100 on a CPU)")
     add("--modes", default="graph,hot,host", help="what to time besides eager calls; graph alone is the shortest")
@@ -295,7 +300,9 @@ def _same_run(report: Report, device: torch.device, commit: str) -> None:
 
 def _entries(args: argparse.Namespace, device: torch.device) -> tuple[list[Entry], dict[str, str]]:
     names = parts(args.backends)
-    backends, absent = ([], {}) if names == ["none"] else backend_entries(names, device, args.configs)
+    backends, absent = (
+        ([], {}) if names == ["none"] else backend_entries(names, device, args.configs, args.batch_invariant)
+    )
     peers, missing = ([], {}) if args.peers == "none" else peer_entries(parts(args.peers), device)
     if names not in ([], ["none"]) and not backends:
         why = "; ".join(f"{name}: {reason}" for name, reason in absent.items())

@@ -16,10 +16,11 @@ import torch
 
 from multigemm import api
 from multigemm.bench.operands import Matrices, Tensors, make
-from multigemm.bench.reports import AUTO, HOST_SIZES
+from multigemm.bench.reports import AUTO, HOST_SIZES, INVARIANT
 from multigemm.bench.workloads import Workload
 from multigemm.errors import BackendUnavailable, BackendUnsupported
 from multigemm.planning.staging import staged_spec
+from multigemm.problem import rebuild
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.select import registry
 from multigemm.select.problem_class import class_of
@@ -89,14 +90,24 @@ def problem(tensors: Tensors, host_sizes: bool = False) -> GroupedGemmProblem:
     return GroupedGemmProblem(tensors.a, tensors.b, **words)
 
 
-def backend_entry(name: str, number: int | None = None, host_sizes: bool = False) -> Entry:
+def backend_entry(
+    name: str, number: int | None = None, host_sizes: bool = False, batch_invariant: bool = False
+) -> Entry:
     """A backend of multigemm (or "auto"), entered where users enter: problem, then plan.
 
     Args:
         name: the backend.
         number: which of the backend's configs for a problem, from 0; None for its own choice.
         host_sizes: whether the offsets lie on the host.
+        batch_invariant: whether it has to keep that promise.
     """
+
+    def pose(tensors: Tensors) -> GroupedGemmProblem:
+        posed = problem(tensors, host_sizes)
+        if not batch_invariant:
+            return posed
+        a, b, keywords = rebuild.arguments(posed)
+        return GroupedGemmProblem(a, b, **{**keywords, "batch_invariant": True})
 
     def prepare(tensors: Tensors) -> Prepared:
         if host_sizes and tensors.offsets is None:
@@ -105,7 +116,7 @@ def backend_entry(name: str, number: int | None = None, host_sizes: bool = False
             raise Refused("a problem of one's own has its sizes where they are")
         started = time.perf_counter()
         try:
-            posed = problem(tensors, host_sizes)
+            posed = pose(tensors)
             config = None if number is None else _config(name, number, posed)
             plan = api.plan(posed, name, config)
         except (BackendUnsupported, BackendUnavailable) as error:
@@ -113,7 +124,7 @@ def backend_entry(name: str, number: int | None = None, host_sizes: bool = False
         built = time.perf_counter() - started
 
         def whole() -> object:
-            return api.solve(problem(tensors, host_sizes), name, config)
+            return api.solve(pose(tensors), name, config)
 
         kernel = f"{plan.backend}: {plan.kernel}" if name == AUTO else plan.kernel
         ready = Prepared(plan, tensors.out, kernel, str(plan.config or ""), plan.why, plan.syncs, whole, built)
@@ -121,7 +132,7 @@ def backend_entry(name: str, number: int | None = None, host_sizes: bool = False
             ready.problem_class, ready.fields = str(class_of(posed, staged_spec(posed))), as_fields(plan.config)
         return ready
 
-    label = name + HOST_SIZES if host_sizes else name
+    label = name + HOST_SIZES * host_sizes + INVARIANT * batch_invariant
     return Entry(label if number is None else f"{label}#{number}", "backend", prepare)
 
 
@@ -159,13 +170,16 @@ def available_backends(device: torch.device) -> dict[str, str]:
     return found
 
 
-def backend_entries(names: list[str], device: torch.device, configs: int = 0) -> tuple[list[Entry], dict[str, str]]:
+def backend_entries(
+    names: list[str], device: torch.device, configs: int = 0, batch_invariant: bool = False
+) -> tuple[list[Entry], dict[str, str]]:
     """What is measured of multigemm itself, and who is absent and why.
 
     Args:
         names: backends and "auto"; all that are here, and "auto", if none is named.
         device: where they run.
         configs: so many of each backend's configs, each as an entry of its own; 0 for the backend's own choice.
+        batch_invariant: whether each is measured under that promise, too.
     """
     states = available_backends(device)
     for name in names:
@@ -181,6 +195,7 @@ def backend_entries(names: list[str], device: torch.device, configs: int = 0) ->
     if "cublas" in here and device.type == "cuda":
         knowing = [name for name in ("cublas", AUTO) if name in chosen]  # the others never look at host sizes
         entries += [backend_entry(name, host_sizes=True) for name in knowing]
+    entries += [backend_entry(name, batch_invariant=True) for name in (here if batch_invariant else ())]
     absent = {name: why for name, why in states.items() if why and (name in chosen or not names)}
     return entries, absent
 

@@ -7,14 +7,16 @@ machine that its reader does not have.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import importlib.metadata
+import math
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ import torch
 
 from multigemm.bench.operands import float32_precision
 from multigemm.bench.workloads import DTYPES, Rates
-from multigemm.errors import MultigemmError
+from multigemm.errors import LibraryError, MultigemmError
 from multigemm.select.timing import measure
 
 PACKAGES = (
@@ -125,6 +127,54 @@ def describe(device: torch.device) -> dict[str, Any]:
         "packages": versions(PACKAGES),
         "clocks": clocks(device),
     }
+
+
+# --- energy -----------------------------------------------------------------------------------------
+
+NVML = "libnvidia-ml.so.1"
+LONG_ENOUGH_US = 1e6
+"""The counter moves in steps of up to 100 ms: calls are repeated for a second."""
+
+
+class EnergyMeter:
+    """The energy that a GPU has used since its driver was loaded.
+
+    Raises:
+        LibraryError: there is no GPU, no NVML, or this GPU counts nothing; the text says which.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise LibraryError(f"energy is counted on GPUs alone, and this is a {device.type}")
+        self.device, self._handle = device, ctypes.c_void_p()
+        try:
+            self._nvml = ctypes.CDLL(NVML)
+        except OSError as error:
+            raise LibraryError(f"energy is read through NVML, which is not here: {error}") from error
+        self._call("nvmlInit_v2")
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+        self._call("nvmlDeviceGetHandleByUUID", uuid, ctypes.byref(self._handle))
+        self.joules()
+
+    def _call(self, name: str, *arguments: object) -> None:
+        if status := getattr(self._nvml, name)(*arguments):
+            raise LibraryError(f"{name} returned status {status}: this GPU's energy cannot be read")
+
+    def joules(self) -> float:
+        """What was used up to now."""
+        total = ctypes.c_ulonglong()
+        self._call("nvmlDeviceGetTotalEnergyConsumption", self._handle, ctypes.byref(total))
+        return total.value / 1e3
+
+    def of_call(self, call: Callable[[], object], us: float) -> float:
+        """Joules of one call that takes about `us` microseconds: the mean over a second of calls back to back."""
+        count = math.ceil(LONG_ENOUGH_US / us)
+        torch.cuda.synchronize(self.device)
+        before = self.joules()
+        for _ in range(count):
+            call()
+        torch.cuda.synchronize(self.device)
+        return (self.joules() - before) / count
 
 
 # --- ceilings ---------------------------------------------------------------------------------------

@@ -97,6 +97,7 @@ def render(report: Report, pictures: Sequence[Path] = ()) -> str:
         _duels(report),
         _heat_map(report),
         _auto(report),
+        _promised(report),
         "".join(map(_picture, pictures)),
         "<h2>Every workload, in microseconds</h2>",
         _hint(f"Bold: the fastest; {table.BEYOND}. Click a heading to sort."),
@@ -177,6 +178,12 @@ def _auto(report: Report) -> str:
     hint = "auto's time over that of the fastest single backend that knew as much."
     body = f"<pre>{escape(told)}</pre>{_table(table.choices(report))}"
     return _section("auto", "What auto chooses", hint, body)
+
+
+def _promised(report: Report) -> str:
+    grid = table.promised(report)
+    hint = "Each backend's time without the promise over its time with it."
+    return _section("invariance", "What batch_invariant=True leaves", hint, _table(grid)) if len(grid) > 1 else ""
 
 
 def _times(report: Report) -> list[str]:

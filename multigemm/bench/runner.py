@@ -19,7 +19,6 @@ import torch
 
 from multigemm import interrupts
 from multigemm.bench import machine, reports
-from multigemm.bench.energy import EnergyMeter
 from multigemm.bench.entries import Entry, Prepared, Refused
 from multigemm.bench.operands import Tensors, Truth, make, poison, reference
 from multigemm.bench.reports import KILLED, Report, Row, Sample, family
@@ -148,14 +147,14 @@ class Runner:
     _rows: dict[str, Row] = field(default_factory=dict)
     _behind: bool = False
     _saved: float = 0.0
-    _meter: EnergyMeter | None = None
+    _meter: machine.EnergyMeter | None = None
     _late: set[str] = field(default_factory=set)
 
     def run(self, cases: list[Workload]) -> Report:
         """Every workload that the time allows. The rest is listed as unfinished, also where something ends the run."""
         if self.options.energy:
             try:
-                self._meter = EnergyMeter(self.device)
+                self._meter = machine.EnergyMeter(self.device)
             except LibraryError as error:
                 self.report.absent["energy"] = str(error)
         try:
@@ -229,7 +228,6 @@ class Runner:
             flops=case.flops,
             bytes=case.bytes,
             floor_us=round(floor, 3),
-            memory_bound=case.bytes / rates["tbps"] > case.flops / rates["tflops"],
             entry=entry.name,
             kind=entry.kind,
             status="failed",

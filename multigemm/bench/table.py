@@ -33,6 +33,7 @@ from multigemm.bench.reports import (
     duels,
     fastest,
     of_best_peer,
+    promises,
     unrest_warning,
 )
 from multigemm.bench.workloads import geomean, rows_and_weights
@@ -177,6 +178,21 @@ def choices(report: Report) -> Grid:
     return grid
 
 
+def promised(report: Report) -> Grid:
+    """The part of its speed that a backend keeps under batch_invariant=True, per suite, and where it keeps least."""
+    found: dict[tuple[str, str], list[tuple[float, bool, str]]] = {}
+    for free, bound in promises(report):
+        other = (free.kernel, free.config) != (bound.kernel, bound.config)
+        ratio = (free.us or 0.0) / (bound.us or 1.0)
+        found.setdefault((free.entry, free.suite), []).append((ratio, other, free.case))
+    grid = [["", "suite", "workloads", "of its speed", "with another kernel or config", "least", "where"]]
+    for (entry, suite), each in found.items():
+        least, _, where = min(each)
+        mean, others = geomean(ratio for ratio, _, _ in each), sum(other for _, other, _ in each)
+        grid.append([entry, suite, str(len(each)), f"{mean:.3f}", str(others), f"{least:.3f}", where])
+    return grid
+
+
 def distributions(report: Report) -> list[str]:
     return list(dict.fromkeys(row.distribution for row in report.rows))
 
@@ -196,6 +212,7 @@ def text(report: Report) -> str:
         f"fraction of the floor, geometric means\n{plain(means(report))}",
         won_and_lost(report),
         f"{HEAT_MAP}\n{plain(grid)}" if len(grid := heat_map(report)) > 1 else "",
+        f"what batch_invariant=True leaves\n{plain(grid)}" if len(grid := promised(report)) > 1 else "",
         auto_summary(report),
         tutorial(report),
         "\n".join(reasons(report)),

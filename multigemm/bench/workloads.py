@@ -203,10 +203,6 @@ class Workload:
         return max(self.flops / (rates.tflops * 1e6), self.bytes / (rates.tbps * 1e6))
 
     @property
-    def memory_bound(self) -> bool:
-        return self.bytes / 3.0 > self.flops / 770.0
-
-    @property
     def resident_bytes(self) -> int:
         """What its tensors occupy, so that a machine with too little memory can say so beforehand."""
         width, out = self.torch_dtype.itemsize, self.out_dtype.itemsize

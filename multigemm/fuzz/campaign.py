@@ -37,6 +37,8 @@ STUCK_SECONDS = 8
 """After which others may run what is left of a worker's batch."""
 GRACE_SECONDS = 10
 """For the problems that are on their way when the time is over."""
+ALONE_SECONDS = 120.0
+"""For one problem in a process of its own; one that takes longer hangs."""
 SHRINK_ALONE_SECONDS = 60.0
 Progress = Callable[[Tally, float], None]
 """Told the counts so far and the seconds since the start."""
@@ -250,14 +252,14 @@ def run(options: Options, progress: Progress | None = None) -> Summary:
     return summary
 
 
-def fails_alone(case: Case, failure: Failure, device: str, seconds: float = 120.0) -> bool:
+def fails_alone(case: Case, failure: Failure, device: str) -> bool:
     """Whether a case ends a process of its own with anything but success."""
     process = _context.Process(
         target=trial, args=(case.to_dict(), failure.backend, failure.repeat, device), daemon=True
     )
     with interrupts.left_to_this_process():
         process.start()
-    process.join(seconds)
+    process.join(ALONE_SECONDS)
     if process.is_alive():
         process.kill()
         process.join()

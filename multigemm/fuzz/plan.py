@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from multigemm.problem.spec import FORMS, Form
+from multigemm.testing.campaigns import add_up
 from multigemm.testing.case import Case
 from multigemm.testing.strategies import DTYPES, Limits
 
@@ -118,7 +119,6 @@ class Tally:
     problems: int = 0
     checks: Counter[str] = field(default_factory=Counter)
     quantised_checks: Counter[str] = field(default_factory=Counter)
-    runs: Counter[str] = field(default_factory=Counter)
     deep: Counter[str] = field(default_factory=Counter)
     classes: Counter[str] = field(default_factory=Counter)
     refusals: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -130,24 +130,11 @@ class Tally:
     failures: list[Failure] = field(default_factory=list)
 
     def add(self, other: Tally) -> None:
-        self.problems += other.problems
-        for name in (
-            "checks",
-            "quantised_checks",
-            "runs",
-            "deep",
-            "classes",
-            "refusals",
-            "kernels",
-            "configs",
-            "spent",
-        ):
-            getattr(self, name).update(getattr(other, name))
+        add_up(self, other)
         self.assigned.update(other.assigned)
         for key, (peak, squares, count) in other.rho.items():
             known = self.rho.get(key, (0.0, 0.0, 0))
             self.rho[key] = (max(known[0], peak), known[1] + squares, known[2] + count)
-        self.failures += other.failures
 
     def note_rho(self, backend: str, dtype: str, peak: float, rms: float) -> None:
         """The largest rho of a problem and its root mean square, for the suspicion table."""

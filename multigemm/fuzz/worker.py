@@ -21,7 +21,8 @@ import torch
 from multigemm.fuzz.plan import Batch, Failure, Options, Tally
 from multigemm.fuzz.shrink import shrink
 from multigemm.planning.staging import staged_spec
-from multigemm.testing.case import Case, classes, dtype_name
+from multigemm.problem.arrays import dtype_name
+from multigemm.testing.case import Case, classes
 from multigemm.testing.deep_oracles import GPU_ORACLES, ORACLES, THREAD_ORACLES, run_oracles
 from multigemm.testing.oracles import Outcome, check, check_pairs
 from multigemm.testing.placed_case import DeviceCase

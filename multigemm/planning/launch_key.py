@@ -7,7 +7,7 @@ that is wanted, a mode, a capture, a tensor subclass, several cuts.
 
 from __future__ import annotations
 
-from operator import sub
+from operator import countOf, sub
 from threading import get_ident
 from typing import Any
 
@@ -36,7 +36,6 @@ GPU_BITS, CPU_BITS = 255, 15
 COUNTED = 1 << 30
 """Rows or elements, from which on the number of rows may decide how a kernel, or an offset, counts."""
 PLAIN = frozenset((Tensor, Parameter))
-_WHOLE_NUMBERS: tuple[set[type], ...] = ({int}, set())
 _INDEX_TYPES = frozenset((np.dtype(np.int32).char, np.dtype(np.int64).char))
 HOST_SEQUENCES = frozenset((list, tuple, range))
 _INDEX_DTYPES = (torch.int32, torch.int64)
@@ -134,7 +133,7 @@ def _index_key(cut: Any, phase: int, index: int) -> Key:
         return _layout(cut, phase, index)
     if type(cut) in HOST_SEQUENCES:
         values = tuple(cut)
-        if set(map(type, values)) not in _WHOLE_NUMBERS:  # 1.0 and True are equal to 1, and no sizes
+        if countOf(map(type, values), int) != len(values):  # 1.0 and True are equal to 1, and no sizes
             raise _NotPlain
         return ("host", values)
     if type(cut) is np.ndarray and cut.ndim == 1 and cut.dtype.isnative and cut.dtype.char in _INDEX_TYPES:

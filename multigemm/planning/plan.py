@@ -15,9 +15,9 @@ from multigemm.errors import InvalidProblem, MultigemmError
 from multigemm.planning import launch_cache
 from multigemm.planning.binding import Choice, bind, caller_result, captured, reasons, refuse_gradients, told
 from multigemm.planning.staging import allocate
-from multigemm.problem.no_dynamo import no_dynamo
 from multigemm.problem.problem import GroupedGemmProblem, checked
 from multigemm.problem.spec import ProblemSpec
+from multigemm.torch_internals import no_dynamo
 
 
 def _in_a_capture(launch: Launch, problem: GroupedGemmProblem) -> None:

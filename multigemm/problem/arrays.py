@@ -178,7 +178,7 @@ def _from_numpy(x: np.ndarray, name: str) -> Tensor:
 
 
 def _as_numpy(tensor: Tensor) -> np.ndarray:
-    if (word := str(tensor.dtype).removeprefix("torch.")) in BITS:
+    if (word := dtype_name(tensor.dtype)) in BITS:
         import ml_dtypes
 
         return tensor.view(_whole(word)).numpy().view(getattr(ml_dtypes, word))
@@ -240,7 +240,7 @@ def give_back(tensor: Tensor, kind: Kind) -> Any:
     if kind == "cupy":
         import cupy
 
-        if (word := str(tensor.dtype).removeprefix("torch.")) in BITS:
+        if (word := dtype_name(tensor.dtype)) in BITS:
             import ml_dtypes
 
             return cupy.asarray(tensor.view(_whole(word))).view(getattr(ml_dtypes, word))
@@ -254,6 +254,11 @@ def cupy_stream(device: torch.device) -> int | None:
     """The raw stream that CuPy is on, where that differs from torch's; else None."""
     stream: int = sys.modules["cupy"].cuda.get_current_stream().ptr
     return stream if stream != torch.cuda.current_stream(device).cuda_stream else None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype as NumPy and errors say it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(x: Any, name: str) -> torch.dtype:

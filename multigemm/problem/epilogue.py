@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 
 from multigemm.errors import InvalidProblem
-from multigemm.problem.arrays import dtype_of
+from multigemm.problem.arrays import dtype_name, dtype_of
 from multigemm.problem.spec import ACTIVATIONS, FLOAT8, FLOAT_DTYPES, GATES, HALVES, INPUT_DTYPES
 
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 """Between them float32 holds a number to all its digits: a smaller one it rounds coarsely, or to 0."""
 
 
-def _names(dtypes: Iterable[torch.dtype]) -> str:
-    return ", ".join(sorted({str(d).removeprefix("torch.") for d in dtypes}))
+def dtype_names(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(sorted({dtype_name(d) for d in dtypes}))
 
 
 def compute_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
     """The dtype that products are formed in; raises for a mix without a rule."""
     for name, dtype in (("a", a), ("b", b)):
         if dtype not in INPUT_DTYPES:
-            raise InvalidProblem(f"{name} has dtype {dtype}; supported: {_names(INPUT_DTYPES)}: convert it")
+            raise InvalidProblem(f"{name} has dtype {dtype}; supported: {dtype_names(INPUT_DTYPES)}: convert it")
     if (a is torch.int8) != (b is torch.int8):
         weights = "; 16 bits multiply int8 weights by their scale_b" if b is torch.int8 and a in HALVES else ""
         raise InvalidProblem(f"a is {a} and b is {b}: int8 multiplies int8 only; convert one of them{weights}")
@@ -44,7 +44,9 @@ def result_dtype(out_dtype: Any, out: torch.dtype | None, compute: torch.dtype, 
     allowed = (torch.int32,) if compute is torch.int8 else (*HALVES, torch.float32) if quantised else FLOAT_DTYPES
     if chosen not in allowed:
         seen, remedy = (f"out has dtype {out}", "pass out as") if out is not None else (f"out_dtype is {asked}", "use")
-        raise InvalidProblem(f"{seen}; the result of {compute} products cannot be {chosen}: {remedy} {_names(allowed)}")
+        raise InvalidProblem(
+            f"{seen}; the result of {compute} products cannot be {chosen}: {remedy} {dtype_names(allowed)}"
+        )
     return chosen
 
 
@@ -110,6 +112,6 @@ def check_extra_dtype(dtype: torch.dtype, name: str, inputs: Iterable[torch.dtyp
     """bias and c: an input dtype, the result's, or float32 (int32 for int8 products)."""
     allowed = {torch.int32} if torch.int8 in inputs else {*inputs, out, torch.float32}
     if dtype not in allowed:
-        which = f"one of {_names(allowed)}" if len(allowed) > 1 else _names(allowed)
+        which = f"one of {dtype_names(allowed)}" if len(allowed) > 1 else dtype_names(allowed)
         beside = " beside int8 operands" if torch.int8 in inputs else ""
         raise InvalidProblem(f"{name} has dtype {dtype}; it must be {which}{beside}: convert it")

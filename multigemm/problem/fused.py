@@ -515,6 +515,7 @@ def _numbers(
         raise InvalidProblem(f"{name} has shape {tuple(found.shape)}; it must be {shape}, {what}")
     allowed = {torch.float32, *extras}
     if found.dtype not in allowed:
-        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in allowed))
-        raise InvalidProblem(f"{name} has dtype {found.dtype}; it must be one of {names}: convert it")
+        raise InvalidProblem(
+            f"{name} has dtype {found.dtype}; it must be one of {epilogue.dtype_names(allowed)}: convert it"
+        )
     return found

@@ -17,16 +17,16 @@ from torch import Tensor
 
 from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_text
 from multigemm.problem import epilogue, forms, overlap, rebuild, scales
-from multigemm.problem.arrays import Kind, Step
+from multigemm.problem.arrays import Kind, Step, dtype_name
 from multigemm.problem.forms import Extents
 from multigemm.problem.fused import Fused, FusedKeywords, FusedReader, reader_of
 from multigemm.problem.grouping import Grouping, make_grouping, make_valid_rows
-from multigemm.problem.no_dynamo import no_dynamo
 from multigemm.problem.operand_reader import Operand, OperandReader, common_dtype, is_list
 from multigemm.problem.result import Result
 from multigemm.problem.scales import Given, Quantisation
 from multigemm.problem.spec import FLOAT8, GATES, HALVES, PRECISIONS, Form, ProblemSpec, specify
 from multigemm.settings import settings
+from multigemm.torch_internals import no_dynamo
 
 CHECKS = ("host", "full", "complete")
 SCALES = ("scale_a", "scale_b", "zero_b")
@@ -350,7 +350,7 @@ class GroupedGemmProblem:
             quantised = name == "b" or dtype in FLOAT8
             if quantised and any(x.requires_grad for x in self.each(name)):
                 raise InvalidProblem(
-                    f"{name} asks for a gradient, and {scales.short(dtype)} operands give none: pass {name}.detach()"
+                    f"{name} asks for a gradient, and {dtype_name(dtype)} operands give none: pass {name}.detach()"
                 )
 
     def _input_dtypes(self, out_dtype: Any) -> tuple[torch.dtype, torch.dtype]:

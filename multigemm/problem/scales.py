@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from multigemm.errors import InvalidProblem
+from multigemm.problem.arrays import dtype_name
 from multigemm.problem.epilogue import one_of
 from multigemm.problem.operand_reader import Operand, is_list
 from multigemm.problem.result import Take
@@ -133,11 +134,6 @@ class Quantisation:
         return [(name, x) for name, x in named if x is not None]
 
 
-def short(dtype: torch.dtype) -> str:
-    """The name of a dtype as an error says it."""
-    return str(dtype).removeprefix("torch.")
-
-
 # --- bytes of b ---------------------------------------------------------------------------------------
 
 
@@ -152,12 +148,12 @@ def format_of(dtype: torch.dtype, b_format: str | None) -> str:
     """What the bytes of a packed b hold; "" where b is not packed."""
     if dtype is FLOAT4:
         if b_format not in (None, "e2m1"):
-            raise InvalidProblem(f"b is {short(dtype)}, which holds e2m1, and b_format={b_format!r}: leave it out")
+            raise InvalidProblem(f"b is {dtype_name(dtype)}, which holds e2m1, and b_format={b_format!r}: leave it out")
         return "e2m1"
     if dtype is torch.uint8 and b_format is None:
         raise InvalidProblem("b is uint8: say what it holds with b_format='int4', 'uint4' or 'e2m1'")
     if b_format is not None and dtype not in BYTES:
-        raise InvalidProblem(f"b_format={b_format!r} says what bytes hold, and b is {short(dtype)}: leave it out")
+        raise InvalidProblem(f"b_format={b_format!r} says what bytes hold, and b is {dtype_name(dtype)}: leave it out")
     return b_format or ""
 
 
@@ -186,7 +182,7 @@ def is_quantised(a: torch.dtype, b: torch.dtype, packed: str, given: Given) -> b
     """Whether this is a problem of quantised operands; raises for dtypes and keywords that do not go together."""
     for name, dtype in (("a", a), ("b", b)):
         if dtype in LATER:
-            raise InvalidProblem(f"{name} is {short(dtype)}: {LATER[dtype]}")
+            raise InvalidProblem(f"{name} is {dtype_name(dtype)}: {LATER[dtype]}")
     if a in FLOAT8:
         if packed:
             _refuse_pair(a, b, packed, "float8 with packed weights comes later: convert a to bfloat16")
@@ -204,7 +200,7 @@ def is_quantised(a: torch.dtype, b: torch.dtype, packed: str, given: Given) -> b
 
 
 def _refuse_pair(a: torch.dtype, b: torch.dtype, packed: str, why: str) -> NoReturn:
-    raise InvalidProblem(f"a is {short(a)} and b is {f'packed {packed}' if packed else short(b)}: {why}")
+    raise InvalidProblem(f"a is {dtype_name(a)} and b is {f'packed {packed}' if packed else dtype_name(b)}: {why}")
 
 
 def _refuse_scales(a: torch.dtype, b: torch.dtype, given: Given) -> None:
@@ -216,7 +212,7 @@ def _refuse_scales(a: torch.dtype, b: torch.dtype, given: Given) -> None:
             continue
         if a is b is torch.int8:
             raise InvalidProblem(f"{name}: scales of int8 x int8 products come later: scale the result")
-        raise InvalidProblem(f"{name} scales {name[-1]}, which is {short(dtype)} and needs none: leave it out")
+        raise InvalidProblem(f"{name} scales {name[-1]}, which is {dtype_name(dtype)} and needs none: leave it out")
 
 
 # --- scales -------------------------------------------------------------------------------------------
@@ -229,14 +225,14 @@ def read(take: Take, operands: Operands, given: Given, packed: str) -> Quantisat
     weights = operands.a not in FLOAT8
     if given.scale_a is not None and weights:
         raise InvalidProblem(
-            f"scale_a scales a, which is {short(operands.a)} and needs none: leave it out (scales of 16-bit operands "
-            "come later)"
+            f"scale_a scales a, which is {dtype_name(operands.a)} and needs none: leave it out (scales of 16-bit "
+            "operands come later)"
         )
     if given.zero_b is not None:
         if given.scale_b is None:
             raise InvalidProblem("zero_b without scale_b: pass both, or leave it out")
         if packed == "e2m1" or (not packed and operands.b is not torch.int8):
-            seen = packed or short(operands.b)
+            seen = packed or dtype_name(operands.b)
             raise InvalidProblem(
                 f"zero_b belongs to integer weights (int8, int4, uint4), and b is {seen}: leave it out"
             )
@@ -282,19 +278,19 @@ def _scale(take: Take, operands: Operands, x: Any, name: str, dtypes: Sequence[t
 
 
 def _checked(x: Tensor, name: str, dtypes: Sequence[torch.dtype]) -> Tensor:
-    allowed = " or ".join((", ".join(map(short, dtypes[:-1])), short(dtypes[-1])))
+    allowed = " or ".join((", ".join(map(dtype_name, dtypes[:-1])), dtype_name(dtypes[-1])))
     if torch.is_grad_enabled() and x.requires_grad:
         raise InvalidProblem(f"{name} asks for a gradient, and scales and zero points have none: pass {name}.detach()")
     if x.dtype in dtypes:
         return x
     if name.startswith("zero"):
         later = "float zero points come later; " if x.dtype.is_floating_point else ""
-        raise InvalidProblem(f"{name} has dtype {short(x.dtype)}; {later}it must be {allowed}")
+        raise InvalidProblem(f"{name} has dtype {dtype_name(x.dtype)}; {later}it must be {allowed}")
     if x.dtype is torch.uint8:
         raise InvalidProblem(f"{name} has dtype uint8; it must be {allowed}: view them as torch.float8_e8m0fnu")
     if x.dtype is torch.float8_e4m3fn:
         raise InvalidProblem(f"{name} has dtype float8_e4m3fn, and scales in e4m3 (nvfp4) come later: use {allowed}")
-    raise InvalidProblem(f"{name} has dtype {short(x.dtype)}; it must be {allowed}")
+    raise InvalidProblem(f"{name} has dtype {dtype_name(x.dtype)}; it must be {allowed}")
 
 
 def read_scale(operands: Operands, x: Tensor, name: str) -> Scale:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from multigemm.problem.arrays import dtype_name
+
 if TYPE_CHECKING:
     from multigemm.problem.problem import GroupedGemmProblem
 
@@ -195,6 +197,43 @@ class ProblemSpec:
 
 
 WIDE = 2**31
+
+
+def lines_of(spec: ProblemSpec) -> list[str]:
+    """What a spec is, in lines for people: form, extents and dtype; then what is known of quantised operands, and where
+    rows are picked, gated and summed."""
+    extents = [f"{name} by group" if getattr(spec, name) is None else f"{name}={getattr(spec, name)}" for name in "mnk"]
+    first = f"{spec.form}: {spec.groups} groups, {', '.join(extents)}, {spec.compute}"
+    return [first, *_lines_of_quantised(spec), *_lines_of_fused(spec)]
+
+
+def _lines_of_fused(spec: ProblemSpec) -> list[str]:
+    """Where rows are picked, what gates them, how they are summed."""
+    if (fused := spec.fused) is None:
+        return []
+    picks = [f"{name} picks rows" for name in ("a_rows", "b_rows") if name in fused.keywords]
+    gate = [f"{spec.activation} of columns in {fused.layout}"] if fused.layout else []
+    sums = [f"combine of {fused.terms} rows"] if fused.combine else ["out_rows sums rows"] if fused.out_rows else []
+    rest = [name for name in ("preact_out", "row_scale") if name in fused.keywords]
+    return ["; ".join([*picks, *gate, *rest, *sums])]
+
+
+def _lines_of_quantised(spec: ProblemSpec) -> list[str]:
+    """What is known of quantised operands."""
+    texts = []
+    for name, x in (("a", spec.a), ("b", spec.b)):
+        held = f"packed {x.packed}" if x.packed else dtype_name(x.dtype)
+        if (s := x.scale) is not None:
+            rows = {MIXED: "as each matrix says", 0: "all lines", 1: "a line"}.get(s.rows, f"{s.rows} lines")
+            k = {MIXED: "as each matrix says", 0: "all of K"}.get(s.k, f"{s.k} of K")
+            zero = "" if s.zero is None else f", zero points in {dtype_name(s.zero)}"
+            group = " of a group" if s.by_group else ""
+            texts.append(
+                f"{name}: {held}, one {str(s.dtype).removeprefix('torch.')} scale for {rows}{group}, {k}{zero}"
+            )
+        elif spec.quantised and x.dtype is not spec.compute:
+            texts.append(f"{name}: {held}, not scaled")
+    return texts
 
 
 def bucket(n: int) -> int:

@@ -8,28 +8,24 @@ sizes back from the device while another one need not.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import is_dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from multigemm.backend import as_dict, completed
 from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSetting
 from multigemm.planning.binding import Choice, captured
 from multigemm.planning.staging import equal_sizes, staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ProblemSpec, half_octave
-from multigemm.select import measure_once, ranking, registry, table
+from multigemm.select import measure_once, ranking, recipes, registry, table
 from multigemm.select.problem_class import class_of, tokens
-from multigemm.select.ranking import Query, invariant_order, lock_of, plain_spec
+from multigemm.select.ranking import Query, invariant_order, plain_spec
+from multigemm.select.recipes import plan
 from multigemm.select.registry import candidates, unavailable_text
 from multigemm.settings import settings
 
 Which = str | Sequence[str]
-Planner = Callable[..., Choice]
-"""Plans the backend of a name, and tells why it was chosen."""
 CHOICES_KEPT = 4096
 _choices: dict[Any, Choice] = {}
 
@@ -57,12 +53,13 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
     except TypeError:
         raise InvalidSetting(f"config={config!r} cannot be remembered: pass a frozen config or plain values") from None
     if found is None:
-        plan_of = partial(_plan, problem, spec, config)
         if which == "auto":
-            made = _choose_auto(problem, spec, config is None, eager, plan_of)
+            made = _choose_auto(problem, spec, config, eager)
         else:
-            made = _choose_named(problem, spec, [which] if isinstance(which, str) else which, plan_of)
-        found = _remembered(key, made)
+            made = _choose_named(problem, spec, config, [which] if isinstance(which, str) else which)
+        if len(_choices) >= CHOICES_KEPT:
+            _choices.clear()
+        found = _choices.setdefault(key, made)  # that of another thread, if it came first
         if settings().print_config:
             recipe = found.recipe
             print(f"multigemm: {found.backend} {recipe.kernel} {recipe.config} ({found.why})", file=sys.stderr)
@@ -72,47 +69,52 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
 def forget() -> None:
     """Chooses anew from now on, as another process would."""
     _choices.clear()
+    recipes.forget()
     table.table().forget_choices()
     table.change_generation()
 
 
-def _remembered(key: Any, choice: Choice) -> Choice:
-    """The choice that is kept under a key: that of another thread, if it came first."""
-    if len(_choices) >= CHOICES_KEPT:
-        _choices.clear()
-    return _choices.setdefault(key, choice)
+def _choose_named(problem: GroupedGemmProblem, spec: ProblemSpec, config: Any, names: Sequence[str]) -> Choice:
+    reasons: dict[str, list[str]] = {}
+    for name in names:  # a slip behind a name that can would never show
+        registry.check(name)
+    for name in names:
+        state = registry.state(name)
+        if not state.ok:
+            if len(names) == 1:
+                raise BackendUnavailable(name, unavailable_text(state))
+            reasons[name] = [unavailable_text(state)]
+            continue
+        reasons[name] = registry.refusals(registry.get(name), spec, problem.device)
+        if not reasons[name]:
+            why = "asked for by name" if len(names) == 1 else f"first of {', '.join(names)} that can"
+            return plan(name, problem, spec, config, why)
+    raise BackendUnsupported(reasons)
 
 
-def _plan(problem: GroupedGemmProblem, spec: ProblemSpec, config: Any, name: str, why: str = "") -> Choice:
-    """One backend, planned with the config that the ladder gives; the recipe is shared by all who would run it."""
-    device = problem.device
-    chosen, source = _config_for(name, problem, spec, config)
-    key = (name, spec, device, chosen, table.generation)
-    with lock_of((name, "compiles")):  # threads that meet a spec together compile it once
-        found = _choices.get(key)
-        if found is None:
-            found = _remembered(key, Choice(name, registry.get(name).plan(spec, chosen, device), spec, ""))
-    return Choice(name, found.recipe, spec, f"{why}; config {source}")
+def _choose_auto(problem: GroupedGemmProblem, spec: ProblemSpec, config: Any, eager: bool) -> Choice:
+    allowed = settings().backend
+    registry.check_allowed(allowed)
+    if spec.batch_invariant:
+        name = _invariant_backend(spec, problem.device, allowed)
+        return plan(name, problem, spec, config, "batch invariant: the same backend for all problems of these dtypes")
+    found = candidates(spec, problem.device)
+    able = [c.name for c in found if c.for_auto and (not allowed or c.name in allowed)]
+    if not able:
+        raise BackendUnsupported({c.name: c.why_not(allowed) for c in found})
+    if allowed:
+        names, why = sorted(able, key=allowed.index), f"first that MULTIGEMM_BACKEND={','.join(allowed)} allows"
+    else:
+        ranked = ranking.rank(Query(problem, class_of(problem, spec), able, eager), may_measure=config is None)
+        names, why = list(ranked.names), ranked.why
+    first = plan(names[0], problem, spec, config, why)
+    if not first.recipe.syncs:
+        return first
+    others = (plan(name, problem, spec, config, f"{names[0]} would wait for the sizes") for name in names[1:])
+    return next((choice for choice in others if not choice.recipe.syncs), first)
 
 
-def _config_for(name: str, problem: GroupedGemmProblem, spec: ProblemSpec, given: Any) -> tuple[Any, str]:
-    """A backend's config, and where it comes from: given, else measured for the class, else the backend's first guess.
-
-    A measured config that is no longer valid is passed over.
-    """
-    valid = registry.get(name).configs(spec, problem.device)
-    if given is not None:
-        return completed(given, valid), "given"
-    found = table.table().find(name, class_of(problem, spec), problem.device)
-    if found is not None:
-        measured, source = found
-        for config in valid:
-            if is_dataclass(config) and as_dict(config) == dict(measured.config):
-                return config, f"measured ({measured.us:.1f} us, {source})"
-    return (valid[0] if valid else None), "heuristic"
-
-
-def _choose_invariant(spec: ProblemSpec, device: torch.device, allowed: Sequence[str], plan_of: Planner) -> Choice:
+def _invariant_backend(spec: ProblemSpec, device: torch.device, allowed: Sequence[str]) -> str:
     """The one backend that "auto" takes for all batch-invariant problems of these dtypes on a device.
 
     Neither sizes, form and layout nor a measurement may choose it: another backend gives other bits. So the first of a
@@ -127,46 +129,4 @@ def _choose_invariant(spec: ProblemSpec, device: torch.device, allowed: Sequence
     if reasons := registry.reasons(name, spec, device):
         remedy = "auto takes no other backend, which would give other bits: name one for all calls"
         raise BackendUnsupported({name: [*reasons, remedy]})
-    return plan_of(name, "batch invariant: the same backend for all problems of these dtypes")
-
-
-def _choose_named(problem: GroupedGemmProblem, spec: ProblemSpec, names: Sequence[str], plan_of: Planner) -> Choice:
-    reasons: dict[str, list[str]] = {}
-    for name in names:  # a slip behind a name that can would never show
-        registry.check(name)
-    for name in names:
-        state = registry.state(name)
-        if not state.ok:
-            if len(names) == 1:
-                raise BackendUnavailable(name, unavailable_text(state))
-            reasons[name] = [unavailable_text(state)]
-            continue
-        reasons[name] = registry.refusals(registry.get(name), spec, problem.device)
-        if not reasons[name]:
-            return plan_of(name, "asked for by name" if len(names) == 1 else f"first of {', '.join(names)} that can")
-    raise BackendUnsupported(reasons)
-
-
-def _choose_auto(
-    problem: GroupedGemmProblem, spec: ProblemSpec, may_measure: bool, eager: bool, plan_of: Planner
-) -> Choice:
-    allowed = settings().backend
-    registry.check_allowed(allowed)
-    if spec.batch_invariant:
-        return _choose_invariant(spec, problem.device, allowed, plan_of)
-    found = candidates(spec, problem.device)
-    able = [c.name for c in found if c.for_auto and (not allowed or c.name in allowed)]
-    if not able:
-        raise BackendUnsupported({c.name: c.why_not(allowed) for c in found})
-    if allowed:
-        names, why = sorted(able, key=allowed.index), f"first that MULTIGEMM_BACKEND={','.join(allowed)} allows"
-    else:
-        ranked = ranking.rank(Query(problem, class_of(problem, spec), able, eager), may_measure, plan_of)
-        names, why = list(ranked.names), ranked.why
-    syncing: list[Choice] = []
-    for name in names:
-        choice = plan_of(name, why if name == names[0] else f"{names[0]} would wait for the sizes")
-        if not choice.recipe.syncs:
-            return choice
-        syncing.append(choice)
-    return syncing[0]
+    return name

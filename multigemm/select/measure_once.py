@@ -14,7 +14,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import UTC, datetime
@@ -27,10 +27,12 @@ from multigemm.cuda.driver import beside_captures, use_context
 from multigemm.planning import binding
 from multigemm.planning.binding import Bound, Choice
 from multigemm.planning.launch_cache import relaunches
+from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.select.problem_class import ProblemClass
+from multigemm.select.recipes import plan
 from multigemm.select.table import Entry, Measured, device_name
-from multigemm.select.timing import FLUSH_BYTES, describe, free_bytes, measure, rough_time_us
+from multigemm.select.timing import FLUSH_BYTES, Mode, describe, free_bytes, measure, rough_time_us
 from multigemm.settings import settings
 
 LONG_US = 150.0
@@ -64,43 +66,39 @@ def ranks_of_group() -> int:
     return group.get_world_size() if group.is_available() and group.is_initialized() else 1
 
 
-def measure_once(
-    problem: GroupedGemmProblem,
-    problem_class: ProblemClass,
-    names: Sequence[str],
-    plan_of: Callable[[str], Choice],
-) -> Entry:
-    """Times the backends `names`, the expected one first; `plan_of` compiles one.
+def measure_once(problem: GroupedGemmProblem, problem_class: ProblemClass, names: Sequence[str]) -> Entry:
+    """Times the backends `names`, the expected one first.
 
     Where nothing could be chosen, the entry tells so of all of them. A backend that fails is left out with a warning:
     the call itself is not at stake.
     """
-    device, took, failed = device_name(problem.device), dict[str, Measured](), dict[str, str]()
+    device, key = device_name(problem.device), str(problem_class)
+    took, failed, why = dict[str, Measured](), dict[str, str](), ""
+    began = compiled = time.perf_counter()
     try:
         with binding.callers_stream(problem), ExitStack() as stack:
             if problem.device.type == "cuda":
                 stack.enter_context(beside_captures())
             why = _obstacle(problem)
-            began = compiled = time.perf_counter()
             if not why:
-                choices = _planned(names, problem.device, plan_of, failed)
+                choices = _planned(names, problem, failed)
                 compiled = time.perf_counter()
                 took = _timed(choices, problem, failed) if len(choices) > 1 else {}
-            done = time.perf_counter()
     except Exception as error:  # the call itself may well succeed; if not, it says so
+        took, why = {}, f"it failed: {describe(error)}"
         warnings.warn(f"multigemm: auto could not measure: {describe(error)}", RuntimeWarning, stacklevel=2)
-        return Entry(device, str(problem_class), {}, failed=dict.fromkeys(names, f"it failed: {describe(error)}"))
+    done = time.perf_counter()
     for name, reason in failed.items():
         warnings.warn(f"multigemm: auto could not measure backend {name!r}: {reason}", RuntimeWarning, stacklevel=2)
     if len(took) < 2:
-        why = why or "fewer than two backends could be timed"
-        return Entry(device, str(problem_class), {}, failed=dict.fromkeys(names, why))
+        return Entry(device, key, {}, failed=dict.fromkeys(names, why or "fewer than two backends could be timed"))
     date, chosen = datetime.now(UTC).isoformat(timespec="seconds"), fastest({n: m.us for n, m in took.items()}, names)
     if settings().print_config:
         times = ", ".join(f"{name} {m.us:.1f} us" for name, m in took.items())
         spent = f"{1e3 * (done - compiled):.0f} ms, and {compiled - began:.1f} s to compile"
-        print(f"multigemm: measured {problem_class}: {times}; {chosen} from now on ({spent})", file=sys.stderr)
-    return Entry(device, str(problem_class), took, "own cache", chosen, date, failed)
+        print(f"multigemm: measured {key}: {times}; {chosen} from now on ({spent})", file=sys.stderr)
+    untimed = {name: "its plan waits for the sizes" for name in names if name not in took}
+    return Entry(device, key, took, "own cache", chosen, date, untimed | failed)
 
 
 def fastest(took: Mapping[str, float], names: Sequence[str]) -> str:
@@ -129,11 +127,10 @@ def _obstacle(problem: GroupedGemmProblem) -> str:
     return "" if free >= needed else f"{free / 2**20:.0f} MiB are free, and {needed / 2**20:.0f} MiB are needed"
 
 
-def _planned(
-    names: Sequence[str], device: torch.device, plan_of: Callable[[str], Choice], failed: dict[str, str]
-) -> dict[str, Choice]:
+def _planned(names: Sequence[str], problem: GroupedGemmProblem, failed: dict[str, str]) -> dict[str, Choice]:
     """Compiles side by side: NVRTC, Triton's and Numba's compiler release Python's lock or share it. Backends that wait
     for sizes are left out: "auto" would not take them."""
+    device, spec = problem.device, staged_spec(problem)
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def compiled(name: str) -> Choice:
@@ -142,53 +139,38 @@ def _planned(
                 use_context(index_of(device))
                 stack.enter_context(beside_captures())
                 stack.enter_context(torch.cuda.stream(stream))
-            return plan_of(name)
+            return plan(name, problem, spec)
 
-    found = {}
     with ThreadPoolExecutor(len(names)) as pool:
-        waiting = {name: pool.submit(compiled, name) for name in names}
-        for name, future in waiting.items():
-            try:
-                choice = future.result()
-            except Exception as error:
-                failed[name] = describe(error)
-                continue
-            if not choice.recipe.syncs:
-                found[name] = choice
-    return found
+        done = {name: pool.submit(compiled, name) for name in names}
+    failed.update((name, describe(error)) for name, x in done.items() if (error := x.exception()) is not None)
+    choices = {name: x.result() for name, x in done.items() if name not in failed}
+    return {name: choice for name, choice in choices.items() if not choice.recipe.syncs}
 
 
 def _timed(choices: Mapping[str, Choice], problem: GroupedGemmProblem, failed: dict[str, str]) -> dict[str, Measured]:
     """What each took, all of them writing into one scratch result."""
     scratch: Any = None
-    bounds, launches, rough = {}, {}, {}  # a launch keeps no operand alive
+    bounds, rough = {}, {}
     for name, choice in choices.items():
         try:
             scratch = binding.scratch(problem) if scratch is None else scratch
             bounds[name] = binding.bind(choice, problem, scratch)
-            launches[name] = bounds[name].launch
-            rough[name] = rough_time_us(launches[name], problem.device)
+            rough[name] = rough_time_us(bounds[name].launch, problem.device)
         except Exception as error:  # it may well be that the result does not fit twice
             failed[name] = describe(error)
     least = min(rough.values(), default=math.inf)
-    worth = {name: launches[name] for name, us in rough.items() if us <= max(SLOW_US, HOPELESS * least)}
+    worth = {name: bounds[name].launch for name, us in rough.items() if us <= max(SLOW_US, HOPELESS * least)}
     long = least >= LONG_US and problem.device.type == "cuda"
-    taken = measure(
-        worth,
-        problem.device,
-        "sustained" if long else "cold",
-        reps=ROUNDS,
-        min_reps=LEAST,
-        budget_ms=BUDGET_MS,
-        known_us=rough,
-    )
+    mode: Mode = "sustained" if long else "cold"
+    taken = measure(worth, problem.device, mode, reps=ROUNDS, min_reps=LEAST, budget_ms=BUDGET_MS, known_us=rough)
     failed.update((name, timing.error) for name, timing in taken.items() if not timing.ok)
     took = {name: taken[name].median if name in taken else us for name, us in rough.items()}
     host = {} if long else {n: _host_time_us(choices[n], problem, scratch, bounds[n]) for n in worth}
     return {
         name: Measured(round(us, 2), host_us=round(host.get(name, 0.0), 2))
         for name, us in took.items()
-        if us >= LEAST_US
+        if us >= LEAST_US  # a call that failed has no median
     }
 
 

@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 
 from multigemm.planning.staging import equal_sizes
+from multigemm.problem.arrays import dtype_name
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import OperandSpec, ProblemSpec, bucket, half_octave
 
@@ -114,7 +115,7 @@ def _precision(spec: ProblemSpec) -> str:
 
 
 def _operand(x: OperandSpec) -> str:
-    short = x.packed or str(x.dtype).removeprefix("torch.")
+    short = x.packed or dtype_name(x.dtype)
     return f"{short}/{x.order}{'' if x.align >= 16 else x.align}{'/shared' if x.shared else ''}{_scale(x)}"
 
 
@@ -122,6 +123,6 @@ def _scale(x: OperandSpec) -> str:
     """What a scale covers: "/x1x128" is one number for each line and 128 of K, "0" for all of an axis."""
     if (s := x.scale) is None:
         return ""
-    short = {torch.float32: "", torch.float8_e8m0fnu: "e8m0"}.get(s.dtype, str(s.dtype).removeprefix("torch."))
+    short = {torch.float32: "", torch.float8_e8m0fnu: "e8m0"}.get(s.dtype, dtype_name(s.dtype))
     zero = "" if s.zero is None else "z"
     return f"/{'g' if s.by_group else ''}x{s.rows}x{s.k}{short}{zero}"

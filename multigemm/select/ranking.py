@@ -21,18 +21,16 @@ its three 1.0004 times. `tests/select/test_static_order.py` holds the order to t
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from multigemm.planning.binding import Choice
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import OperandSpec, ProblemSpec
 from multigemm.select import measure_once as trial
-from multigemm.select import registry, table
+from multigemm.select import recipes, registry, table
 from multigemm.select.problem_class import EQUAL, ON_DEVICE, ProblemClass
 from multigemm.select.table import Entry, Measured
 
@@ -40,6 +38,10 @@ AT_MOST = 3
 HOST_US = {"cupy": 11.0, "numba": 11.0, "triton": 11.0, "cublas": 35.0}
 """Of a warm eager call, for tables that hold the time of the device alone (`benchmarks/host_time.py`, offsets, H200,
 2026-11-22)."""
+LESS_BUSY = 0.8
+"""Of the other backend's host time: with less, an eager call over equal groups takes a backend that is up to 3 %
+slower, since a caller who waits for the device has the rest of the time for work of his own."""
+NOT_MEASURED = "first of the static order; not measured: "
 LONG_K, MANY_ROWS = 1024, 64
 """From both on, 16-bit kernels of CuPy lead those of Triton: a slower start of each tile, and a faster main loop."""
 FEW_GROUPS = 8
@@ -67,83 +69,74 @@ class Query:
     able: Sequence[str]
     eager: bool = False
 
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The backends that can: as the static order has them, then the others."""
+        named = [name for name in static_order(self.problem_class) if name in self.able]
+        return (*named, *(name for name in self.able if name not in named))
+
     def us(self, name: str, measured: Measured) -> float:
         """The time that counts."""
         return max(measured.us, measured.host_us or HOST_US.get(name, 0.0)) if self.eager else measured.us
 
+    def ranked(self, times: Mapping[str, Measured], best: str, why: str, source: str) -> Ranking:
+        """The best one, the others by their times, and those without a time."""
+        known = {name: self.us(name, measured) for name, measured in times.items()}
+        names = sorted(self.order, key=lambda name: (name != best, known.get(name, math.inf)))
+        us, device_us = self.us(best, times[best]), times[best].us
+        host = f" of the host (the device takes {device_us:.1f})" if us > device_us else ""
+        return Ranking(tuple(names), f"{why}, {us:.1f} us{host}, {source}", times, source)
 
-_locks: dict[object, threading.RLock] = {}
-os.register_at_fork(after_in_child=_locks.clear)  # threads that held one do not exist in a child
+    def best_measured(self, entry: Entry) -> str:
+        """What was chosen for plans. For an eager call the same rule, by the time that counts there; over equal groups,
+        whose times no other way to cut them changes, of two about as fast the one with clearly less for the host."""
+        if not self.eager:
+            return entry.chosen
+        us = {name: self.us(name, measured) for name, measured in entry.backends.items()}
+        best = trial.fastest(us, [*self.order, *us])
+        if self.problem_class.where != EQUAL:
+            return best
+        near = (name for name in us if us[name] <= trial.WORTH * us[best] and entry.backends[name].host_us)
+        host = {name: entry.backends[name].host_us for name in near}
+        least = min(host, key=lambda name: host[name], default=best)
+        return least if least != best and host[least] < LESS_BUSY * host.get(best, 0.0) else best
 
 
-def lock_of(what: object) -> threading.RLock:
-    """The lock of a device, where one thread at a time measures, or of a backend's compiler."""
-    return _locks.setdefault(what, threading.RLock())
-
-
-def rank(query: Query, may_measure: bool, plan_of: Callable[[str], Choice]) -> Ranking:
+def rank(query: Query, may_measure: bool) -> Ranking:
     """The ranking of the backends that are able to solve a problem; measures, unless something is against it."""
     found = known(query)
     if found.why:
         return found
     if why_not := trial.forbidden() if may_measure else "a config is given":
-        return _unmeasured(found.names, why_not)
-    with lock_of(query.problem.device):
-        again = known(query)  # another thread may have measured
-        if again.why:
-            return again
-        worth = worth_measuring(query.problem_class, found.names)
-        made = trial.measure_once(query.problem, query.problem_class, worth, plan_of)
-        return _by_measurement(query, table.table().keep_choice(made), found.names)
+        return Ranking(found.names, NOT_MEASURED + why_not)
+    with recipes.lock_of(query.problem.device):
+        found = known(query)  # another thread may have measured
+        if not found.why:
+            worth = worth_measuring(query.problem_class, found.names)
+            table.table().keep_choice(trial.measure_once(query.problem, query.problem_class, worth))
+            found = known(query)
+    return found
 
 
 def known(query: Query) -> Ranking:
     """What is known without measuring now; where that is nothing, the static order without a reason."""
-    named = [name for name in static_order(query.problem_class) if name in query.able]
-    names = (*named, *(name for name in query.able if name not in named))
-    if (found := _by_table(query, names)) is not None:
-        return found
+    names, device, tuned = query.order, query.problem.device, table.table()
+    found = {name: x for name in names if (x := tuned.find(name, query.problem_class, device)) is not None}
+    if len(found) > 1:
+        times = {name: measured for name, (measured, _) in found.items()}
+        best = min(times, key=lambda name: (query.us(name, times[name]), times[name].us))
+        return query.ranked(times, best, "the fastest in the table", found[best][1])
     worth = worth_measuring(query.problem_class, names)
     if len(worth) < 2:
         return Ranking(names, "the only one that can")
-    made = None if trial.forbidden() else table.table().choice(query.problem_class, query.problem.device, worth)
-    return Ranking(names, "") if made is None else _by_measurement(query, made, names)
-
-
-def _unmeasured(names: tuple[str, ...], why: str) -> Ranking:
-    return Ranking(names, f"first of the static order; not measured: {why}")
-
-
-def _by_measurement(query: Query, made: Entry, names: tuple[str, ...]) -> Ranking:
-    """As it was measured once; `names` is the static order, and holds whoever can."""
+    made = None if trial.forbidden() else tuned.choice(query.problem_class, device, worth)
+    if made is None:
+        return Ranking(names, "")
     if not made.chosen:
-        return _unmeasured(names, next(iter(made.failed.values())))
-    us = {name: query.us(name, m) for name, m in made.backends.items()}
-    best = trial.fastest(us, [*names, *us]) if query.eager else made.chosen
-    why = "the fastest" if us[best] == min(us.values()) else "first of the static order, and about as fast"
-    return _ranking(query, made.backends, best, names, why, f"measured on {made.date[:10]}")
-
-
-def _by_table(query: Query, names: Sequence[str]) -> Ranking | None:
-    """By the table, if that compares at least two of the backends."""
-    device, read = query.problem.device, table.table().find
-    found = {name: x for name in names if (x := read(name, query.problem_class, device)) is not None}
-    if len(found) < 2:
-        return None
-    times = {name: measured for name, (measured, _) in found.items()}
-    best = min(times, key=lambda name: (query.us(name, times[name]), times[name].us))
-    return _ranking(query, times, best, names, "the fastest in the table", found[best][1])
-
-
-def _ranking(
-    query: Query, times: Mapping[str, Measured], best: str, names: Sequence[str], why: str, source: str
-) -> Ranking:
-    """The best one, the others by their times, and those without a time; of all of them who is among `names`."""
-    order = sorted(times, key=lambda name: (name != best, query.us(name, times[name])))
-    order = [name for name in (*order, *(n for n in names if n not in times)) if name in names]
-    us, device_us = query.us(best, times[best]), times[best].us
-    host = f" of the host (the device takes {device_us:.1f})" if us > device_us else ""
-    return Ranking(tuple(order), f"{why}, {us:.1f} us{host}, {source}", times, source)
+        return Ranking(names, NOT_MEASURED + next(iter(made.failed.values())))
+    best, us = query.best_measured(made), {name: query.us(name, measured) for name, measured in made.backends.items()}
+    why = "the fastest" if us[best] == min(us.values()) else "about as fast as the fastest, and preferred to it"
+    return query.ranked(made.backends, best, why, f"measured on {made.date[:10]}")
 
 
 def worth_measuring(problem_class: ProblemClass, names: Sequence[str]) -> tuple[str, ...]:
@@ -185,9 +178,7 @@ def invariant_order(spec: ProblemSpec) -> tuple[str, ...]:
     """The order for batch-invariant problems: by dtype alone, since another backend gives other bits."""
     if spec.compute in (torch.float16, torch.bfloat16):
         return "cupy", "triton", "numba", "cpu"
-    if spec.compute is torch.float32 and spec.precision != "tf32":
-        return "numba", "triton", "cupy", "cpu"
-    if spec.compute is torch.int8:
+    if spec.compute is torch.int8 or (spec.compute is torch.float32 and spec.precision != "tf32"):
         return "numba", "triton", "cupy", "cpu"
     return "triton", "numba", "cupy", "cpu"
 

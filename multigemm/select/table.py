@@ -79,10 +79,10 @@ def decoded(raw: Any, source: str) -> Entry:
         whole = all(type(m.us) in (int, float) and 0 < m.us < math.inf for m in backends.values())
         whole &= isinstance(entry.device, str) and isinstance(entry.key, str)
         whole &= not entry.chosen or entry.chosen in backends
+        if not whole:
+            raise TypeError("a time, a name or the choice is none")
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{str(raw)[:200]} is no entry of a table: {error}") from error
-    if not whole:
-        raise ValueError(f"{str(raw)[:200]} is no entry of a table")
     return entry
 
 

@@ -156,16 +156,6 @@ def measure(
         return _measure(clock, variants, mode, reps, min_reps, budget_ms, rest, known_us or {}, watch)
 
 
-def do_bench(
-    call: Call, device: torch.device | str, *, rep_ms: float = 100.0, quantiles: Sequence[float] = (0.5, 0.2, 0.8)
-) -> tuple[float, ...]:
-    """Milliseconds at the quantiles, measured as Triton's tutorials do (defaults included)."""
-    timing = measure({"call": call}, device, "do_bench", reps=10**6, min_reps=1, budget_ms=rep_ms)
-    if timing["call"].error:
-        raise RuntimeError(timing["call"].error)
-    return tuple(timing["call"].quantile(q) / 1e3 for q in quantiles)
-
-
 def overhead(device: torch.device | str) -> dict[str, float]:
     """What the clock itself costs in microseconds: nothing, and an empty kernel, between two events; what cannot be
     measured now (a full device) is left out."""

@@ -30,8 +30,9 @@ from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSett
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ACTIVATIONS
-from multigemm.testing.campaigns import side_by_side
+from multigemm.testing.campaigns import add_up, side_by_side
 from multigemm.testing.case import as_dtype
+from multigemm.testing.placed_case import bits
 from multigemm.testing.subject import Subject
 
 Draw = np.random.Generator
@@ -40,9 +41,10 @@ LONG_KS = (2048, 2880, 4096)
 NS = (1, 3, 8, 16, 33, 64, 100, 128, 136, 192, 256, 384, 512)
 DTYPES = ("bfloat16", "bfloat16", "bfloat16", "float16", "float16", "float32", "float32", "tf32", "float64", "int8")
 MODES = ("normal", "normal", "cancel", "special", "tiny", "whole")
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FORMS = ("jagged_m", "per_group", "batched", "masked", "jagged_n", "jagged_k")
 WEIGHTS, MOST_ELEMENTS, MOST_DOWN, LISTED = 6, 1 << 23, 256, 20
+REFUSED_AT_ONCE = 20
+"""So many refusals before the first comparison, and a kind is left: the backend refuses its dtype."""
 AT_ONCE = 100
 """Comparisons that are made before the host waits for the device."""
 CONFIGS_OF_A_FORM = 2
@@ -105,11 +107,6 @@ class Batch(NamedTuple):
     keywords: dict[str, Any]
     wanted: list[Tensor]
     parts: Callable[[Any], list[Tensor]]
-
-
-def bits(x: Tensor) -> Tensor:
-    """The bits of a tensor as integers."""
-    return x.contiguous().view(BITS[x.element_size()])
 
 
 Layout = Literal["row", "col", "odd"]
@@ -315,13 +312,6 @@ class Count:
     at_fault: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
 
-    def add(self, other: Count) -> None:
-        for name in ("comparisons", "rows", "elements", "differing", "kinds"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("refused", "forms", "configs", "at_fault"):
-            getattr(self, name).update(getattr(other, name))
-        self.examples = (self.examples + other.examples)[:EXAMPLES]
-
 
 class _Pending(NamedTuple):
     """A comparison whose number of differing elements is still on the device."""
@@ -426,9 +416,10 @@ def run(backend: str, device: torch.device, seconds: float, seed: int, promise: 
         kind = draw_kind(np.random.default_rng((seed, number)), seed * 100003 + number, work)
         comparer = Comparer(subject, kind, Pool(kind, rows, device), count, promise)
         before = count.comparisons
-        for _ in range(each):
+        for drawn in range(each):
             comparer.compare()
-            if time.monotonic() - begin > seconds:
+            refused = drawn >= REFUSED_AT_ONCE and count.comparisons == before
+            if refused or time.monotonic() - begin > seconds:
                 break
         comparer.settle()
         count.kinds += count.comparisons > before
@@ -448,7 +439,7 @@ def _parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Prints a line for each backend; 1 if a bit differed or a process failed."""
+    """Prints a line for each backend; 1 if a bit differed, a process failed or nothing could be compared."""
     args = _parse()
     device, report, bad = torch.device(args.device), dict[str, Any](), 0
     for backend in args.backends.split(","):
@@ -457,7 +448,7 @@ def main() -> int:
         counts, failures = side_by_side(run, calls)
         count = Count()
         for part in counts:
-            count.add(part)
+            add_up(count, part)
         refused = sum(count.refused.values())
         size = (
             f"{count.comparisons} comparisons of {count.rows} rows and {count.elements} elements, {count.kinds} kinds"
@@ -465,8 +456,10 @@ def main() -> int:
         print(f"{backend}: {size}: {count.differing} elements differ; {refused} refused", flush=True)
         for text in [*count.examples[:5], *failures[:2]]:
             print("   ", text, flush=True)
-        report[backend] = {**vars(count), "failures": failures}
-        bad += bool(count.differing and not args.control) or bool(failures)
+        report[backend] = {**vars(count), "examples": count.examples[:EXAMPLES], "failures": failures}
+        if not count.comparisons:
+            print("    nothing was compared: ", *[reason for reason, _ in count.refused.most_common(1)], flush=True)
+        bad += not count.comparisons or bool(count.differing and not args.control) or bool(failures)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))
     return int(bad > 0)

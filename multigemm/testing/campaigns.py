@@ -1,10 +1,12 @@
-"""What campaigns share: the versions that kept results name, and work in several processes."""
+"""What campaigns share: the versions that kept results name, work in several processes, and sums of counts."""
 
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
 from typing import Any, TypeVar
@@ -29,6 +31,27 @@ def versions() -> dict[str, str]:
         found["device"] = torch.cuda.get_device_name()
         found["cuda"] = str(torch.version.cuda)
     return {"python": platform.python_version()} | {name: text for name, text in found.items() if text}
+
+
+def add_up(total: Any, part: Any) -> None:
+    """Adds the numbers, counters and lists of a dataclass to those of another one; what else it has stays.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass
+        ... class Count:
+        ...     calls: int = 0
+        >>> total = Count(2)
+        >>> add_up(total, Count(3))
+        >>> total
+        Count(calls=5)
+    """
+    for field in fields(total):
+        own, other = getattr(total, field.name), getattr(part, field.name)
+        if isinstance(own, Counter):
+            own.update(other)
+        elif isinstance(own, int | list):
+            setattr(total, field.name, own + other)
 
 
 def side_by_side(work: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> tuple[list[T], list[str]]:

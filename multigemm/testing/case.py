@@ -15,12 +15,6 @@ import torch
 
 from multigemm.problem.spec import Form
 
-MODES = (
-    "int", "ties", "onehot", "bitmask", "normal", "uniform", "cancel", "pow2", "special", "rowscaled", "precise",
-    "tiny", "beside", "edges",
-)  # fmt: skip
-"""How values are drawn; see multigemm.testing.values."""
-
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -221,10 +215,6 @@ def as_dtype(name: str) -> torch.dtype:
     found = getattr(torch, name)
     assert isinstance(found, torch.dtype)
     return found
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def fit(case: Case, budget: int) -> Case:

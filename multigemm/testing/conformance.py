@@ -23,8 +23,9 @@ from multigemm.errors import UnknownBackend
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.spec import ACTIVATIONS, FORMS, Form
 from multigemm.select import registry
-from multigemm.testing import corpus, deep_oracles, fused_problems, relations
+from multigemm.testing import corpus, fused_problems
 from multigemm.testing.case import Case
+from multigemm.testing.deep_oracles import GPU_ORACLES, ORACLES, THREAD_ORACLES
 from multigemm.testing.oracles import Outcome, check
 from multigemm.testing.placed_case import DeviceCase, PlacedCase
 from multigemm.testing.strategies import DTYPES, EMULATED, Limits, random_case
@@ -76,9 +77,7 @@ def case_of(form: Form, dtype: str, **more: Any) -> Case:
     return Case(form=form, dtype=dtype, **{**SIZES[form], **more})
 
 
-def examine(
-    case: Case, subject: Subject, device: torch.device, *, must_run: bool = False
-) -> tuple[DeviceCase, Outcome]:
+def examine(case: Case, subject: Subject, device: torch.device) -> tuple[DeviceCase, Outcome]:
     """Runs a case; fails the test on any finding."""
     device_case = DeviceCase.from_case(case, device)
     outcome = check(device_case, subject)
@@ -165,49 +164,20 @@ def test_ways_to_say_sizes(index: str, kind: str, where: str, subject: Subject, 
     examine(case_of("jagged_m", "float32", index=index, kind=kind, where=where, head=head), subject, device)
 
 
+@pytest.mark.parametrize("oracle", [*ORACLES, *GPU_ORACLES, *THREAD_ORACLES])
 @pytest.mark.parametrize("form", FORMS)
-def test_sizes_and_contents_that_change_in_place(form: Form, subject: Subject, device: torch.device) -> None:
-    device_case, outcome = _wants_run(examine(case_of(form, "float32"), subject, device))
-    for seed in range(3):
-        deep_oracles.changed_sizes(device_case, subject, outcome, seed)
-    deep_oracles.other_contents(device_case, subject, outcome)
-    assert not outcome.findings, "\n".join(map(str, outcome.findings))
-
-
-@pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k", "masked"])
-def test_sizes_that_lie_write_nothing_outside(form: Form, subject: Subject, device: torch.device) -> None:
-    device_case, outcome = _wants_run(examine(case_of(form, "float32"), subject, device))
-    for seed in range(4):
-        deep_oracles.lying_sizes(device_case, subject, outcome, seed)
-    assert not outcome.findings, "\n".join(map(str, outcome.findings))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_relations(form: Form, subject: Subject, device: torch.device) -> None:
-    for mode in ("int", "normal"):
-        device_case, outcome = _wants_run(examine(case_of(form, "float32", mode=mode), subject, device))
-        relations.relate(device_case, subject, outcome, 7)
-        assert not outcome.findings, "\n".join(map(str, outcome.findings))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_threads(form: Form, subject: Subject, device: torch.device) -> None:
-    if subject.backend.availability().emulated:
+def test_other_circumstances(form: Form, oracle: str, subject: Subject, device: torch.device) -> None:
+    """Contents and sizes that change or lie, operands at the edge of memory, related problems, streams, threads."""
+    if oracle in THREAD_ORACLES and subject.backend.availability().emulated:
         pytest.skip("emulators serve one thread")
-    device_case, outcome = _wants_run(examine(case_of(form, "float32"), subject, device))
-    deep_oracles.threads(device_case, subject, outcome)
-    assert not outcome.findings, "\n".join(map(str, outcome.findings))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_streams_and_graphs(form: Form, subject: Subject, device: torch.device) -> None:
-    if device.type != "cuda":
+    if oracle in GPU_ORACLES and device.type != "cuda":
         pytest.skip("streams and graphs need a CUDA device")
-    device_case, outcome = _wants_run(examine(case_of(form, "float32"), subject, device))
-    deep_oracles.side_stream(device_case, subject, outcome)
-    deep_oracles.graph(device_case, subject, outcome)
-    deep_oracles.changed_sizes(device_case, subject, outcome, 11, captured=True)
-    assert not outcome.findings, "\n".join(map(str, outcome.findings))
+    judge = {**ORACLES, **GPU_ORACLES, **THREAD_ORACLES}[oracle]
+    for mode in ("int", "normal") if oracle == "relations" else ("int",):
+        device_case, outcome = _wants_run(examine(case_of(form, "float32", mode=mode), subject, device))
+        for seed in range(4 if oracle.endswith("sizes") else 1):
+            judge(device_case, subject, outcome, seed)
+        assert not outcome.findings, "\n".join(map(str, outcome.findings))
 
 
 @pytest.mark.parametrize("family", ["float32,float64", "bfloat16,float16", "int8"])

@@ -28,6 +28,7 @@ from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ACTIVATIONS, GATES, GLU_LAYOUTS
 from multigemm.reference.verify import answer, judge
 from multigemm.select import registry
+from multigemm.testing.placed_case import bits
 
 FORMS = ("jagged_m", "jagged_m", "jagged_m", "jagged_m", "jagged_k", "jagged_n", "batched", "masked", "per_group")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -66,8 +67,7 @@ class Memory:
             if written is not None:
                 inside = after.as_strided(written.shape, written.stride(), BAND)
                 inside.copy_(before.as_strided(written.shape, written.stride(), BAND))
-            bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[after.itemsize]
-            if not torch.equal(after.view(bits), before.view(bits)):
+            if not torch.equal(bits(after), bits(before)):
                 names.append(name)
         return names
 
@@ -348,8 +348,7 @@ def _same_with_every_row(drawn: Drawn, backend: Backend, config: int, got: Any) 
     if wanted not in configs:
         return []
     again, owned = run(backend, problem, configs.index(wanted)), answer(problem).blocks[0].owned
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[again.itemsize]
-    same = (again.view(bits) == got.contiguous().view(bits)) | (again.isnan() & got.isnan())
+    same = (bits(again) == bits(got)) | (again.isnan() & got.isnan())
     return [] if (same.cpu().numpy() | ~owned).all() else ["a_rows = 0, 1, 2, ... changes the bits of the result"]
 
 
@@ -360,19 +359,20 @@ def _on_host(x: Any) -> Any:
 def findings(backend: Backend, problems: int, device: torch.device | str = "cpu", first: int = 0) -> Iterator[str]:
     """What is wrong in the results of a backend for so many problems; those that it refuses are skipped.
 
-    Args:
-        backend: the one under test.
-        problems: how many seeds.
-        device: where the operands lie.
-        first: the first seed.
+        Args:
+            backend: the one under test.
+            problems: how many seeds.
+            device: where the operands lie.
+            first: the first seed.
 
-    Yields:
-        The seed, the problem and what is wrong.
+        Yields:
+            The seed, the problem and what is wrong.
 
-    Example:
-        >>> from multigemm.select import registry
-        >>> list(findings(registry.get("cpu"), 3))
-        []
+        Example:
+            >>> from multigemm.select import registry
+    from multigemm.testing.placed_case import bits
+            >>> list(findings(registry.get("cpu"), 3))
+            []
     """
     for seed in range(first, first + problems):
         drawn = random_problem(seed, device)

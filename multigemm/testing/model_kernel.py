@@ -22,6 +22,7 @@ from torch import Tensor
 
 from multigemm.backend import Availability, Recipe
 from multigemm.planning.operands import Operands
+from multigemm.problem.arrays import dtype_name
 from multigemm.problem.spec import ProblemSpec
 from multigemm.reference.dtypes import numpy_dtype, round_once
 from multigemm.reference.numpy_reference import activate
@@ -46,7 +47,7 @@ class Flat:
         storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
         size = tensor.dtype.itemsize
         whole = storage[: storage.numel() // size * size]
-        name = str(tensor.dtype).removeprefix("torch.")
+        name = dtype_name(tensor.dtype)
         kind = {1: torch.uint8, 2: torch.int16}[size] if hasattr(ml_dtypes, name) else tensor.dtype
         data = whole.view(kind).numpy()
         self.data: Array = data.view(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else data

@@ -22,7 +22,7 @@ from multigemm.reference.numpy_reference import activate
 from multigemm.testing import model_kernel, relations
 from multigemm.testing.case import Case
 from multigemm.testing.deep_oracles import changed_sizes, lying_sizes, other_contents, run_oracles
-from multigemm.testing.model_kernel import Kernel, ModelBackend
+from multigemm.testing.model_kernel import Kernel
 from multigemm.testing.oracles import Outcome, check
 from multigemm.testing.placed_case import DeviceCase
 from multigemm.testing.strategies import Limits, random_case
@@ -427,8 +427,3 @@ def hunt(backend: Any, *, problems: int = MOST_PROBLEMS, limits: Limits = HUNTIN
             found = outcome.findings[0]
             return Kill(subject.name, found.oracle, tried, time.monotonic() - begin, case, found.text)
     return Kill(subject.name, "", tried, time.monotonic() - begin)
-
-
-def hunt_mutant(name: str) -> Kill:
-    """The hunt for one planted fault, by its name."""
-    return hunt(ModelBackend(name, planted(name)))

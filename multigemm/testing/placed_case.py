@@ -48,6 +48,11 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def bits(x: Tensor) -> Tensor:
+    """The elements of a tensor as integers of the same width, in memory without gaps."""
+    return x.contiguous().view(_SIGNED[x.element_size()])
+
+
 @dataclass(frozen=True, slots=True)
 class Region:
     """One tensor inside an arena: `offset` is the byte of its first element, strides are in elements."""

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from multigemm.problem.arrays import dtype_name
 from multigemm.testing.case import Case
 from multigemm.testing.oracles import Finding, Outcome, check
 from multigemm.testing.placed_case import DeviceCase, PlacedCase
@@ -162,7 +163,7 @@ def transposed(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
         case, form=names.get(case.form, case.form), m=case.n, n=case.m, dims=tuple((n, m, k) for m, n, k in case.dims),
         dtype=case.dtype_b or case.dtype, dtype_b=case.dtype,
         a=case.b.turned, b=case.a.turned, c=case.c.turned, out=case.out.turned,
-        out_dtype=str(case.result_dtype).removeprefix("torch.") if case.compute != torch.int8 else "",
+        out_dtype=dtype_name(case.result_dtype) if case.compute != torch.int8 else "",
     )  # fmt: skip
     turned_values = Values(turn(values.b), turn(values.a), turn(values.c), None)
     return Relation("transposed", turned, turned_values, turn, same_rows=False)
@@ -288,15 +289,13 @@ def _differing_bits(one: Blocks, two: Blocks) -> str:
     return ""
 
 
-def relate(device_case: DeviceCase, subject: Subject, outcome: Outcome, seed: int, only: str = "") -> int:
+def relate(device_case: DeviceCase, subject: Subject, outcome: Outcome, seed: int) -> int:
     """Checks the relations that fit; the case must have been found right. Returns how many were checked."""
     placed, rng, done = device_case.placed, np.random.default_rng(seed), 0
     case = placed.case
     if outcome.result is None or case.quantised or case.a.zero or case.b.zero or case.c.zero:
         return 0
     for make in RELATIONS:
-        if only and make.__name__ != only:
-            continue
         relation = make(placed, rng)
         if relation is None:
             continue

@@ -27,7 +27,7 @@ from torch import Tensor
 from multigemm.api import grouped_gemm
 from multigemm.errors import BackendUnsupported
 from multigemm.planning.launch_cache import LAUNCHES
-from multigemm.testing.campaigns import side_by_side
+from multigemm.testing.campaigns import add_up, side_by_side
 
 FORMS = ("jagged_m", "jagged_m", "jagged_m", "shared", "jagged_n", "jagged_k", "batched", "masked")
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)
@@ -79,16 +79,6 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
     forms: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
-
-    def add(self, other: Outcome) -> None:
-        """Adds what another process found."""
-        self.calls, self.hits, self.refused = (
-            self.calls + other.calls,
-            self.hits + other.hits,
-            self.refused + other.refused,
-        )
-        self.wrong += other.wrong
-        self.forms += other.forms
 
 
 def matrix(chance: random.Random, layout: int, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
@@ -310,7 +300,7 @@ def main(arguments: list[str] | None = None) -> int:
         outcome = Outcome(name)
         parts, outcome.failures = side_by_side(run, calls) if options.jobs > 1 else ([run(*calls[0])], [])
         for part in parts:
-            outcome.add(part)
+            add_up(outcome, part)
         found.append(outcome)
         print(
             f"{name}: {outcome.calls} calls, {outcome.hits} served by the cache, {outcome.refused} styles refused, "

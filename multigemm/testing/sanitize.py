@@ -50,6 +50,8 @@ BARRIERS = ("--num-cuda-barriers", "64")
 do not count they know nothing, and take what it orders for races."""
 OPTIONS = {"memcheck": ("--padding", "4096"), "racecheck": BARRIERS, "synccheck": BARRIERS}
 PROBLEMS = 20
+QUANTISED = 3
+"""One kind in so many has quantised operands."""
 TURNS = 3
 """As in docs/notes/proof.md, so that both find the same compiled kernels."""
 T = TypeVar("T")
@@ -221,7 +223,7 @@ def inside(backend: str, problems: int, kinds: int, work: int, fill: bool) -> in
     if fill:  # torch fills what `empty` returns in its deterministic mode
         torch.use_deterministic_algorithms(True, warn_only=True)
     device, bad, ran, configs = torch.device("cuda"), 0, 0, set()
-    every = kinds_of(Limits(work=work), kinds)
+    every = kinds_of(Limits(work=work, quantised=QUANTISED), kinds)
     chosen = list(zip(every, assigned(every, Subject(backend), device, TURNS), strict=True))
     for case, wanted in various([pair for pair in spread(chosen, kinds) if pair[1]])[:problems]:
         subject = Subject(backend)

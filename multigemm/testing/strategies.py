@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from multigemm.problem.arrays import dtype_name
 from multigemm.problem.spec import ACTIVATIONS, FORMS, Form
-from multigemm.testing.case import FLOAT8, PLAIN, UNSCALED, Case, Layout, Scale, align, classes, dtype_name, fit
+from multigemm.testing.case import FLOAT8, PLAIN, UNSCALED, Case, Layout, Scale, align, classes, fit
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -117,11 +118,11 @@ def _lengths(ch: Chooser, limits: Limits) -> tuple[int, ...]:
     return (ch.choice((0, 1, 1, 2)),) * count
 
 
-def draw_layout(ch: Chooser, *, written: bool = False, spacious: bool = True) -> Layout:
+def draw_layout(ch: Chooser, *, written: bool = False) -> Layout:
     order = ch.choice(("row", "row", "col"))
     if ch.integer(0, 3) == 0:
         return Layout(order)
-    step = 2 if spacious and ch.integer(0, 9) == 0 else 1
+    step = 2 if ch.integer(0, 9) == 0 else 1
     zero = "" if written or ch.integer(0, 11) else ch.choice(("g", "r", "c"))
     return Layout(order, ch.choice((0, 1, 3, 7, 8, 16, -16)), ch.choice((0, 0, 1, 2, 3, 4, 7, 8)), step, zero)
 
@@ -393,19 +394,6 @@ def _modes_like(kind: Case, limits: Limits) -> list[str]:
     every = QUANTISED_MODES if kind.quantised else limits.modes
     alike = [m for m in every if (m in WHOLE) == (kind.mode in WHOLE) and m not in ("bitmask", "special", "edges")]
     return [m for m in alike if m not in DISTINCT] if kind.a.zero or kind.b.zero else alike
-
-
-def cousin(kind: Case, ch: Chooser, limits: Limits) -> Case:
-    """Another problem with the kind's dtypes and the layouts of its operands; its own form and epilogue."""
-    if kind.dtype_b or kind.quantised:
-        return redrawn(kind, ch, limits)
-    other = draw_case(ch, replace(limits, dtypes=(kind.dtype,)))
-    kept = {name: getattr(kind, name) for name in ("precision", "a", "b", "aligned")}
-    if {other.c_dtype, other.bias_dtype} <= {"", kind.dtype, "float32"} and not other.alias:
-        kept["out_dtype"] = kind.out_dtype
-    if kind.a.zero or kind.b.zero:
-        kept["mode"] = kind.mode
-    return settled(replace(other, **kept), limits)
 
 
 def _pairs(case: Case) -> set[tuple[str, str]]:

@@ -12,19 +12,7 @@ import torch
 from multigemm.backends.cublas import choice as cublas_choice
 from multigemm.backends.cublas.config import Config as CublasConfig
 from multigemm.backends.numba import choice as numba_choice
-from multigemm.backends.numba.config import (
-    FMA_SMALL,
-    FMA_TALL,
-    GENERIC,
-    GENERIC_LARGE,
-    GENERIC_LOW,
-    HOPPER,
-    HOPPER_MEDIUM,
-    HOPPER_NARROW,
-    MMA,
-    MMA_SMALL,
-    MMA_TALL,
-)
+from multigemm.backends.numba import config as numba
 from multigemm.problem.spec import ProblemSpec
 from multigemm.testing import Case, DeviceCase, Subject, check
 from multigemm.testing.case import Layout
@@ -33,8 +21,8 @@ from multigemm.testing.placed_case import spec_of
 
 CUBLAS = (CublasConfig("auto"), CublasConfig("loop"), CublasConfig("batched"), CublasConfig("streams", 3),
           CublasConfig("grouped"), CublasConfig("grouped_mm"))  # fmt: skip
-NUMBA = (GENERIC, GENERIC_LARGE, GENERIC_LOW, MMA, MMA_SMALL, MMA_TALL, FMA_TALL, FMA_SMALL, HOPPER, HOPPER_MEDIUM,
-         HOPPER_NARROW)  # fmt: skip
+NUMBA = (numba.GENERIC, numba.GENERIC_LARGE, numba.GENERIC_LOW, numba.MMA, numba.MMA_SMALL, numba.MMA_TALL,
+         numba.FMA_TALL, numba.FMA_SMALL, numba.HOPPER, numba.HOPPER_MEDIUM, numba.HOPPER_NARROW)  # fmt: skip
 WAYS = [*(("cublas", config) for config in CUBLAS), *(("numba", config) for config in NUMBA)]
 Problem = Callable[[Any, ProblemSpec, torch.device], str]
 PROBLEM_WITH: dict[str, Problem] = {"cublas": cublas_choice.problem_with, "numba": numba_choice.problem_with}
@@ -111,7 +99,8 @@ def test_every_config_under_every_oracle(backend: str, config: Any, name: str) -
     spec = DeviceCase.from_case(CASES[name], device).problem.spec
     if problem := PROBLEM_WITH[backend](config, spec, device):
         pytest.skip(problem)
-    subject.force(config)
+    subject.pin(config)  # a relation may make a problem of it that needs another config
+    assert str(subject.recipe(spec, device).config) == str(config)
     assert examine(subject, CASES[name], device) == []
 
 

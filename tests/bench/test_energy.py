@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from multigemm.bench import energy
+from multigemm.bench import machine
 from multigemm.bench.runner import Options, Runner, new_report
 from multigemm.errors import LibraryError
 from tests.support.bench_entries import CASE, CPU, ENTRIES, FAST, RATES
@@ -42,7 +42,7 @@ def test_the_mean_over_a_second_of_calls(nvml: Nvml) -> None:
     def call() -> None:
         nvml.millijoules += 7
 
-    meter = energy.EnergyMeter(torch.device("cuda"))
+    meter = machine.EnergyMeter(torch.device("cuda"))
     assert meter.of_call(call, us=2e4) == pytest.approx(0.007)
     assert nvml.millijoules == 5_000 + 50 * 7
 
@@ -51,7 +51,7 @@ def test_the_mean_over_a_second_of_calls(nvml: Nvml) -> None:
 def test_a_gpu_that_counts_nothing_is_said(nvml: Nvml, broken: str) -> None:
     nvml.broken = broken
     with pytest.raises(LibraryError, match=f"{broken} returned status 3: this GPU's energy cannot be read"):
-        energy.EnergyMeter(torch.device("cuda"))
+        machine.EnergyMeter(torch.device("cuda"))
 
 
 def test_without_a_counter_rows_have_no_joules_and_the_report_says_why() -> None:
@@ -64,7 +64,7 @@ def test_without_a_counter_rows_have_no_joules_and_the_report_says_why() -> None
 
 def test_with_a_counter_each_entry_that_was_timed_has_its_joules(monkeypatch: pytest.MonkeyPatch) -> None:
     meter = SimpleNamespace(of_call=lambda call, us: 0.12345678)
-    monkeypatch.setattr("multigemm.bench.runner.EnergyMeter", lambda device: meter)
+    monkeypatch.setattr("multigemm.bench.machine.EnergyMeter", lambda device: meter)
     options = Options(reps=4, budget_ms=4.0, rates=RATES, energy=True)
     report = Runner(lambda case: ENTRIES[:2], CPU, options, new_report(CPU, {"bf16"}, FAST, {})).run([CASE])
     assert {row.entry: row.joules for row in report.rows} == {"right": 0.1235, "wrong": None}

@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
 import multigemm as mg
-from multigemm import settings
 from multigemm.__main__ import main
 from multigemm.bench import reports
-from multigemm.select import choose
 from multigemm.select import table as tuning
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("own_tunings"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none here"),
 ]
 SHAPE = "5,96,384,320"
 BACKENDS = "cublas,triton"
-MACHINES_CACHE = os.environ.get("MULTIGEMM_CACHE_DIR", "")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tunings of these tests stay theirs; compiled kernels may come from the machine's cache."""
-    if MACHINES_CACHE:
-        monkeypatch.setenv("MULTIGEMM_CACHE_DIR", MACHINES_CACHE)
-        settings.settings.cache_clear()
-    own = tuning.TuningTable(tmp_path)
-    monkeypatch.setattr(tuning, "table", lambda: own)
-    choose.forget()
 
 
 def posed() -> mg.GroupedGemmProblem:

@@ -34,6 +34,14 @@ def test_every_outcome_is_a_row_with_its_reason() -> None:
     assert rows["wrong"].us is None
 
 
+def test_a_backend_is_also_measured_under_batch_invariance() -> None:
+    entries, _ = backend_entries(["cpu"], CPU, batch_invariant=True)
+    rows = by_name(run([CASE], entries))
+    assert list(rows) == ["cpu", "cpu[batch invariant]"]
+    assert rows["cpu"].kernel == "blas" and rows["cpu[batch invariant]"].kernel == "ordered"
+    assert all(row.status == "ok" for row in rows.values())
+
+
 def test_a_timed_row_holds_what_it_promises() -> None:
     row = by_name(run([CASE], ENTRIES))["right"]
     assert row.us is not None

@@ -24,7 +24,7 @@ what = sys.argv[len(log.read_text().splitlines())] if "--resume" in sys.argv els
 if what == "slow":
     time.sleep(1.2)
 row = {"case": "c", "name": "c", "suite": "s", "form": "jagged_m", "distribution": "d", "dtype": "bf16", "shape": "s",
-       "groups": 1, "flops": 1, "bytes": 1, "floor_us": 1.0, "memory_bound": False, "entry": "e", "kind": "backend",
+       "groups": 1, "flops": 1, "bytes": 1, "floor_us": 1.0, "entry": "e", "kind": "backend",
        "status": "ok"}
 marker.write_text(json.dumps({"stage": what, "rows": [row]}))
 if what == "hang":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,24 @@ def test_means_are_told_by_distribution_and_against_the_best_peer() -> None:
         assert rows and shown[kind] == reports.digits(geomean(row.of_floor or 0.0 for row in rows))
     peers = {r.case: min(p.us or 0 for p in report.timed() if p.case == r.case and p.kind == "peer") for r in mine}
     assert shown["of the best peer"] == reports.digits(geomean(peers[r.case] / (r.us or 1) for r in mine))
+
+
+def test_what_batch_invariance_costs_is_told_and_wins_nothing() -> None:
+    report = made_up_report(suites="l2", noise=0.0)
+    before = table.means(report)
+    promised = [copy.copy(row) for row in report.rows if row.entry == "cupy"]
+    for number, row in enumerate(promised):
+        row.entry, row.us = "cupy[batch invariant]", (row.us or 0) * (0.5 if number else 2.0)
+        row.config = "" if number else "another"
+    report.rows += promised
+    ((_, told),) = cells_of(table.promised(report)).items()
+    assert told["suite"] == "l2" and told["workloads"] == str(len(promised)) and told["where"] == promised[0].case
+    assert told["least"] == "0.500" and told["with another kernel or config"] == "1"
+    assert f"what batch_invariant=True leaves\n{table.plain(table.promised(report))}" in table.text(report)
+    assert {name: row["fastest"] for name, row in cells_of(table.means(report)).items()} == {
+        **{name: row["fastest"] for name, row in cells_of(before).items()},
+        "cupy[batch invariant]": "0",
+    }
 
 
 @pytest.mark.parametrize(("load", "warned"), [(0.5, False), (9.0, True)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,24 +31,16 @@ from tests.support.bench_entries import CASE, CPU, FAST, loop, run
 
 @pytest.mark.slow
 def test_tuning_measures_keeps_failures_and_writes_a_file_to_share(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, setting: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from multigemm import settings
-
-    monkeypatch.setenv("MULTIGEMM_CACHE_DIR", str(tmp_path / "cache"))
-    settings.settings.cache_clear()
-    tuning.table.cache_clear()
+    setting(MULTIGEMM_CACHE_DIR=tmp_path / "cache")
     words = ["--shape", "G=3,T=24,N=8,K=16", "--shape", "G=3,T=24,N=8,K=16,dist=empty"]
     words += ["--dtypes", "fp32", "--device", "cpu"]
-    try:
-        assert main(["tune", *words, "--out", str(tmp_path / "t.json"), "--configs", "2"]) == 0
-        assert len(tuning.table().own()) == 1
-        assert main(["cache", "clear"]) == 0
-        assert main(["cache", "import", str(tmp_path / "t.json")]) == 0
-        (kept,) = tuning.table().own()
-    finally:
-        settings.settings.cache_clear()
-        tuning.table.cache_clear()
+    assert main(["tune", *words, "--out", str(tmp_path / "t.json"), "--configs", "2"]) == 0
+    assert len(tuning.table().own()) == 1
+    assert main(["cache", "clear"]) == 0
+    assert main(["cache", "import", str(tmp_path / "t.json")]) == 0
+    (kept,) = tuning.table().own()
     assert [*kept.backends] == ["cpu"]
     assert kept.backends["cpu"].us > 0
     told = capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from multigemm.__main__ import COMMANDS, main
 from multigemm.api import BackendInfo
 from multigemm.select import table as tuning
 from multigemm.select.table import SCHEMA, Entry, Measured
-from multigemm.settings import settings
 
 HERE = str(Path(__file__).parent)
 
@@ -258,11 +258,9 @@ def test_a_fault_in_the_file_of_a_problem_is_one_line_with_its_place(
 
 
 def test_cache_export_import_and_clear(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: Callable[..., None]
 ) -> None:
-    monkeypatch.setenv("MULTIGEMM_CACHE_DIR", str(tmp_path / "one"))
-    settings.cache_clear()
-    tuning.table.cache_clear()
+    setting(MULTIGEMM_CACHE_DIR=tmp_path / "one")
     key = "jagged_m g2 m* n8 k16 t1024 float32/row float32/row float32/row ieee host-sizes"
     tuning.table().keep([Entry("cpu", key, {"cpu": Measured(3.0, {"kernel": "blas"})})])
     tuning.table().keep_choice(Entry("cpu", key, {"one": Measured(3.0), "two": Measured(9.0)}, "", "one", "2026-01-02"))
@@ -278,21 +276,18 @@ def test_cache_export_import_and_clear(
     assert main(["cache", "show"]) == 0
     told = capsys.readouterr().out
     assert key in told and "cannot be written" not in told
-    monkeypatch.setenv("MULTIGEMM_CACHE", "0")
-    settings.cache_clear()
+    setting(MULTIGEMM_CACHE=0)
     assert main(["cache", "import", str(tmp_path / "x.json")]) == 2
     assert "not kept: the cache is off" in capsys.readouterr().err
-    tuning.table.cache_clear()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("out", [False, True])
 def test_what_the_cache_does_not_take_was_not_recorded(
-    out: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    out: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: Callable[..., None]
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv("MULTIGEMM_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    settings.cache_clear()
+    setting(MULTIGEMM_CACHE_DIR=tmp_path / "file" / "cache")
     tune = ["tune", "--shape", "2,4,8,8", "--backend", "cpu", "--configs", "1", "--device", "cpu", "--quiet"]
     assert main([*tune, "--out", str(tmp_path / "x.json")] if out else tune) == (0 if out else 1)
     told = capsys.readouterr().out
@@ -300,17 +295,15 @@ def test_what_the_cache_does_not_take_was_not_recorded(
     assert (tmp_path / "x.json").exists() == out
     assert main(["cache"]) == 0
     assert "(cannot be written: nothing is kept)" in capsys.readouterr().out
-    tuning.table.cache_clear()
 
 
 def test_cache_clear_leaves_other_folders_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: Callable[..., None]
 ) -> None:
     letter = tmp_path / "letters" / "a.txt"
     letter.parent.mkdir()
     letter.write_text("mine")
-    monkeypatch.setenv("MULTIGEMM_CACHE_DIR", str(tmp_path))
-    settings.cache_clear()
+    setting(MULTIGEMM_CACHE_DIR=tmp_path)
     assert main(["cache", "show"]) == 0
     assert "letters" not in capsys.readouterr().out
     assert main(["cache", "clear"]) == 0

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from multigemm.cuda.device import STAGED_BYTES, to_device, upload
 from multigemm.errors import NotCapturable
+
+Array = np.ndarray[Any, Any]
+STAGED = (1, 65, STAGED_BYTES // 8)
+"""Numbers of elements that are copied through memory of the driver's own."""
 
 
 def test_read_only_arrays_are_copied_on_the_host() -> None:
@@ -20,43 +27,41 @@ def test_read_only_arrays_are_copied_on_the_host() -> None:
     assert source[0] == 0
 
 
+def _array(source: Array, _: Tensor) -> Tensor:
+    return to_device(source, torch.device("cuda", torch.cuda.current_device()))
+
+
+def _upload(source: Array, target: Tensor) -> Tensor:
+    upload(target.data_ptr(), source.ctypes.data, source.nbytes, target.device.index)
+    return target
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("count", [1, 65, STAGED_BYTES // 8, STAGED_BYTES // 8 + 1, 1 << 16])
-def test_the_source_may_change_at_once_and_a_busy_stream_is_not_waited_for(count: int) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    to_device(np.arange(count), device)
+@pytest.mark.parametrize(
+    ("copy", "count"),
+    [
+        *((_array, count) for count in (*STAGED, STAGED[-1] + 1, 1 << 16)),
+        *((_upload, count) for count in STAGED),
+    ],
+)
+def test_the_source_may_change_at_once_and_a_busy_stream_is_not_waited_for(
+    copy: Callable[[Array, Tensor], Tensor], count: int
+) -> None:
+    targets = [torch.empty(count, dtype=torch.int64, device="cuda") for _ in range(20)]
+    copy(np.arange(count), targets[0])
     torch.cuda.synchronize()
     sleeper: object = torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]
     began = time.perf_counter()
     copies = []
-    for turn in range(20):
+    for turn, target in enumerate(targets):
         source = np.arange(count) + turn
-        copies.append(to_device(source, device))
+        copies.append(copy(source, target))
         source[:] = -1
     spent = time.perf_counter() - began
     busy = not torch.cuda.current_stream().query()
     torch.cuda.synchronize()
     assert busy and spent < 0.5, (sleeper, spent)
     assert all(torch.equal(x.cpu(), torch.arange(count) + turn) for turn, x in enumerate(copies))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("count", [1, 65, STAGED_BYTES // 8])
-def test_an_upload_takes_its_bytes_at_once_and_waits_for_nothing(count: int) -> None:
-    index = torch.cuda.current_device()
-    targets = [torch.empty(count, dtype=torch.int64, device="cuda") for _ in range(20)]
-    torch.cuda.synchronize()
-    sleeper: object = torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]
-    began = time.perf_counter()
-    for turn, target in enumerate(targets):
-        source = np.arange(count) + turn
-        upload(target.data_ptr(), source.ctypes.data, source.nbytes, index)
-        source[:] = -1
-    spent = time.perf_counter() - began
-    busy = not torch.cuda.current_stream().query()
-    torch.cuda.synchronize()
-    assert busy and spent < 0.5, (sleeper, spent)
-    assert all(torch.equal(x.cpu(), torch.arange(count) + turn) for turn, x in enumerate(targets))
 
 
 @pytest.mark.gpu

@@ -168,6 +168,7 @@ for _ in range(100):
 """
 
 
+@pytest.mark.slow
 def test_concurrent_writers_never_show_half_an_entry(tmp_path: Path) -> None:
     jobs = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), c], env=_env()) for c in "abcd"]
     assert [job.wait() for job in jobs] == [0] * 4

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from multigemm.errors import InvalidSetting
 from multigemm.select import registry
-from multigemm.testing import Case, check_case, corpus
+from multigemm.testing import Case, Subject, check_case, corpus
 from multigemm.testing.model_kernel import ModelBackend
+from multigemm.testing.placed_case import spec_of
 
 FOLDER = Path(__file__).parents[1] / "corpus"
 ENTRIES = list(corpus.entries(FOLDER))
@@ -22,6 +24,14 @@ EMULATED_WORK = 12_000
 def test_the_corpus_is_there() -> None:
     assert len(ENTRIES) >= 50
     assert all(entry.why and entry.source for entry in ENTRIES)
+
+
+@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry.config], ids=lambda e: e.name)
+def test_a_stored_config_is_still_offered(entry: corpus.Entry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: None)
+    shipped = Subject(entry.backend).shipped(spec_of(entry.case), torch.device("cuda", 0))
+    assert entry.config in list(map(str, shipped))
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ def test_the_model_is_right() -> None:
     assert list(findings(model(), 150)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_planted_fault_is_seen(fault: str) -> None:
     assert next(findings(model(fault), HUNTED), None) is not None

@@ -39,6 +39,7 @@ def test_one_in_so_many_is_quantised_and_the_others_stay_as_they_are() -> None:
     assert not any(random_case(seed).quantised for seed in range(800))
 
 
+@pytest.mark.slow
 def test_kinds_keep_the_share_and_what_kernels_are_compiled_for() -> None:
     found = kinds(Limits(quantised=8), 100)
     quantised = [kind for kind in found if kind.quantised]
@@ -60,6 +61,7 @@ def test_right_backends_are_accepted(backend: str) -> None:
         assert outcome.ran and outcome.ok, outcome.findings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUANTISED_MUTANTS)
 def test_each_planted_fault_is_seen(name: str) -> None:
     kill = hunt(ModelBackend(name, planted(name)), problems=60, limits=QUANTISED_HUNTING)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +23,6 @@ from multigemm.integrations import eager, layer_call, layer_ops
 from multigemm.integrations.layer_call import Networks
 from multigemm.nn import Experts
 from multigemm.planning import launch_cache
-from multigemm.settings import settings
 from tests.support.concurrency import on_new_threads
 from tests.support.cuda_driver import FakeDriver
 from tests.support.layer_cases import EXPERTS, HIDDEN, TOKENS, VARIANTS, in_steps, layer_of, networks
@@ -33,11 +32,8 @@ __all__ = ["world"]
 
 
 @pytest.fixture(autouse=True)
-def bound_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("MULTIGEMM_BIND_LAYERS", "1")
-    settings.cache_clear()
-    yield
-    settings.cache_clear()
+def bound_layers(setting: Callable[..., None]) -> None:
+    setting(MULTIGEMM_BIND_LAYERS=1)
 
 
 class _Own(Tensor):
@@ -162,6 +158,7 @@ def test_the_launches_in_an_interpreter_are_the_steps() -> None:
     assert done.stdout.split() == ["129", "1", "9", "129"]
 
 
+@pytest.mark.slow
 def test_a_bound_kernel_has_the_words_that_its_code_takes() -> None:
     triton = pytest.importorskip("triton")
     kernels = layer_ops.triton_kernels()

@@ -122,6 +122,7 @@ def test_who_watches_operators_sees_remembered_calls_too() -> None:
         assert OP(a, b, ends=ends, backend="cpu").dtype is torch.bfloat16
 
 
+@pytest.mark.slow
 def test_an_import_within_a_transform_leaves_calls_outside_of_it_remembered() -> None:
     text = (
         "import torch\n"

@@ -19,14 +19,7 @@ from multigemm.planning.operands import Operands
 from multigemm.planning.staging import allocate
 from multigemm.problem.arrays import _RawStream, cupy_stream
 from tests.support.fake_backends import problem
-
-A, B = torch.ones(10, 4), torch.ones(3, 4, 5)
-CUT = [0, 2, 5, 10]
-
-
-def refuse(match: str, call: Callable[[], object]) -> None:
-    with pytest.raises(mg.InvalidProblem, match=match):
-        call()
+from tests.support.problem_cases import CUT, A, B, refuse
 
 
 def test_host_lists_are_copied_and_live_tensors_are_followed() -> None:

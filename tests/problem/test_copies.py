@@ -14,9 +14,7 @@ import torch
 import multigemm as mg
 from multigemm import reference
 from multigemm.problem.spec import FORMS
-
-A, B = torch.ones(10, 4), torch.ones(3, 4, 5)
-CUT = [0, 2, 5, 10]
+from tests.support.problem_cases import CUT, SHAPES, A, B, lists, make
 
 
 def _in_place(out: Any) -> mg.GroupedGemmProblem:
@@ -100,40 +98,12 @@ def test_exceptions_travel_between_processes(error: mg.MultigemmError) -> None:
     assert vars(again) == vars(error)
 
 
-def make(form: str, dtype: torch.dtype = torch.float32, **extra: Any) -> mg.GroupedGemmProblem:
-    """A small problem of each form, three groups with an empty one among them."""
-
-    def x(*shape: int) -> torch.Tensor:
-        return torch.randint(-4, 5, shape).to(dtype)
-
-    if form == "per_group":
-        return mg.GroupedGemmProblem([x(2, 3), x(0, 4), x(5, 0)], [x(3, 7), x(4, 1), x(0, 2)], **extra)
-    if form == "batched":
-        return mg.GroupedGemmProblem(x(3, 4, 5), x(3, 5, 6), **extra)
-    if form == "masked":
-        return mg.GroupedGemmProblem(x(3, 4, 5), x(3, 5, 6), valid_rows=[4, 0, 2], **extra)
-    a, b = {
-        "jagged_m": (x(10, 5), x(3, 5, 6)),
-        "jagged_n": (x(3, 4, 5), x(5, 10)),
-        "jagged_k": (x(4, 10), x(10, 6)),
-    }[form]
-    return mg.GroupedGemmProblem(a, b, offsets=[1, 5, 5, 9], jagged=form[-1], **extra)
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_repr_can_be_pasted_back(form: str) -> None:
     problem = make(form, bias=None, activation="relu")
     again = eval(f"mg.{problem!r}", {"mg": mg, "torch": torch})
     assert again.spec == problem.spec
     assert repr(again) == repr(problem)
-
-
-SHAPES = [(2, 3, 4), (0, 5, 1), (6, 2, 0), (1, 1, 1)]
-
-
-def lists(dtype: torch.dtype = torch.float32) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    a = [torch.randint(-4, 5, (m, k)).to(dtype) for m, _, k in SHAPES]
-    return a, [torch.randint(-4, 5, (k, n)).to(dtype) for _, n, k in SHAPES]
 
 
 def test_repr_of_lists_and_strided_operands_can_be_pasted_back() -> None:

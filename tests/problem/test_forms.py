@@ -16,30 +16,7 @@ from multigemm.problem.arrays import dtype_of
 from multigemm.problem.fused import FusedKeywords
 from multigemm.problem.problem import Keywords
 from multigemm.problem.spec import ACTIVATIONS, FORMS, GATES, GLU_LAYOUTS, PRECISIONS
-
-A, B = torch.ones(10, 4), torch.ones(3, 4, 5)
-CUT = [0, 2, 5, 10]
-
-
-def make(form: str, dtype: torch.dtype = torch.float32, **extra: Any) -> mg.GroupedGemmProblem:
-    """A small problem of each form, three groups with an empty one among them."""
-
-    def x(*shape: int) -> torch.Tensor:
-        return torch.randint(-4, 5, shape).to(dtype)
-
-    if form == "per_group":
-        return mg.GroupedGemmProblem([x(2, 3), x(0, 4), x(5, 0)], [x(3, 7), x(4, 1), x(0, 2)], **extra)
-    if form == "batched":
-        return mg.GroupedGemmProblem(x(3, 4, 5), x(3, 5, 6), **extra)
-    if form == "masked":
-        return mg.GroupedGemmProblem(x(3, 4, 5), x(3, 5, 6), valid_rows=[4, 0, 2], **extra)
-    a, b = {
-        "jagged_m": (x(10, 5), x(3, 5, 6)),
-        "jagged_n": (x(3, 4, 5), x(5, 10)),
-        "jagged_k": (x(4, 10), x(10, 6)),
-    }[form]
-    return mg.GroupedGemmProblem(a, b, offsets=[1, 5, 5, 9], jagged=form[-1], **extra)
-
+from tests.support.problem_cases import CUT, SHAPES, lists, make
 
 SIZES = {
     "per_group": [(2, 7, 3), (0, 1, 4), (5, 2, 0)],
@@ -207,14 +184,6 @@ def test_interleaved_columns_of_one_matrix_are_legal_outputs() -> None:
 def test_bytes_count_each_operand_once() -> None:
     problem = mg.GroupedGemmProblem(torch.ones(10, 4), torch.ones(4, 3), offsets=[0, 5, 10])
     assert problem.bytes == 4 * (10 * 4 + 4 * 3 + 10 * 3)
-
-
-SHAPES = [(2, 3, 4), (0, 5, 1), (6, 2, 0), (1, 1, 1)]
-
-
-def lists(dtype: torch.dtype = torch.float32) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    a = [torch.randint(-4, 5, (m, k)).to(dtype) for m, _, k in SHAPES]
-    return a, [torch.randint(-4, 5, (k, n)).to(dtype) for _, n, k in SHAPES]
 
 
 def test_c_bias_and_out_of_lists() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +13,8 @@ from hypothesis import strategies as st
 
 import multigemm as mg
 from multigemm.problem.overlap import first_shared_pair, meetings, overlaps_itself, same_view
+from tests.support.problem_cases import CUT, A, B, refuse, refuse_problem
 
-A, B = torch.ones(10, 4), torch.ones(3, 4, 5)
-CUT = [0, 2, 5, 10]
 MEMORY = torch.zeros(4000)
 
 
@@ -65,16 +62,6 @@ def test_same_view() -> None:
     x = MEMORY.view(40, 100)
     assert same_view(x, MEMORY.view(40, 100))
     assert not same_view(x, x[1:])
-
-
-def refuse_problem(match: str, *args: Any, **kwargs: Any) -> None:
-    with pytest.raises(mg.InvalidProblem, match=match):
-        mg.GroupedGemmProblem(*args, **kwargs)
-
-
-def refuse(match: str, call: Callable[[], object]) -> None:
-    with pytest.raises(mg.InvalidProblem, match=match):
-        call()
 
 
 def test_outputs_that_meet_inputs() -> None:

@@ -17,19 +17,7 @@ import multigemm as mg
 from multigemm.backends.cpu.config import Config as CpuConfig
 from multigemm.backends.cupy.config import Config as CuPyConfig
 from tests.support.fake_backends import Fake, Tile
-
-A, B = torch.ones(10, 4), torch.ones(3, 4, 5)
-CUT = [0, 2, 5, 10]
-
-
-def refuse_problem(match: str, *args: Any, **kwargs: Any) -> None:
-    with pytest.raises(mg.InvalidProblem, match=match):
-        mg.GroupedGemmProblem(*args, **kwargs)
-
-
-def refuse(match: str, call: Callable[[], object]) -> None:
-    with pytest.raises(mg.InvalidProblem, match=match):
-        call()
+from tests.support.problem_cases import CUT, A, B, refuse, refuse_problem
 
 
 @pytest.mark.parametrize("x", [None, "text", 3.5, {"a": 1}, object()])

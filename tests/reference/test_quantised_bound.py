@@ -129,8 +129,8 @@ def test_whole_numbers_with_powers_of_two_are_judged_to_the_last_bit() -> None:
     assert (found.low < found.high).all()
 
 
-def weights(a: torch.dtype, scale: torch.Tensor, w: torch.Tensor, x: float = 1.0) -> mg.GroupedGemmProblem:
-    return mg.GroupedGemmProblem(torch.full((1, 1), x).to(a), w[None], scale_b=scale, out_dtype=torch.float32)
+def weights(a: torch.dtype, scale: torch.Tensor, w: torch.Tensor) -> mg.GroupedGemmProblem:
+    return mg.GroupedGemmProblem(torch.ones(1, 1).to(a), w[None], scale_b=scale, out_dtype=torch.float32)
 
 
 def test_a_weight_may_be_rounded_once_to_bfloat16_and_no_more() -> None:

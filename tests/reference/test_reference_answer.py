@@ -25,21 +25,21 @@ def values(shape: Any, dtype: Any, seed: Any) -> Any:
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def packed(form: Any, dtype: Any, seed: Any = 0) -> Any:
+def packed(form: Any, dtype: Any) -> Any:
     """A small problem of each form, with empty groups, a late start and an early end."""
     offsets = {"offsets": torch.tensor([1, 3, 3, 8])}
     if form == "jagged_m":
-        return values((9, 4), dtype, seed), values((3, 4, 5), dtype, seed + 1), offsets
+        return values((9, 4), dtype, 0), values((3, 4, 5), dtype, 1), offsets
     if form == "jagged_n":
-        return values((3, 4, 5), dtype, seed), values((5, 9), dtype, seed + 1), offsets | {"jagged": "n"}
+        return values((3, 4, 5), dtype, 0), values((5, 9), dtype, 1), offsets | {"jagged": "n"}
     if form == "jagged_k":
-        return values((4, 9), dtype, seed), values((9, 5), dtype, seed + 1), offsets | {"jagged": "k"}
+        return values((4, 9), dtype, 0), values((9, 5), dtype, 1), offsets | {"jagged": "k"}
     if form == "masked":
         rows = {"valid_rows": torch.tensor([4, 0, 2])}
-        return values((3, 4, 5), dtype, seed), values((3, 5, 2), dtype, seed + 1), rows
+        return values((3, 4, 5), dtype, 0), values((3, 5, 2), dtype, 1), rows
     if form == "batched":
-        return values((3, 4, 5), dtype, seed), values((3, 5, 2), dtype, seed + 1), {}
-    return [values((g, 3), dtype, seed) for g in (2, 0, 3)], [values((3, n), dtype, seed) for n in (1, 4, 2)], {}
+        return values((3, 4, 5), dtype, 0), values((3, 5, 2), dtype, 1), {}
+    return [values((g, 3), dtype, 0) for g in (2, 0, 3)], [values((3, n), dtype, 0) for n in (1, 4, 2)], {}
 
 
 def exact_sum(view: Any, problem: Any) -> Any:

@@ -92,8 +92,6 @@ def test_integers_wrap() -> None:
     assert dtypes.round_once(np.array([2**31 + 5]), torch.int32)[0] == -(2**31) + 5
 
 
-def test_names_translate_both_ways() -> None:
-    for dtype in (*FLOATS, torch.float64, torch.int8, torch.int32, torch.int64):
-        assert dtypes.torch_dtype(dtypes.numpy_dtype(dtype)) == dtype
+def test_units_and_largest_numbers() -> None:
     assert dtypes.unit(torch.int8) == 0.0 and dtypes.unit(torch.float16) == 2.0**-11
     assert dtypes.largest(torch.int8) == 127

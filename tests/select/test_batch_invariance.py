@@ -26,7 +26,6 @@ from multigemm.backends.triton import config as triton_config
 from multigemm.cuda.summation import ALIKE, INTEGERS, Summation, difference, same_bits
 from multigemm.problem.spec import FORMS, ProblemSpec
 from multigemm.select.ranking import plain_spec
-from multigemm.settings import settings
 from multigemm.testing import batch_invariance
 from multigemm.testing.subject import Subject, kind_of
 from tests.support.fake_backends import Fake, problem
@@ -67,15 +66,11 @@ def test_it_is_a_switch(wrong: Any) -> None:
 
 
 @pytest.fixture
-def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("MULTIGEMM_BATCH_INVARIANT", "1")
-    settings.cache_clear()
-    yield
-    monkeypatch.undo()
-    settings.cache_clear()
+def asked_of_all(setting: Callable[..., None]) -> None:
+    setting(MULTIGEMM_BATCH_INVARIANT=1)
 
 
-def test_the_setting_speaks_where_the_call_does_not(setting: None) -> None:
+def test_the_setting_speaks_where_the_call_does_not(asked_of_all: None) -> None:
     assert problem().batch_invariant
     assert not promised(batch_invariant=False).batch_invariant
 

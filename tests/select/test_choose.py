@@ -15,7 +15,6 @@ import multigemm as mg
 from multigemm.backend import Availability, Backend, Recipe
 from multigemm.problem.spec import ProblemSpec
 from multigemm.select import registry
-from multigemm.settings import settings
 from tests.support.concurrency import on_new_threads
 from tests.support.fake_backends import Fake, problem
 from tests.support.trial_cases import tune
@@ -90,21 +89,18 @@ def test_other_specs_of_a_class_go_by_its_times(install: Callable[..., None]) ->
     assert [c.us for c in told.candidates] == [10.0, 20.0, None]
 
 
-def test_settings_restrict_auto(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_restrict_auto(install: Callable[..., None], setting: Callable[..., None]) -> None:
     install(Fake("first", 1), Fake("second", 2), Fake("third", 3))
-    monkeypatch.setenv("MULTIGEMM_BACKEND", "third,second")
-    settings.cache_clear()
+    setting(MULTIGEMM_BACKEND="third,second")
     assert mg.plan(problem()).backend == "third"
 
 
-def test_settings_that_name_no_backend(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_name_no_backend(install: Callable[..., None], setting: Callable[..., None]) -> None:
     install(Fake("first", 1), Fake("null"), Fake("slowly", here=Availability(True, emulated=True)))
-    monkeypatch.setenv("MULTIGEMM_BACKEND", "first,secnd")
-    settings.cache_clear()
+    setting(MULTIGEMM_BACKEND="first,secnd")
     with pytest.raises(mg.UnknownBackend, match="MULTIGEMM_BACKEND holds 'secnd'"):
         mg.plan(problem())
-    monkeypatch.setenv("MULTIGEMM_BACKEND", "null,slowly")
-    settings.cache_clear()
+    setting(MULTIGEMM_BACKEND="null,slowly")
     with pytest.raises(mg.BackendUnsupported) as caught:
         mg.plan(problem())
     assert caught.value.reasons["first"] == ["MULTIGEMM_BACKEND allows null, slowly only"]

@@ -19,10 +19,10 @@ from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
 from multigemm.select import choose, timing
 from multigemm.select import measure_once as trial
+from multigemm.select import table as tuning
 from multigemm.select.timing import FLUSH_BYTES, free_bytes
-from multigemm.settings import settings
 from tests.support.fake_backends import Dawdler, Tile, problem
-from tests.support.trial_cases import Install, host_time_us, kept, pair
+from tests.support.trial_cases import Install, class_in, host_time_us, kept, pair
 
 
 @dataclass
@@ -201,6 +201,31 @@ def test_a_backend_whose_calls_keep_the_host_busy_is_not_taken_for_a_short_produ
     assert binding_in_a_capture(monkeypatch) == "busy"
 
 
+@pytest.mark.parametrize(
+    ("device_us", "host_us", "chosen"),
+    [
+        ((102, 100), (20, 12), "fast"), ((102, 100), (13, 12), "slow"), ((110, 100), (12, 20), "fast"),
+        ((100, 102), (20, 12), "fast"), ((100, 110), (20, 12), "slow"), ((100, 100), (0, 12), "slow"),
+        ((5, 8), (20, 12), "fast"),
+    ],
+)  # fmt: skip
+def test_of_two_as_fast_an_eager_call_takes_the_one_that_keeps_the_host_less_busy(
+    device_us: tuple[int, int], host_us: tuple[int, int], chosen: str, fresh: Install
+) -> None:
+    """A plan takes the one that was chosen by the time of the device; nothing is told of the host of a long product;
+    and uneven groups may be cut in another way at the next call."""
+    fresh(*pair())
+    uneven = mg.GroupedGemmProblem(torch.ones(4, 3), torch.ones(2, 3, 2), sizes=[1, 3])
+    both = zip(("slow", "fast"), device_us, host_us, strict=True)
+    times = {name: tuning.Measured(us, host_us=host) for name, us, host in both}
+    for posed in (problem(), uneven):
+        tuning.table().keep_choice(tuning.Entry("cpu", str(class_in(posed)), times, "", "slow", "2026-11-23"))
+    assert choose.choose(problem(), eager=True).backend == chosen
+    assert mg.plan(problem()).backend == "slow"
+    stays = max(device_us[0], host_us[0]) <= trial.WORTH * max(device_us[1], host_us[1])
+    assert choose.choose(uneven, eager=True).backend == ("slow" if stays else "fast")
+
+
 class OnTensors:
     """A launch that the launch cache makes on the tensors of later calls."""
 
@@ -256,7 +281,9 @@ def test_only_whom_auto_would_take_is_measured(fresh: Install, trials: list[list
     waits = Dawdler("waits", 3, syncs=True)
     emulated = Dawdler("emulated", 4, here=Availability(True, emulated=True))
     fresh(waits, emulated, Dawdler("null", 5), Dawdler("picky", 6, reasons=["why"]), *pair())
-    assert mg.plan(problem()).backend == "fast"
+    assert [mg.plan(problem(rows)).backend for rows in (60, 64)] == [
+        "fast"
+    ] * 2  # of one class, which has been measured
     assert trials == [["slow", "fast"]]
     fresh(waits, emulated, Dawdler("alone", 7))
     plan = mg.plan(problem(dtype=torch.float64))
@@ -280,14 +307,13 @@ def test_nothing_is_measured_where_it_is_settled_forbidden_or_impossible(
     fresh: Install,
     trials: list[list[str]],
     monkeypatch: pytest.MonkeyPatch,
+    setting: Callable[..., None],
     asked: Any,
     config: Any,
     variables: dict[str, str],
     in_capture: bool,
 ) -> None:
-    for name, text in variables.items():
-        monkeypatch.setenv(name, text)
-    settings.cache_clear()
+    setting(**variables)
     monkeypatch.setattr(bound, "capturing", lambda device: in_capture)
     fresh(*pair())
     assert mg.solve(problem(), asked, config).eq(1).all()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm import settings
 from multigemm.select import choose, timing
 from multigemm.select import measure_once as trial
 from multigemm.select import table as tuning
@@ -25,25 +23,16 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none here"),
 ]
-MACHINES_CACHE = os.environ.get("MULTIGEMM_CACHE_DIR", "")
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_is_known(setting: Callable[..., None], own_tunings: None) -> Iterator[None]:
     """No class was met before; warnings are errors."""
-    monkeypatch.setenv("MULTIGEMM_MEASURE", "1")
-    monkeypatch.setenv("MULTIGEMM_BACKEND", "")
-    if MACHINES_CACHE:
-        monkeypatch.setenv("MULTIGEMM_CACHE_DIR", MACHINES_CACHE)
-    settings.settings.cache_clear()
-    own = tuning.TuningTable(tmp_path)
-    monkeypatch.setattr(tuning, "table", lambda: own)
-    choose.forget()
+    setting(MULTIGEMM_MEASURE=1, MULTIGEMM_BACKEND="")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="multigemm: auto could not")
         yield
     choose.forget()
-    settings.settings.cache_clear()
 
 
 def operands(rows: int = 488, n: int = 328, grad: bool = False) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:

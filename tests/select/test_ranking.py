@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,10 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.select import choose, ranking, registry
+from multigemm.select import choose, ranking, recipes, registry
 from multigemm.select import measure_once as trial
 from multigemm.select import table as tuning
 from multigemm.select.timing import Timing
-from multigemm.settings import settings
 from tests.support.concurrency import held_by_another_thread, in_a_forked_child, on_new_threads
 from tests.support.fake_backends import Dawdler, Fake, Tile, problem
 from tests.support.trial_cases import CPU, Install, class_from, class_in, kept, pair, tune
@@ -124,12 +124,11 @@ def test_what_another_process_wrote_meanwhile_holds(fresh: Install, monkeypatch:
 
 
 def test_where_measuring_is_forbidden_nothing_that_was_measured_so_counts(
-    fresh: Install, monkeypatch: pytest.MonkeyPatch
+    fresh: Install, setting: Callable[..., None]
 ) -> None:
     fresh(*pair())
     assert mg.plan(problem()).backend == "fast"
-    monkeypatch.setenv("MULTIGEMM_MEASURE", "0")
-    settings.cache_clear()
+    setting(MULTIGEMM_MEASURE=0)
     fresh(*pair())
     plan = mg.plan(problem())
     assert plan.backend == "slow"
@@ -233,7 +232,7 @@ def test_two_threads_measure_a_class_once_and_both_are_answered(
 def test_a_forked_child_has_locks_of_its_own(fresh: Install) -> None:
     fresh(*pair())
     mg.plan(problem(), "fast")
-    with held_by_another_thread(*ranking._locks.values(), ranking.lock_of(CPU)):
+    with held_by_another_thread(*recipes._locks.values(), recipes.lock_of(CPU)):
         assert in_a_forked_child(lambda: choose.choose(problem()).backend == "fast")
 
 
@@ -261,13 +260,12 @@ def test_explain_shows_the_times_that_its_own_call_measured(fresh: Install) -> N
 
 
 def test_who_asked_to_see_choices_sees_the_trial(
-    fresh: Install, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fresh: Install, setting: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fresh(*pair())
     mg.plan(problem())
     assert capsys.readouterr().err == ""
-    monkeypatch.setenv("MULTIGEMM_PRINT_CONFIG", "1")
-    settings.cache_clear()
+    setting(MULTIGEMM_PRINT_CONFIG=1)
     mg.plan(problem(64))
     measured, chosen = capsys.readouterr().err.splitlines()
     assert measured.startswith(f"multigemm: measured {class_in(problem(64))}: slow ")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from multigemm.bench.suites import UNTUNED
+from multigemm.bench.workloads import geomean
 from multigemm.select.measure_once import fastest as fastest_of
 from multigemm.select.problem_class import ON_DEVICE, ProblemClass
 from multigemm.select.ranking import static_order
@@ -56,10 +56,6 @@ def _of_report(report: str, rows: list[dict[str, Any]]) -> Iterator[Ranked]:
         if library := found.get("cublas" + HOST):  # the kernels of the others never look at sizes on the host
             on_host = {**us, "cublas": library["us"]}
             yield Ranked(report, library["suite"], class_from(library["spec"]), on_host)
-
-
-def geomean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def regrets(which: Callable[[Ranked], bool]) -> list[float]:

@@ -17,7 +17,7 @@ import multigemm as mg
 from multigemm.bench.runner import flush_text
 from multigemm.cuda import nvrtc
 from multigemm.select import registry, timing
-from multigemm.select.timing import CODE_BYTES, CudaClock, Timing, cuda, do_bench, long_code, measure, quantile
+from multigemm.select.timing import CODE_BYTES, CudaClock, Timing, cuda, long_code, measure, quantile
 from tests.support.nvrtc_here import nvrtc_here
 
 CPU = torch.device("cpu")
@@ -167,13 +167,6 @@ def test_graphs_need_a_gpu_and_modes_have_names() -> None:
     assert "CUDA device" in measure({"x": lambda: None}, CPU, "graph")["x"].error
     with pytest.raises(ValueError, match="known: cold"):
         measure({"x": lambda: None}, CPU, "warm")  # type: ignore[arg-type]
-
-
-def test_do_bench_returns_milliseconds_at_quantiles_and_raises_the_failure() -> None:
-    middle, low, high = do_bench(lambda: time.sleep(0.001), CPU, rep_ms=10.0)
-    assert 1.0 <= low <= middle <= high < 50.0
-    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        do_bench(lambda: 1 / 0, CPU)
 
 
 def test_overhead_of_nothing_is_small() -> None:

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from multigemm.planning.staging import staged_spec
+from multigemm.problem.arrays import dtype_name
 from multigemm.testing import corpus
-from multigemm.testing.case import Case, Layout, classes, dtype_name
+from multigemm.testing.case import Case, Layout, classes
 from multigemm.testing.oracles import bind
 from multigemm.testing.placed_case import DeviceCase
 from multigemm.testing.strategies import (

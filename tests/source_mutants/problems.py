@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from multigemm.testing.case import Case, Layout, dtype_name
+from multigemm.problem.arrays import dtype_name
+from multigemm.testing.case import Case, Layout
 from multigemm.testing.strategies import (
     Chooser,
     Limits,
     RandomChooser,
-    cousin,
+    draw_case,
     draw_layout,
     factors,
     keep_divisibility,
@@ -219,11 +220,24 @@ def compiled_problem(backend: str, kind: Case, config: Any, number: int) -> Case
     return case
 
 
+def _related(kind: Case, ch: Chooser, limits: Limits) -> Case:
+    """Another problem with the kind's dtypes and the layouts of its operands; its own form and epilogue."""
+    if kind.dtype_b or kind.quantised:
+        return redrawn(kind, ch, limits)
+    other = draw_case(ch, replace(limits, dtypes=(kind.dtype,)))
+    kept = {name: getattr(kind, name) for name in ("precision", "a", "b", "aligned")}
+    if {other.c_dtype, other.bias_dtype} <= {"", kind.dtype, "float32"} and not other.alias:
+        kept["out_dtype"] = kind.out_dtype
+    if kind.a.zero or kind.b.zero:
+        kept["mode"] = kind.mode
+    return settled(replace(other, **kept), limits)
+
+
 def _other_run_time_traits(case: Case, number: int, choose: Chooser, limits: Limits) -> Case:
     """The case with what most kernels decide on at run time drawn anew: factors, form, epilogue."""
     case = replace(case, alpha=choose.choice(factors(case)))
     if number % 2:
-        case = cousin(case, choose, limits)
+        case = _related(case, choose, limits)
     if number % 4 == 1:
         return replace(case, beta=0, c_dtype="", alias=False, bias="", activation=None)
     if number % 4 == 2 and case.dtype != "int8":

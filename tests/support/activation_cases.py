@@ -22,10 +22,10 @@ TAILS = {
 SPECIAL = (0.0, -0.0, 1e-30, -1e-30, 1e30, -1e30, 3e38, -3e38, torch.inf, -torch.inf, torch.nan)
 
 
-def points(activation: str, dtype: torch.dtype, count: int = 400) -> Tensor:
+def points(activation: str, dtype: torch.dtype) -> Tensor:
     """Arguments from where the activation underflows to 10, and the special ones."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    x = torch.cat([torch.linspace(TAILS[wide][activation], 0, count), torch.linspace(0, 10, count // 4)])
+    x = torch.cat([torch.linspace(TAILS[wide][activation], 0, 400), torch.linspace(0, 10, 100)])
     return torch.cat([x, torch.tensor(SPECIAL)]).to(dtype)
 
 

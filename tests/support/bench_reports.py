@@ -20,7 +20,7 @@ def row(case: Workload, entry: str, us: float | None, noise: float, status: str 
     floor = case.floor_us()
     made = Row(
         case.key, case.name, case.suite, case.form, case.distribution, case.dtype, case.describe(), len(case.extents),
-        case.flops, case.bytes, floor, case.memory_bound, entry, ENTRIES[entry], status, reason,  # type: ignore[arg-type]
+        case.flops, case.bytes, floor, entry, ENTRIES[entry], status, reason,  # type: ignore[arg-type]
     )  # fmt: skip
     if us is not None:
         made.us, made.eager, made.spread = us, sample(us, noise), noise / 2

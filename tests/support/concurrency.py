@@ -54,12 +54,12 @@ def held_by_another_thread(*locks: Any) -> Iterator[None]:
         thread.join()
 
 
-def in_a_forked_child(work: Callable[[], bool], seconds: float = 60.0) -> bool:
+def in_a_forked_child(work: Callable[[], bool]) -> bool:
     """What a forked child finds; fails where it waits, for a lock that no thread of its own holds."""
     child = os.fork()
     if child == 0:
         os._exit(0 if work() else 1)
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:

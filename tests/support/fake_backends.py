@@ -82,9 +82,3 @@ class Dawdler(Fake):
 def problem(rows: int = 4, dtype: torch.dtype = torch.float32) -> mg.GroupedGemmProblem:
     """One product; classes of different dtypes tell nothing of each other."""
     return mg.GroupedGemmProblem(torch.ones(rows, 3, dtype=dtype), torch.ones(3, 2, dtype=dtype), offsets=[0, rows])
-
-
-def spec_of_rows(rows: int, groups: int = 2, n: int = 8) -> mg.ProblemSpec:
-    """Packed rows in equal groups, whose sizes the host knows."""
-    a, b = torch.ones(rows, 16), torch.ones(groups, 16, n)
-    return mg.GroupedGemmProblem(a, b, sizes=[rows // groups] * groups).spec

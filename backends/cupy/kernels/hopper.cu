@@ -8,43 +8,11 @@
 // side), RAGGED_K (the jagged extent is k), LISTED (a tensor map per group), PLAIN (the result is
 // alpha * acc in the operands' type; else any epilogue), ROWS, STAGES, CLUSTER, STEP (of n), PINGPONG, SHARED.
 #define HALVES_LAST (CLUSTER == 2)
+#include "announce.cuh"
 #include "consume.cuh"
 #include "load.cuh"
 
 static_assert(SHARED_BYTES <= SHARED, "a launch asks for less shared memory than the layout takes");
-
-// One thread of the cluster's first block takes tiles from the counter and announces them: apart from those who load,
-// because the counter's answer and the search for the group take as long as several blocks of k. Its counterpart in the
-// other block tells each slot what is to come. The first tile follows from the cluster's number: each block finds it itself.
-__device__ __forceinline__ void announce_tiles(const Problem& p, const Launch& l, Shared& s, u32 rank) {
-    const int clusters = gridDim.x / CLUSTER;
-    const bool one_each = s.schedule.total <= clusters;       // then nobody needs the counter
-    int next = blockIdx.x / CLUSTER, number = 0;
-#pragma unroll 1
-    for (;; ++number) {
-        if (rank == 0 || number == 0) {
-            Tile t = {};
-            t.n = STOP;
-            if (next < s.schedule.total) t = decode(p, s.schedule, next, l.swapped, ROWS, COLUMNS * CLUSTER);
-            announce(s, number, t, number == 0);
-            if (rank == 0 && t.n == STOP) break;
-        } else {
-            expect_tile(s, number);
-        }
-        if (rank == 0) {
-            barrier_wait(shared_address(&s.ask), number & 1);     // not too early: who is late shall take fewer
-            next = one_each ? s.schedule.total : clusters + atomicAdd(l.counter, 1);
-        } else if (take_tile(s, number, 1).n == STOP) {
-            break;
-        }
-    }
-    // The last cluster to stop leaves the counter as it found it, for the next launch.
-    if (rank == 0 && !one_each) {
-        __threadfence();
-        if (atomicAdd(l.counter + 1, 1) == clusters - 1) l.counter[0] = 0, l.counter[1] = 0;
-    }
-    if (CLUSTER > 1 && rank == 0) wait_until_taken(s, number);
-}
 
 // By one thread, as one after the other is faster than side by side: their addresses are the same for a whole warp.
 __device__ __forceinline__ void make_barriers(Shared& s) {

@@ -98,7 +98,7 @@ struct RowBoxes {
         upper = LISTED ? height : min(height, 128), lower = height - upper;
         map = LISTED ? l.listed + 2 * t.group + 1 : &maps.x[X_K ? max(upper, 8) / 8 - 1 : 0];
         second = CLUSTER == 1 && !LISTED ? &maps.x[max(lower, 8) / 8 - 1] : map;
-        coming = !X_K ? boxes * BLOCK : (LISTED ? part * CLUSTER : t.n) * BK * 2;
+        coming = !X_K ? boxes * BLOCK : (LISTED ? part * CLUSTER : t.n) * LINE_BYTES;
         hint = l.keep_rows ? EVICT_LAST : EVICT_NORMAL;
     }
     __device__ __forceinline__ void one(u32 to, const TensorMap* from, u32 full, int x, int y, int z, int w) const {
@@ -111,8 +111,8 @@ struct RowBoxes {
     __device__ __forceinline__ void load(u32 to, u32 full, u32 rank, int k, int ragged) const {
         barrier_expect(full, coming);
         if (X_K) {
-            if (upper > 0) one(to + first * BK * 2, map, full, k, row + first, group, 0);
-            if (CLUSTER == 1 && !LISTED && lower > 0) one(to + 128 * BK * 2, second, full, k, row + 128, group, 0);
+            if (upper > 0) one(to + first * LINE_BYTES, map, full, k, row + first, group, 0);
+            if (CLUSTER == 1 && !LISTED && lower > 0) one(to + 128 * LINE_BYTES, second, full, k, row + 128, group, 0);
         } else {
 #pragma unroll
             for (int b = 0; b < (ROWS + 63) / 64; ++b) {

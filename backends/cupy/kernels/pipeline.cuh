@@ -7,15 +7,24 @@
 #ifndef SEND
 #define SEND 0                      // hopper.cu: the copy engine stores the results
 #endif
+#ifndef LATE
 #define LATE (SEND && !PINGPONG)    // while the next tile is multiplied: see consume.cuh
+#endif
+#ifndef ELEMENT
+#define ELEMENT 2                   // bytes of an operand's element
+#endif
+#ifndef LOADERS
+#define LOADERS 2                   // warps that fill the stages
+#endif
 
-constexpr int BK = 64, COLUMNS = 128, CONSUMERS = 2, THREADS = 384;
-constexpr int W_BYTES = COLUMNS * BK * 2, X_BYTES = ROWS * BK * 2, STAGE_BYTES = W_BYTES + X_BYTES;
-constexpr int BLOCK = 64 * BK * 2;                     // 64 x 64 elements, one box of an operand with contiguous mn
+constexpr int LINE_BYTES = 128;                        // of a stage: the swizzle's width
+constexpr int BK = LINE_BYTES / ELEMENT, COLUMNS = 128, CONSUMERS = 2, THREADS = 384;
+constexpr int W_BYTES = COLUMNS * LINE_BYTES, X_BYTES = ROWS * LINE_BYTES, STAGE_BYTES = W_BYTES + X_BYTES;
+constexpr int BLOCK = 64 * LINE_BYTES;                 // 64 lines; of 16 bits one box of an operand with contiguous mn
 constexpr int SLOTS = 4;                               // tiles announced ahead
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int LONG_K = 5120;                           // see stage_bytes
-constexpr int PLACES = RING_BYTES / (W_BYTES + STEP * BK * 2) + 1;   // stages at most, each with its two barriers
+constexpr int PLACES = RING_BYTES / (W_BYTES + STEP * LINE_BYTES) + 1;   // stages at most, each with its two barriers
 [[maybe_unused]] constexpr int PITCH = 68;              // floats per row of the general epilogue's staging
 constexpr int STAGING_BYTES = PLAIN ? 64 * 128 : 9216; // per consumer warpgroup
 constexpr i64 FAR = 1 << 30;                           // ragged maps: see arguments.py
@@ -36,7 +45,7 @@ struct Launch {
 struct Shared {
     u64 full[PLACES], empty[PLACES], tile_full[SLOTS], tile_empty[SLOTS];
     u64 ask;                    // the next tile is wanted (hopper.cu)
-    u32 begins[2][PLACES];      // where each stage in flight begins (load.cuh), for each of the two warps that load
+    u32 begins[LOADERS][PLACES];   // where each stage in flight begins (load.cuh), for each of the warps that load
     alignas(16) Tile tiles[SLOTS];
     Schedule schedule;
 };
@@ -50,7 +59,7 @@ static_assert(SHARED_BYTES <= 232448, "more shared memory than a thread block ma
 __device__ __forceinline__ u32 stage_bytes(const Tile& t) {
     if (ROWS <= 128 || t.k_len > LONG_K) return STAGE_BYTES;
     const int rows = LISTED ? max(t.n, t.extra * CLUSTER) : t.n;
-    return W_BYTES + (X_K ? (rows + STEP - 1) / STEP * STEP : (rows + 63) & ~63) * BK * 2;
+    return W_BYTES + (X_K ? (rows + STEP - 1) / STEP * STEP : (rows + 63) & ~63) * LINE_BYTES;
 }
 
 // A position in the ring, which every role walks through alike: stages follow each other, and one that would reach past

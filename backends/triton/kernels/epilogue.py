@@ -84,7 +84,7 @@ def activate(x, kind: tl.constexpr):
         x = x * normal_area(x)
     elif kind == "gelu_tanh":
         # 0.5 * (1 + tanh(y)) = 1 / (1 + exp(-2y)), without tanh and without its cancellation
-        y = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        y = 0.7978845608028654 * tl.fma(0.044715 * x * x, x, x)
         x = x / (1.0 + tl.exp(-2.0 * y))
     elif kind == "silu":
         x = x / (1.0 + tl.exp(-x))
@@ -114,14 +114,36 @@ def narrow(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def multiply_add(x, y, z):
+    """x * y + z, rounded once."""
+    if z.dtype == tl.int32:
+        z += x * y
+    else:
+        z = tl.fma(x, y, z)
+    return z
+
+
+@triton.jit
 def finish(acc, alpha_bits, beta_bits, c_ptrs, c_mask, bias_ptrs, bias_mask, out_dtype: tl.constexpr,
            HAS_ALPHA: tl.constexpr, HAS_C: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
            INTERPRETED: tl.constexpr = False):  # fmt: skip
-    """The whole epilogue of one tile; beta = 0 (no C) never reads C. bias_ptrs is a row (or a column)."""
-    if HAS_ALPHA:
-        acc = acc * scalar_of(alpha_bits, acc.dtype)
-    if HAS_C:
-        acc += scalar_of(beta_bits, acc.dtype) * tl.load(c_ptrs, mask=c_mask, other=0).to(acc.dtype)
+    """The whole epilogue of one tile; beta = 0 (no C) never reads C. bias_ptrs is a row (or a column).
+
+    Where a product meets a sum, the code says whether they round once. Left open, compilers fuse them in one kernel and
+    not in the next: then a row's last bit depends on the tile.
+    """
     if HAS_BIAS:
-        acc += tl.load(bias_ptrs, mask=bias_mask, other=0).to(acc.dtype)
+        bias = tl.load(bias_ptrs, mask=bias_mask, other=0).to(acc.dtype)
+    if HAS_C:
+        if HAS_ALPHA:
+            acc = acc * scalar_of(alpha_bits, acc.dtype)
+        acc = multiply_add(scalar_of(beta_bits, acc.dtype), tl.load(c_ptrs, mask=c_mask, other=0).to(acc.dtype), acc)
+        if HAS_BIAS:
+            acc += bias
+    elif HAS_BIAS and HAS_ALPHA:
+        acc = multiply_add(acc, scalar_of(alpha_bits, acc.dtype), bias)
+    elif HAS_BIAS:
+        acc += bias
+    elif HAS_ALPHA:
+        acc = acc * scalar_of(alpha_bits, acc.dtype)
     return narrow(activate(acc, ACTIVATION), out_dtype, INTERPRETED)

@@ -12,6 +12,7 @@ import multigemm as mg
 from multigemm import quantize as q
 from multigemm.backends.cpu.config import Config
 from multigemm.reference.verify import answer, judge
+from tests.support.quantised_rows import GRAINS, rows_alone_have_the_same_bits
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 FORMS = ("jagged m", "shared", "jagged n", "jagged k", "batched", "masked", "list", "single")
@@ -209,16 +210,6 @@ def test_only_the_loop_takes_them() -> None:
         mg.plan(problem, "cpu", Config("blas"))
 
 
-@pytest.mark.parametrize("grain", ["row", "1x32", "1x128"])
-def test_batch_invariance(grain: Any) -> None:
-    """Rows have the same bits alone, in another form, and in another order."""
-    g = torch.Generator().manual_seed(3)
-    x, w = torch.randn(19, 200, generator=g), torch.randn(3, 200, 17, generator=g)
-    a, b = q.quantize(x, "e4m3", grain), q.quantize(w, "e4m3", grain, side="b")
-    options: dict[str, Any] = {"batch_invariant": True, "backend": "cpu", "activation": "silu"}
-    whole = mg.grouped_gemm(a.data, b.data, sizes=[7, 0, 12], scale_a=a.scale, scale_b=b.scale, **options)
-    for row, group in ((0, 0), (6, 0), (7, 2), (18, 2)):
-        alone = mg.grouped_gemm(
-            a.data[row : row + 1], b.data[group], scale_a=a.scale[row : row + 1], scale_b=b.scale[group], **options
-        )
-        assert torch.equal(alone[0], whole[row])
+@pytest.mark.parametrize("grain", GRAINS)
+def test_rows_have_the_same_bits_alone_and_in_another_form(grain: Any) -> None:
+    rows_alone_have_the_same_bits("cpu", grain)

@@ -124,12 +124,14 @@ def test_a_given_result_keeps_what_no_group_owns(
 @pytest.mark.slow
 @pytest.mark.parametrize("numbers", LIES, ids=str)
 @pytest.mark.parametrize("kind", ["ends", "sizes", "offsets"])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("dtype", "reuses"), [(torch.int32, True), (torch.int32, False), (torch.int64, True)])
 def test_numbers_may_lie_and_tokens_may_be_any(
-    install: Callable[..., None], fake: Fake, numbers: list[int], kind: str, dtype: torch.dtype
+    install: Callable[..., None], fake: Fake, numbers: list[int], kind: str, dtype: torch.dtype, reuses: bool
 ) -> None:
     """The launch that an entry for any number of tokens holds: its numbers are clamped as those of a plan are, for
-    which another kernel makes ends of sizes, and no NaN comes from behind the last row."""
+    which another kernel makes ends of sizes, and no NaN comes from behind the last row, whether or not torch's result
+    lies in the memory that was zeroed for it."""
+    fake.reuses = reuses
     install(HostCublas("grouped_mm"))
     b, live = ints(GROUPS, K, N, seed=9), torch.zeros(GROUPS + (kind == "offsets"), dtype=dtype)
     launched, cut = cast(Any, None), cast(dict[str, Any], {kind: live})
@@ -141,7 +143,10 @@ def test_numbers_may_lie_and_tokens_may_be_any(
         live.copy_(torch.tensor([3, *numbers] if kind == "offsets" else numbers))
         want, ends = plan(), live.cumsum(0) if kind == "sizes" else live
         a[min(max(0, int(ends.max())), rows) :] = float("nan")
+        fake.log.clear()
         got = launched(a, b, live, None)
+        launches = [entry for entry in fake.log if entry[0] == "kernel"]
+        assert len(launches) == (1 if reuses and kind != "offsets" else 2)
         assert torch.equal(got, want)
         assert not got.isnan().any()
 

@@ -193,6 +193,7 @@ def test_every_tensor_map_is_fenced_once_before_it_is_used(
     assert len(fences) == len(set(fences)) <= MAPS
 
 
+@pytest.mark.slow
 def test_relu_sees_the_sum_that_int32_keeps() -> None:
     """Numba adds int32 in 64 bits: the sign must be taken after the sum has wrapped, so from 32 bits."""
     from multigemm.backends.numba.kernels.epilogue import make_finish

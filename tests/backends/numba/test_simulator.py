@@ -34,7 +34,7 @@ def run(*arguments: str) -> str:
         ("form_and_dtype and not jagged", 15),
         ("form_and_dtype and jagged", 15),
         ("epilogues or output or alpha or few or extents", 72),
-        ("say or lie or change", 28),
+        ("say or (sizes and not graph) or contents", 36),
         ("generated and jagged_m", 3),
     ],
 )

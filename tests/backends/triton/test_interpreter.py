@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ from multigemm.backends.triton.lists import list_chunk, tile_table
 from multigemm.integrations import eager, layer_ops
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.staging import stage
-from multigemm.settings import settings
 from tests.support.concurrency import on_new_threads
 from tests.support.tile_walk import TileWalk, heights
 
@@ -39,11 +38,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
-    settings.cache_clear()
-    yield
-    settings.cache_clear()
+def emulation(setting: Callable[..., None]) -> None:
+    setting(MULTIGEMM_EMULATE=1)
 
 
 def draw(dtype: torch.dtype, *shape: int) -> torch.Tensor:

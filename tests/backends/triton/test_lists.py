@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,6 @@ from multigemm.backends.triton.lists import (
 from multigemm.planning.operands import Operands
 from multigemm.planning.staging import stage
 from multigemm.problem.spec import OperandSpec
-from multigemm.settings import settings
 from tests.support.tile_walk import place
 
 interpreted = pytest.mark.usefixtures("interpreter")
@@ -38,11 +37,8 @@ SMALL = Config(block_m=16, block_n=16, block_k=16, warps=4, stages=1, programs=0
 
 
 @pytest.fixture(autouse=True)
-def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
-    settings.cache_clear()
-    yield
-    settings.cache_clear()
+def emulation(setting: Callable[..., None]) -> None:
+    setting(MULTIGEMM_EMULATE=1)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ from multigemm.backends.triton import BACKEND, Config, choice
 from multigemm.backends.triton.config import foldable, problem_with
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.problem.spec import FORMS, Form, ProblemSpec
-from multigemm.settings import settings
 from multigemm.testing import Case, Scale, Subject, check, random_case
 from multigemm.testing.model_mutants import examine
 from multigemm.testing.placed_case import DeviceCase
 from multigemm.testing.strategies import EMULATED
+from tests.support.quantised_rows import GRAINS, rows_alone_have_the_same_bits
 
 LATE = "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1"
 pytestmark = pytest.mark.skipif(
@@ -38,11 +38,8 @@ KERNEL = Path(choice.__file__).parent / "kernels" / "quantised.py"
 
 
 @pytest.fixture(autouse=True)
-def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
-    settings.cache_clear()
-    yield
-    settings.cache_clear()
+def emulation(setting: Callable[..., None]) -> None:
+    setting(MULTIGEMM_EMULATE=1)
 
 
 TILES = ((64, 64, 4), (16, 32, 4), (16, 128, 4), (128, 64, 8), (32, 16, 4))
@@ -264,18 +261,9 @@ def test_folded_and_unfolded_weights(format: Any, half: torch.dtype) -> None:
             assert "one number covers 32 of K" in problem_with(Config("quantised", 16, 32, 64, warps=4), spec)
 
 
-@pytest.mark.parametrize("grain", ["row", "1x32", "1x128"])
+@pytest.mark.parametrize("grain", GRAINS)
 def test_rows_have_the_same_bits_alone_and_in_another_form(grain: Any) -> None:
-    g = torch.Generator().manual_seed(3)
-    x, w = torch.randn(19, 200, generator=g), torch.randn(3, 200, 17, generator=g)
-    a, b = q.quantize(x, "e4m3", grain), q.quantize(w, "e4m3", grain, side="b")
-    options: dict[str, Any] = {"batch_invariant": True, "backend": "triton", "activation": "silu"}
-    whole = mg.grouped_gemm(a.data, b.data, sizes=[7, 0, 12], scale_a=a.scale, scale_b=b.scale, **options)
-    for row, group in ((0, 0), (6, 0), (7, 2), (18, 2)):
-        alone = mg.grouped_gemm(
-            a.data[row : row + 1], b.data[group], scale_a=a.scale[row : row + 1], scale_b=b.scale[group], **options
-        )
-        assert torch.equal(alone[0], whole[row])
+    rows_alone_have_the_same_bits("triton", grain)
 
 
 def test_one_tile_alone_takes_batch_invariant_problems() -> None:

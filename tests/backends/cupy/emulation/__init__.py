@@ -1,0 +1,265 @@
+"""Cupy's kernels for quantised operands on a CPU, from their own sources: threads are fibers (threads.h), and the
+functions that are one PTX instruction each are replaced by functions of C++ (mma_sync.h, ptx.h)."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import re
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from multigemm.backend import Availability, Recipe
+from multigemm.backends.cupy import arguments, hopper, hopper_fp8, quantised
+from multigemm.backends.cupy import config as configs
+from multigemm.backends.cupy.build import SOURCES, Source
+from multigemm.backends.cupy.config import Config
+from multigemm.cuda.arguments import Fields, fields
+from multigemm.planning.operands import Operands
+from multigemm.problem.spec import ProblemSpec
+
+HERE = Path(__file__).parent
+RUN_QUANTISED = """
+inline char* dynamic_shared() { return nullptr; }
+extern "C" void run(const Problem* p, const Grids* g, int grid, int threads, const float*) {
+    gridDim.x = grid;
+    for (int b = 0; b < grid; ++b) run_blocks(b, 1, threads, [=] { quantised(*p, *g); });
+}
+"""
+RUN_HOPPER = """
+extern "C" void run(
+    const Problem* p, const Launch* l, const SideGrids* g, const Maps* m, int grid, int threads, const float* numbers) {
+    gridDim.x = grid, between = some_arrive, cluster_threads = CLUSTER * threads;
+    memcpy(numbers_of_codes, numbers, sizeof numbers_of_codes);
+    for (int b = 0; b < grid; b += CLUSTER) {
+        for (int rank = 0; rank < CLUSTER; ++rank) {
+            if (!shared_memory[rank]) shared_memory[rank] = (char*)malloc(SIZE);
+            memset(shared_memory[rank], 0xFF, SIZE), memset(counters[rank], 0, sizeof counters[rank]);
+        }
+        run_blocks(b, CLUSTER, threads, [=] { hopper_fp8(*p, *l, *g, *m); });
+        for (auto& some : counters)
+            for (auto& c : some)
+                if (c.made && (c.bytes || c.pending != c.expected)) fail("a barrier between two phases at the end");
+    }
+}
+"""
+BODIES = {
+    "common.cuh": {
+        "uint4 load_16_bytes(const void* from)": 'if ((u64)from & 15) fail("misaligned"); return *(const uint4*)from;',
+        "float to_float(f16 x)": "return of_f16(x.bits);",
+        "u16 f16_bits(float x)": "return u16(f16_of(x));",
+        "u16 bf16_bits(float x)": "return u16(bf16_of(x));",
+        "u32 pack_f16(float low, float high)": "return f16_of(low) | f16_of(high) << 16;",
+        "u32 pack_bf16(float low, float high)": "return bf16_of(low) | bf16_of(high) << 16;",
+        "u32 shared_address(const void* p)": "return u32((const char*)p - dynamic_shared());",
+    },
+    "consume.cuh": {
+        "void let_other(int half)": "named_arrive(6 - half, 256);",
+        "void wait_for_other(int half)": "named_sync(5 + half, 256);",
+        "void clear(float (&d)[COUNT])": "for (float& x : d) x = 0;",
+    },
+    "consume_fp8.cuh": {
+        "float4 load_shared_scales(u32 address)": "return load_shared_as<float4>(address);",
+        "void settle(float (&d)[COUNT], int count)": "",
+    },
+    "hopper_fp8.cu": {
+        "void copy_number(u32 to, const void* from)": "memcpy(at(to), from, 4);",
+        "void arrive_when_copied(u32 barrier)": (
+            "const int rank = local_block(); on_their_way.push_back([=] { barrier_arrive(barrier, rank); });"
+        ),
+    },
+}
+"""Functions of the kernels that are inline PTX, and what they do on a host."""
+ROWS = (
+    "memcpy(&v, at(from + ((((e >> 3) & 7) ^ (r & 7)) << 4) + (e & 7) * 2), 2);",
+    "if (wanted && exists && e < cols) memcpy(line + e * 2, &v, 2);",
+    "if (exists && c >= whole && c < end) memcpy(line + c * 16 - past, &v, 16);",
+)
+"""The inline PTX of rows.cuh, in its order."""
+NUMBERS = np.stack(
+    [torch.arange(256, dtype=torch.uint8).view(x).float().numpy() for x in (torch.float8_e4m3fn, torch.float8_e5m2)]
+)
+
+
+def can_run() -> bool:
+    """Whether this machine compiles what switches from fiber to fiber."""
+    return platform.machine() == "x86_64" and shutil.which("g++") is not None
+
+
+def _with_body(text: str, signature: str, body: str) -> str:
+    """A function with another body."""
+    start = text.index("{", text.index(signature) + len(signature))
+    end, depth = start, 0
+    while True:
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        end += 1
+        if depth == 0:
+            return f"{text[:start]}{{ {body} }}{text[end:]}"
+
+
+def _without_asm(text: str, instead: Sequence[str] = ()) -> str:
+    """Inline PTX replaced one by one; what is left over ends the run."""
+    left, found, at = iter(instead), list[str](), 0
+    for statement in re.finditer(r"\basm(?: volatile)?\s*\(", text):
+        found += [text[at : statement.start()], next(left, 'fail("inline PTX");')]
+        at, depth = statement.end(), 1
+        while depth:  # strings of PTX hold pairs of parentheses only
+            depth += {"(": 1, ")": -1}.get(text[at], 0)
+            at += 1
+        at += 1
+    return "".join([*found, text[at:]])
+
+
+def _rewritten(path: Path) -> str:
+    text = path.read_text()
+    for signature, body in BODIES.get(path.name, {}).items():
+        text = _with_body(text, signature, body)
+    return _without_asm(text, ROWS if path.name == "rows.cuh" else ())
+
+
+def compiled(source: Source, folder: Path) -> ctypes.CDLL:
+    """A kernel as a library of the host."""
+    for path in SOURCES.glob("*.cuh"):
+        (folder / path.name).write_text(_rewritten(path))
+    common = folder / "common.cuh"
+    common.write_text("inline char* dynamic_shared();\n" + common.read_text())
+    cases = " ".join(f"CASE({n}, products)" for n in range(16, 257, 16))
+    mma = "#pragma once\nconstexpr int ACCUMULATORS = ROWS / 2;\n"
+    mma += "template <int N, int FIRST> struct Mma { static void run(float (&)[ACCUMULATORS], u64, u64) {} };\n"
+    (folder / "mma.cuh").write_text(f"{mma}#define CASES(products) {cases}\n")
+    (folder / "mma_fp8.cuh").write_text("#pragma once\n")
+    for name, file in (("tensor_cores.cuh", "mma_sync.h"), ("ptx.cuh", "ptx.h")):
+        (folder / name).write_text((HERE / file).read_text())
+    text = _rewritten(SOURCES / source.file).replace("extern __shared__ char raw[];", "char* const raw = at(BASE);")
+    fast = source.entry == "hopper_fp8"
+    shared = "inline char* dynamic_shared() { return shared_memory[local_block()] - BASE; }\n"
+    text += shared + RUN_HOPPER if fast else RUN_QUANTISED
+    (folder / "kernel.cpp").write_text('#include "threads.h"\n' + text)
+    library = folder / "kernel.so"
+    defines = [f"-D{name}={value}" for name, value in source.defines]
+    subprocess.run(
+        ["g++", "-std=gnu++20", "-O1", "-w", "-shared", "-fPIC", f"-I{HERE}", f"-I{folder}", *defines,
+         str(folder / "kernel.cpp"), "-o", str(library)],
+        check=True,
+    )  # fmt: skip
+    return ctypes.CDLL(str(library))
+
+
+def _encoded(
+    dtype: torch.dtype, address: int, extents: Sequence[int], strides: Sequence[int], boxes: Any, *, swizzle: int = 3
+) -> Fields:
+    """Tensor maps as ptx.h reads them."""
+    made = bytearray()
+    for box in boxes:
+        assert address % 16 == 0 and all(x % 16 == 0 for x in strides) and box[0] * dtype.itemsize <= 128
+        words = [address, len(extents) | dtype.itemsize << 8 | swizzle << 16]
+        for values, count in ((extents, 5), (strides, 4), (box, 5)):
+            words += [*(int(x) % 2**64 for x in values), *[1] * (count - len(values))]
+        made += struct.pack("<16Q", *words)
+    return fields(bytes(made), ())
+
+
+class _Kernel:
+    """What `build.load` gives, on a host."""
+
+    index = 0
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def resident_clusters(self, cluster: int, threads: int, shared: int) -> int:
+        return 3
+
+    def bound(
+        self, given: Sequence[Any], *, grid: int, threads: int, keep: Sequence[object] = (), **_: Any
+    ) -> Callable[[], None]:
+        """A launch; arguments begin at multiples of 64 bytes."""
+        held: list[tuple[object, int]] = [(keep, 0)]
+        for argument in given:
+            raw = argument if isinstance(argument, bytes) else b"".join(argument)
+            memory = np.zeros(len(raw) + 64, np.uint8)
+            skipped = -memory.ctypes.data % 64
+            memory[skipped : skipped + len(raw)] = np.frombuffer(raw, np.uint8)
+            held.append((memory, memory.ctypes.data + skipped))
+
+        def launch() -> None:
+            pointers = [ctypes.c_void_p(at) for _, at in held[1:]]
+            self._library.run(*pointers, grid, threads, ctypes.c_void_p(NUMBERS.ctypes.data))
+
+        return launch
+
+
+class _Words:
+    """The counters of clusters, which each launch leaves as it found them."""
+
+    memory = np.zeros(16, np.int32)
+
+    def __init__(self, index: int, count: int) -> None:
+        assert not self.memory.any()
+        self.address = self.memory.ctypes.data
+
+    def pin(self) -> None:
+        """Nothing is captured here."""
+
+
+def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """From here on kernels are compiled for the host, into folders of this one."""
+
+    @cache
+    def load(source: Source, index: int) -> _Kernel:
+        own = folder / str(len(list(folder.iterdir())))
+        own.mkdir()
+        return _Kernel(compiled(source, own))
+
+    for module in (quantised, hopper_fp8):
+        monkeypatch.setattr(module, "load", load)
+    monkeypatch.setattr(quantised, "processors", lambda index: 3)
+    monkeypatch.setattr(hopper, "Words", _Words)
+    monkeypatch.setattr(hopper, "ready", lambda index, count: None)
+    monkeypatch.setattr(hopper_fp8, "on_device", lambda index: nullcontext())
+    for target in (hopper_fp8, arguments):
+        monkeypatch.setattr(target, "encode_together", _encoded)
+
+
+class EmulatedBackend:
+    """One config of the backend, for `multigemm.testing`."""
+
+    name = "emulated"
+    batch_invariant = True
+    takes_quantised = True
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._kernel: Any = quantised.Quantised if config.kernel == "quantised" else hopper_fp8.HopperFp8
+
+    def availability(self) -> Availability:
+        """Always here."""
+        return Availability(True, emulated=True)
+
+    def not_supported_reasons(self, spec: ProblemSpec, device: torch.device) -> list[str]:
+        """What the config cannot run."""
+        return [] if configs.is_valid(self._config, spec) else ["not for this config"]
+
+    def configs(self, spec: ProblemSpec, device: torch.device) -> list[Config]:
+        """The one."""
+        return [self._config]
+
+    def plan(self, spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
+        """As `launch.plan`, without a GPU."""
+        kernel = self._kernel(spec, config, 0)
+
+        def bind(ops: Operands) -> Callable[[], object]:
+            outs = ops.out if isinstance(ops.out, list) else [ops.out]
+            return kernel.bind(ops) if any(x.numel() for x in outs) else lambda: None
+
+        return Recipe(config.kernel, config, bind)

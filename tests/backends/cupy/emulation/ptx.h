@@ -1,0 +1,181 @@
+// ptx.cuh for a host: barriers in shared memory, the copy engine and wgmma of float8, as hopper_fp8.cu uses them. Copies come
+// some time later, and products read shared memory when they are waited for: so a stage that is given back too soon is seen.
+#pragma once
+#include "common.cuh"
+
+// Shared memory of the blocks of a cluster. Addresses begin at BASE, which is aligned to 16 bytes and no more.
+constexpr u32 BASE = 48, SIZE = 232448;
+inline char* shared_memory[8];
+inline char* at(u32 address, int rank) {
+    if (address < BASE || address >= BASE + SIZE) fail("an address outside of shared memory");
+    return shared_memory[rank] + (address - BASE);
+}
+inline char* at(u32 address) { return at(address, local_block()); }
+inline std::vector<std::function<void()>> on_their_way;
+inline void some_arrive() {
+    for (size_t i = 0; i < on_their_way.size();) {
+        if (random_number() % 4) { ++i; continue; }
+        const auto copy = on_their_way[i];
+        on_their_way.erase(on_their_way.begin() + i);
+        copy(), ++progress;
+    }
+}
+
+// ---- mbarrier ----
+
+struct Counter { int expected, pending, phase; long bytes; bool made; };
+inline Counter counters[8][SIZE / 8 + 16];
+inline Counter& counter(u32 address, int rank) {
+    if (address & 7) fail("a barrier that is not aligned");
+    return counters[rank][address / 8];
+}
+inline void settle_phase(Counter& c) {
+    if (!c.made || c.pending < 0) fail("an arrival that nobody expects");
+    if (c.pending == 0 && c.bytes == 0) c.phase ^= 1, c.pending = c.expected, ++progress;
+}
+inline void barrier_init(u32 b, u32 arrivals) { counter(b, local_block()) = {int(arrivals), int(arrivals), 0, 0, true}; }
+inline void barrier_arrive(u32 b, u32 rank) { --counter(b, rank).pending, settle_phase(counter(b, rank)); }
+inline void barrier_arrive_here(u32 b) { barrier_arrive(b, local_block()); }
+inline void barrier_expect(u32 b, u32 bytes) { counter(b, local_block()).bytes += bytes, barrier_arrive_here(b); }
+inline void complete(u32 b, int rank, long bytes) { counter(b, rank).bytes -= bytes, settle_phase(counter(b, rank)); }
+inline void barrier_wait(u32 b, u32 parity) {
+    Counter& c = counter(b, local_block());
+    if (!c.made) fail("a wait for no barrier");
+    while (c.phase == int(parity & 1)) yield();
+}
+inline void barrier_init_fence() {}
+
+// ---- clusters ----
+
+inline u32 cluster_rank() { return local_block(); }
+inline Barrier cluster_barrier;
+inline int cluster_threads;
+inline void cluster_arrive() {}
+inline void cluster_wait() { arrive_and_wait(cluster_barrier, cluster_threads); }
+inline void cluster_sync() { cluster_wait(); }
+inline void store_remote(u32 to, u32 barrier, u32 rank, int4 v) { memcpy(at(to, rank), &v, 16), complete(barrier, rank, 16); }
+inline bool elected() {
+    wait_for_warp();
+    return (threadIdx.x & 31) == 0;
+}
+inline void named_sync(int which, int count) { arrive_and_wait(named_barriers[local_block()][which], count); }
+inline void named_arrive(int which, int count) { arrive(named_barriers[local_block()][which], count); }
+inline void warpgroup_sync(int which) { named_sync(which + 1, 128); }
+
+// ---- TMA: a map is its address, rank | size << 8 | swizzle << 16, five extents, four strides, five sides of a box ----
+
+struct alignas(64) TensorMap { u64 opaque[16]; };
+inline void prefetch_map(const TensorMap*) {}
+inline void refresh_map(const TensorMap*) {}
+constexpr u64 EVICT_FIRST = 1, EVICT_NORMAL = 2, EVICT_LAST = 3;
+inline u32 swizzled(u32 address) { return address ^ (((address >> 7) & 7) << 4); }
+
+inline long move_box(const TensorMap* map, const int (&first)[5], u32 shared, int rank, bool store) {
+    const u64* const o = map->opaque;
+    const int dims = o[1] & 255, size = o[1] >> 8 & 255;
+    const bool swizzle = o[1] >> 16 == 3;
+    if (!o[0] || (i64(first[0]) * size & 15)) fail("a blank map, or a first coordinate that is no multiple of 16 bytes");
+    long bytes = 0;
+    for (int i[5] = {};;) {
+        bool inside = true;
+        u64 address = o[0];
+        for (int d = 0; d < dims; ++d) {
+            const i64 x = i64(first[d]) + i[d];
+            inside &= x >= 0 && x < i64(o[2 + d]);
+            address += u64(x) * (d ? o[6 + d] : u64(size));
+        }
+        char* const here = at(swizzle ? swizzled(shared + bytes) : shared + bytes, rank);
+        if (store && inside) memcpy((void*)address, here, size);
+        if (!store && inside) memcpy(here, (void*)address, size);
+        if (!store && !inside) memset(here, 0, size);
+        bytes += size;
+        int d = 0;
+        while (d < dims && ++i[d] == int(o[11 + d])) i[d++] = 0;
+        if (d == dims) return bytes;
+    }
+}
+inline void load_later(u32 to, const TensorMap* map, u32 barrier, int rank, int x, int y, int z) {
+    on_their_way.push_back([=] { complete(barrier, rank, move_box(map, {x, y, z, 0, 0}, to, rank, false)); });
+}
+inline void load_box(u32 to, const TensorMap* map, u32 barrier, int x, int y, int z, u64) { load_later(to, map, barrier, local_block(), x, y, z); }
+inline void multicast_box(u32 to, const TensorMap* map, u32 barrier, u16 blocks, int x, int y, int z, u64) {
+    for (int rank = 0; rank < 8; ++rank)
+        if (blocks >> rank & 1) load_later(to, map, barrier, rank, x, y, z);
+}
+inline void load_box(u32, const TensorMap*, u32, int, int, int, int, u64) { fail("a ragged map"); }
+inline void multicast_box(u32, const TensorMap*, u32, u16, int, int, int, int, u64) { fail("a ragged map"); }
+inline void send_box(bool wanted, u32 from, const TensorMap* map, int x, int y, int z, int w, int v) {
+    if (wanted) move_box(map, {x, y, z, w, v}, from, local_block(), true);
+}
+inline void wait_until_read() {}
+inline void wait_until_written() {}
+inline void show_to_copy_engine() {}
+
+// ---- wgmma ----
+
+inline void wgmma_fence() {}
+inline void wgmma_commit() {}
+inline std::vector<std::function<void()>>& products() {
+    static std::vector<std::function<void()>> of[8][1024];
+    return of[local_block()][self->thread];
+}
+template <int PENDING> void wgmma_wait() {
+    for (int i = 0; i < 3; ++i) yield();
+    for (const auto& product : products()) product();
+    products().clear();
+}
+inline u64 smem_descriptor(u32 address, u32 leading, u32 stride) {
+    if (stride != 1024) fail("lines of another width");
+    return 1ull << 62 | u64(stride >> 4) << 32 | u64(leading >> 4) << 16 | (address & 0x3FFFF) >> 4;
+}
+inline float numbers_of_codes[2][256];          // e4m3, e5m2
+
+template <int N> struct MmaFp8 {
+    static void later(float (&d)[N / 2], u64 w, u64 x, bool fresh) {
+        products().push_back([=, &d] {
+            const int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5;
+            for (int i = 0; i < N / 2; ++i) {
+                const int column = warp * 16 + lane / 4 + (i >> 1 & 1) * 8, row = i / 4 * 8 + (lane & 3) * 2 + (i & 1);
+                double sum = fresh ? 0.0 : d[i];
+                for (u32 k = 0; k < 32; ++k) {
+                    const u8 a = *at(swizzled((u32(w & 0x3FFF) << 4) + column * 128 + k)), b = *at(swizzled((u32(x & 0x3FFF) << 4) + row * 128 + k));
+                    sum += double(numbers_of_codes[W_E5M2][a]) * double(numbers_of_codes[X_E5M2][b]);
+                }
+                d[i] = float(sum);
+            }
+        });
+    }
+    static void start(float (&d)[N / 2], u64 w, u64 x) { later(d, w, x, true); }
+    static void add(float (&d)[N / 2], u64 w, u64 x) { later(d, w, x, false); }
+};
+
+// ---- the rest ----
+
+inline void start_next_launch() {}
+inline void wait_for_last_launch() {}
+template <int N> void registers_down() {}
+template <int N> void registers_up() {}
+inline void store_matrices(u32 row, const u32 (&v)[4], bool transposed) {
+    Slots& s = slots();
+    const int lane = threadIdx.x & 31;
+    s.of[lane][0] = row;
+    wait_for_warp();
+    for (int b = 0; b < 4; ++b)
+        for (int e = 0; e < 2; ++e) {
+            const int line = lane / 4, place = (lane & 3) * 2 + e;
+            const u16 value = u16(v[b] >> (16 * e));
+            memcpy(at(u32(s.of[b * 8 + (transposed ? place : line)][0]) + (transposed ? line : place) * 2), &value, 2);
+        }
+    wait_for_warp();
+}
+inline void store_transposed(u32 row, u32 a, u32 b, u32 c, u32 d) { store_matrices(row, {a, b, c, d}, true); }
+inline void store_blocks(u32 row, u32 a, u32 b, u32 c, u32 d) { store_matrices(row, {a, b, c, d}, false); }
+template <class T> T load_shared_as(u32 address) {
+    if (address % sizeof(T)) fail("a load that is not aligned");
+    T v;
+    memcpy(&v, at(address), sizeof v);
+    return v;
+}
+inline uint4 load_shared16(u32 address) { return load_shared_as<uint4>(address); }
+inline float load_shared(u32 address) { return load_shared_as<float>(address); }
+inline void store_shared(u32 address, float v) { memcpy(at(address), &v, 4); }

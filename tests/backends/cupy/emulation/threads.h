@@ -1,0 +1,159 @@
+// CUDA's threads on a host: each is a fiber with a stack of its own, and a round robin that skips some at random runs them.
+// What a kernel must not rely on (that lanes of a warp keep step, that a copy is there at once) does not hold here either.
+#pragma once
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#define __device__
+#define __host__
+#define __global__
+#define __forceinline__ inline
+#define __noinline__
+#define __shared__ static               // blocks run one after the other, or have their shared memory in `dynamic_shared`
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(n) __attribute__((aligned(n)))
+
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+inline uint4 make_uint4(unsigned a, unsigned b, unsigned c, unsigned d) { return {a, b, c, d}; }
+inline int4 make_int4(int a, int b, int c, int d) { return {a, b, c, d}; }
+inline float2 make_float2(float a, float b) { return {a, b}; }
+inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
+
+// ---- fibers ----
+
+struct Index { unsigned x; };
+inline Index threadIdx, blockIdx, gridDim, blockDim;
+
+struct Fiber { void* stack_pointer; char* stack; int block, thread; bool done; };
+inline std::vector<Fiber> fibers;
+inline Fiber* self;
+inline void* scheduler_stack_pointer;
+inline int first_block;                 // of those that run at once
+inline long progress;                   // whatever lets somebody go on counts
+inline std::function<void()> body, between = [] {};
+inline void fail(const char* why) {
+    fprintf(stderr, "emulation: %s (block %u, thread %u)\n", why, blockIdx.x, threadIdx.x);
+    _exit(99);
+}
+inline unsigned random_number() {
+    static unsigned long long state = 88172645463325252ull;
+    state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+    return unsigned(state >> 20);
+}
+
+extern "C" void switch_stacks(void** from, void* to);
+asm(".text\n.globl switch_stacks\nswitch_stacks:\n push %rbp\n push %rbx\n push %r12\n push %r13\n push %r14\n push %r15\n"
+    " mov %rsp,(%rdi)\n mov %rsi,%rsp\n pop %r15\n pop %r14\n pop %r13\n pop %r12\n pop %rbx\n pop %rbp\n ret\n");
+
+inline void yield() { switch_stacks(&self->stack_pointer, scheduler_stack_pointer); }
+inline void run_fiber() {
+    body();
+    self->done = true, ++progress;
+    for (;;) yield();
+}
+
+// So many blocks at once, each thread from its start to its end.
+inline void run_blocks(int first, int count, int threads, std::function<void()> kernel) {
+    constexpr size_t STACK = 256 << 10;
+    const size_t needed = size_t(count) * threads;
+    for (size_t i = fibers.size(); i < needed; ++i) fibers.push_back({nullptr, (char*)malloc(STACK), 0, 0, false});
+    body = kernel, first_block = first, blockDim.x = threads;
+    for (size_t i = 0; i < needed; ++i) {
+        Fiber& f = fibers[i];
+        f.block = first + int(i) / threads, f.thread = int(i) % threads, f.done = false;
+        void** top = (void**)((uint64_t(f.stack) + STACK - 64) & ~15ull);
+        *--top = nullptr, *--top = (void*)run_fiber;
+        for (int r = 0; r < 6; ++r) *--top = nullptr;
+        f.stack_pointer = top;
+    }
+    for (int idle = 0; idle < 10000; ++idle) {
+        const long before = progress;
+        bool left = false, skipped = false;
+        for (size_t i = 0; i < needed; ++i) {
+            Fiber& f = fibers[i];
+            if (i % 32 == 0) skipped = random_number() % 3 == 0;        // warps, and single lanes
+            left |= !f.done;
+            if (f.done || skipped || random_number() % 8 == 0) continue;
+            self = &f, threadIdx.x = f.thread, blockIdx.x = f.block;
+            switch_stacks(&scheduler_stack_pointer, f.stack_pointer);
+        }
+        if (!left) return;
+        between();
+        if (progress != before) idle = 0;
+    }
+    fail("nobody goes on");
+}
+
+// ---- barriers, and what the lanes of a warp tell each other ----
+
+struct Barrier { int arrived = 0, generation = 0; };
+inline Barrier named_barriers[8][16], warp_barriers[8][32];
+inline int local_block() { return self->block - first_block; }
+inline void arrive(Barrier& b, int count) {
+    ++progress;
+    if (++b.arrived == count) b.arrived = 0, ++b.generation;
+}
+inline void arrive_and_wait(Barrier& b, int count) {
+    const int generation = b.generation;
+    arrive(b, count);
+    while (b.generation == generation) yield();
+    ++progress;
+}
+inline void wait_for_warp() { arrive_and_wait(warp_barriers[local_block()][self->thread / 32], 32); }
+inline void __syncthreads() { arrive_and_wait(named_barriers[local_block()][0], blockDim.x); }
+inline void __syncwarp(unsigned lanes = ~0u) {
+    if (lanes == ~0u) wait_for_warp();
+    else if (__builtin_popcount(lanes) != 1) fail("some lanes of a warp wait for each other");
+}
+inline void __threadfence() {}
+
+struct Slots { unsigned long long of[32][8]; };
+inline Slots& slots() {
+    static Slots all[8][32];
+    return all[local_block()][self->thread / 32];
+}
+template <class T> T __shfl_sync(unsigned, T v, int lane) {
+    memcpy(slots().of[threadIdx.x & 31], &v, sizeof v);
+    wait_for_warp();
+    memcpy(&v, slots().of[lane & 31], sizeof v);
+    wait_for_warp();
+    return v;
+}
+template <class T> T __shfl_up_sync(unsigned, T v, int by) {
+    const int lane = threadIdx.x & 31;
+    return __shfl_sync(~0u, v, lane >= by ? lane - by : lane);
+}
+inline unsigned __ballot_sync(unsigned, bool mine) {
+    unsigned found = 0;
+    for (int lane = 0; lane < 32; ++lane) found |= unsigned(__shfl_sync(~0u, int(mine), lane)) << lane;
+    return found;
+}
+
+// ---- functions ----
+
+template <class T> T min(T a, T b) { return b < a ? b : a; }
+template <class T> T max(T a, T b) { return a < b ? b : a; }
+template <class T> T __ldg(const T* p) { return *p; }
+inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
+inline unsigned __float_as_uint(float x) { unsigned y; memcpy(&y, &x, 4); return y; }
+inline float __uint_as_float(unsigned x) { float y; memcpy(&y, &x, 4); return y; }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) { return unsigned((((unsigned long long)high << 32) | low) >> (by & 31)); }
+inline float __double2float_rz(double x) {
+    const float y = float(x);
+    return std::fabs(double(y)) > std::fabs(x) ? std::nextafterf(y, 0.0f) : y;
+}
+inline int atomicAdd(int* p, int v) { const int old = *p; *p += v; return old; }
+inline unsigned f16_of(float x) { const _Float16 y = _Float16(x); unsigned short bits; memcpy(&bits, &y, 2); return bits; }
+inline float of_f16(unsigned short bits) { _Float16 y; memcpy(&y, &bits, 2); return float(y); }
+inline unsigned bf16_of(float x) { const unsigned bits = __float_as_uint(x); return x != x ? 0x7FFF : (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16; }

@@ -1,0 +1,93 @@
+"""Random problems through cupy's kernels for quantised operands, which run on the CPU from their own sources."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from multigemm.backends.cupy import config as configs
+from multigemm.backends.cupy.config import Config
+from multigemm.planning.binding import Choice, bind, caller_result
+from multigemm.planning.staging import allocate
+from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.reference.verify import answer, judge
+from multigemm.testing import DeviceCase, Subject, check, random_case
+from multigemm.testing.model_mutants import QUANTISED_HUNTING
+from multigemm.testing.placed_case import spec_of
+from tests.backends.cupy import emulation
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not emulation.can_run(), reason="needs g++ on x86-64"),
+]
+E4M3 = torch.float8_e4m3fn
+CPU = torch.device("cpu")
+PROBLEMS, VARIANTS = 12, 4
+
+
+@pytest.fixture(autouse=True)
+def _emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    emulation.install(monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(VARIANTS))
+def test_any_quantised_operands(seed: int) -> None:
+    """Cases of a campaign that share a compiled kernel, with their epilogues, odd layouts and guarded memory."""
+    subject, kind, ran = Subject(emulation.EmulatedBackend(configs.QUANTISED)), None, 0
+    for number in range(seed * 1000, seed * 1000 + 1000):
+        case = random_case(number, QUANTISED_HUNTING)
+        spec = spec_of(case)
+        of_case = (spec.a.dtype, spec.b.packed or spec.b.dtype, spec.a.order == "col", spec.b.order == "col")
+        kind = kind or of_case
+        if of_case != kind or ran == PROBLEMS:
+            continue
+        outcome = check(DeviceCase.from_case(case, CPU), subject)
+        assert outcome.ran and outcome.ok, (case, outcome.findings)
+        ran += 1
+    assert ran
+
+
+def _numbers(rng: np.random.Generator, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(rng.integers(-7, 8, shape).astype(np.float32)).to(E4M3)
+
+
+def _scale(rng: np.random.Generator, shape: tuple[int, ...]) -> Tensor:
+    powers = torch.from_numpy(np.ldexp(1.0, rng.integers(-3, 4, shape)).astype(np.float32))
+    return powers.mT.contiguous().mT if powers.dim() > 1 and rng.integers(2) else powers
+
+
+def float8_problem(seed: int) -> GroupedGemmProblem:
+    """Whole numbers and powers of two, judged to the last bit, as 1x128 of rows x 128x128 of weights."""
+    rng = np.random.default_rng(seed)
+    form, groups = str(rng.choice(["jagged_m", "masked", "batched"])), int(rng.integers(1, 6))
+    k = 16 * int(rng.integers(9, 34))
+    n, m, blocks = 8 * int(rng.integers(1, 50)), int(rng.integers(1, 300)), -(-k // 128)
+    sizes = rng.choice([0, 1, 7, 8, 127, 129, 200, 257], groups).tolist()
+    rows = (sum(sizes),) if form == "jagged_m" else (groups, m)
+    options: dict[str, Any] = {"sizes": sizes} if form == "jagged_m" else {}
+    if form == "masked":
+        options["valid_rows"] = rng.integers(0, m + 1, groups).tolist()
+    return GroupedGemmProblem(
+        _numbers(rng, (*rows, k)), _numbers(rng, (groups, n, k)).mT, scale_a=_scale(rng, (*rows, blocks)),
+        scale_b=_scale(rng, (groups, blocks, -(-n // 128))), **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("config", configs.FP8, ids=lambda c: f"{c.rows}x{c.cluster}")
+def test_float8_by_wgmma(config: Config) -> None:
+    """Tiles of every height, halved ones, empty groups, tails of k; threads and copies come in a random order."""
+    subject, forms = Subject(emulation.EmulatedBackend(config)), set[str]()
+    for seed in range(PROBLEMS):
+        problem = float8_problem(seed)
+        out = allocate(problem)
+        choice = Choice("emulated", subject.recipe(problem.spec, CPU), problem.spec, "")
+        bind(choice, problem, out).launch()
+        verdict = judge(answer(problem), caller_result(problem, out), suspicion=False)
+        assert verdict, (seed, problem, verdict.text)
+        forms.add(problem.spec.form)
+    assert len(forms) == 3

@@ -1,0 +1,316 @@
+"""Cupy's kernels for quantised operands: which one runs what, what they are handed, and device code that is plain C++,
+compiled for the host and held to the reference."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from multigemm.backends.cupy import build, choice, hopper_fp8, launch, quantised, support
+from multigemm.backends.cupy import config as configs
+from multigemm.backends.cupy.build import SOURCES
+from multigemm.cuda.arguments import Address
+from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.problem.scales import Scale
+from multigemm.quantize import decode, decode_scale
+from tests.support.cuda_driver import FakeDriver
+from tests.support.cupy_world import GPU, bound, install
+from tests.support.small_problems import staged
+
+E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
+
+
+def float8(*shape: int, dtype: torch.dtype = E4M3) -> Tensor:
+    return torch.ones(shape).to(dtype)
+
+
+def blocks(**changes: Any) -> GroupedGemmProblem:
+    """DeepSeek's recipe: 1x128 of tokens, 128x128 of weights that lie as [G, N, K]."""
+    a, b = float8(300, 400), float8(3, 520, 400).mT
+    options: dict[str, Any] = {"sizes": [100, 0, 200], "scale_a": torch.ones(300, 4), "scale_b": torch.ones(3, 4, 5)}
+    return GroupedGemmProblem(a, b, **{**options, **changes})
+
+
+# --- which kernel runs what -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"scale_a": torch.ones(300, 1), "scale_b": torch.ones(3, 1, 520)}, ""),
+        ({"scale_a": None, "scale_b": torch.tensor(2.0)}, ""),
+        ({"out_dtype": torch.float32, "activation": "silu"}, ""),
+        ({"accumulate": "fast"}, ""),
+        ({"scale_a": torch.ones(300, 13)}, "promotes after 128"),
+        ({"scale_a": torch.ones(300, 4).to(E8M0)}, "aligned float32"),
+        ({"batch_invariant": True}, None),
+    ],
+)
+def test_hopper_takes_float8_whose_k_is_contiguous(changes: dict[str, Any], reason: str | None) -> None:
+    spec = blocks(**changes).spec
+    assert not support.not_supported_reasons(spec, GPU)
+    chosen = choice.heuristic(spec)
+    assert (chosen.kernel == "hopper_fp8") == (reason == "")
+    if reason:
+        assert reason in "; ".join(support.fp8_reasons(spec))
+    assert choice.heuristic(spec, (8, 0)) == configs.QUANTISED
+    assert set(choice.first_choices(spec, (9, 0))) <= {*configs.FP8, configs.QUANTISED}
+
+
+def test_other_float8_runs_on_the_kernel_for_any_quantised_operands() -> None:
+    k_along_rows = GroupedGemmProblem(float8(300, 400), float8(3, 400, 512), sizes=[100, 0, 200])
+    odd = GroupedGemmProblem(float8(300, 401)[:, :400], float8(3, 512, 400).mT, sizes=[100, 0, 200])
+    jagged_k = GroupedGemmProblem(float8(64, 300), float8(300, 64), sizes=[100, 0, 200], jagged="k")
+    listed = GroupedGemmProblem([float8(64, 128)], [float8(64, 128).mT])
+    for problem in (k_along_rows, odd, jagged_k, listed):
+        assert choice.heuristic(problem.spec) == configs.QUANTISED and support.fp8_reasons(problem.spec)
+
+
+def test_kernels_for_plain_operands_take_no_quantised_ones() -> None:
+    weights = GroupedGemmProblem(
+        torch.ones(300, 400).bfloat16(), torch.ones(3, 400, 512, dtype=torch.int8), sizes=[100, 0, 200],
+        scale_b=torch.ones(3, 1, 512),
+    ).spec  # fmt: skip
+    assert choice.ranked(weights, (9, 0)) == (configs.QUANTISED,)
+    plain = GroupedGemmProblem(torch.ones(300, 400), torch.ones(3, 400, 512), sizes=[100, 0, 200]).spec
+    for config in (configs.QUANTISED, *configs.FP8):
+        assert not configs.is_valid(config, plain) and config not in choice.ranked(plain, (9, 0))
+    for config in (configs.GENERIC, configs.WIDE, configs.SMALL_32, configs.SMALL_LIST):
+        assert not configs.is_valid(config, weights)
+
+
+def test_results_of_float8_leave_as_those_of_16_bits() -> None:
+    assert support.plain_kind(blocks().spec) == 1 and support.sends(blocks().spec)
+    assert support.plain_kind(blocks(out_dtype=torch.float32).spec) == 0
+
+
+# --- what they are handed ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    driver = install(monkeypatch)
+    monkeypatch.setattr(quantised, "processors", lambda index: 132)
+    return driver
+
+
+def _words(raw: bytes) -> list[int]:
+    return list(map(int, np.frombuffer(raw, dtype=np.int64)))
+
+
+def test_a_grid_is_laid_out_as_the_struct() -> None:
+    assert quantised.GRID.size == 48 and len(quantised.NO_GRID) == 48
+    problem = blocks()
+    spec = problem.spec
+    assert spec.a.scale is not None and spec.b.scale is not None
+    grid = cast(Tensor, problem.quantisation.a.grid)  # type: ignore[union-attr]
+    raw = quantised.grid_bytes(grid, spec.a.scale, "scale_a")
+    assert _words(raw)[:4] == [grid.data_ptr(), 0, 4, 1]
+    assert np.frombuffer(raw[32:], dtype=np.int32).tolist() == [0, 0, 7, 0]
+    (slot,) = raw.slots
+    assert slot.offset == 0 and slot.operand == Address(0, "scale_a").operand
+    grid = cast(Tensor, problem.quantisation.b.grid)  # type: ignore[union-attr]
+    raw = quantised.grid_bytes(grid, spec.b.scale, "scale_b")
+    assert _words(raw)[:4] == [grid.data_ptr(), 20, 1, 5]
+    assert np.frombuffer(raw[32:], dtype=np.int32).tolist() == [0, 7, 7, 0]
+
+
+@pytest.mark.parametrize("config", [configs.FP8_WIDE, configs.FP8_SINGLE, configs.QUANTISED], ids=str)
+def test_scales_follow_their_operands(fake: FakeDriver, config: configs.Config) -> None:
+    problem = blocks()
+    movable = bound(config, staged(problem))
+    movable()
+    scales = [cast(Tensor, x) for x in (problem.scale_a, problem.scale_b)]
+    assert not movable.stays_behind([(x.data_ptr(), x.data_ptr() + x.nbytes) for x in scales])
+    assert not movable.can_resize(300, 310)
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [
+        (blocks(), "TMA and wgmma of float8"),
+        (blocks(scale_a=torch.ones(300, 13)), "scale_a covers 32 of k"),
+        (blocks(batch_invariant=True), "batch invariant: one accumulator, ascending k, mma.sync, 8 products at once"),
+    ],
+)
+def test_plans_say_what_runs_and_why(fake: FakeDriver, problem: GroupedGemmProblem, words: str) -> None:
+    recipe = launch.plan(problem.spec, choice.heuristic(problem.spec), GPU)
+    assert words in recipe.why and recipe.kernel in ("hopper_fp8", "quantised")
+    recipe.bind(staged(problem))()
+
+
+def test_swapped_operands_swap_their_scales() -> None:
+    problem = GroupedGemmProblem(
+        float8(3, 130, 256), float8(300, 256).mT, sizes=[100, 0, 200], jagged="n",
+        scale_a=torch.ones(3, 2, 2), scale_b=torch.ones(2, 300),
+    )  # fmt: skip
+    ops = staged(problem)
+    words = _words(hopper_fp8.side_grids(ops, 130))
+    assert words[0] == cast(Tensor, problem.scale_b).data_ptr() and words[6] == cast(Tensor, problem.scale_a).data_ptr()
+    assert words[12] == 130
+    defines = dict(hopper_fp8.source(problem.spec, configs.FP8_WIDE).defines)
+    assert defines["BLOCK_SCALES"] == 1 and defines["W_LINES"] == 0
+
+
+# --- device code on the host ------------------------------------------------------------------------------------------
+
+COMMON = """
+#include <cstring>
+#define __device__
+#define __forceinline__ inline
+typedef long long i64; typedef unsigned int u32; typedef unsigned short u16; typedef unsigned char u8;
+struct f16 { u16 bits; };
+enum Jagged { JAG_NONE, JAG_M, JAG_N, JAG_K };
+struct Problem { int jagged; };
+inline void jagged_span(const Problem&, i64, i64& start, i64& end) { start = end = 0; }
+inline float __uint_as_float(u32 x) { float y; memcpy(&y, &x, 4); return y; }
+inline u32 __float_as_uint(float x) { u32 y; memcpy(&y, &x, 4); return y; }
+inline float to_float(f16 x) { _Float16 y; memcpy(&y, &x, 2); return float(y); }
+"""
+CALLED = """
+#include "scales.cuh"
+template <int CODE> void all(float* to) { for (u32 i = 0; i < 256; ++i) to[i] = decode<CODE>(i); }
+extern "C" void decode_all(int code, float* to) {
+    void (*of[])(float*) = {all<3>, all<4>, all<5>, all<6>, all<7>, all<8>, all<9>, all<10>};
+    of[code - 3](to);
+}
+extern "C" float number(const Grid* s, i64 group, i64 start_line, i64 start_k, i64 line, i64 k) {
+    return number_of(grid_of_group(*s, group, start_line, start_k), line, k, -1.0f);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """codes.cuh and scales.cuh, compiled for the host."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++")
+    folder = tmp_path_factory.mktemp("host")
+    for name in ("codes.cuh", "scales.cuh"):
+        (folder / name).write_text((SOURCES / name).read_text())
+    (folder / "common.cuh").write_text(COMMON)
+    (folder / "called.cpp").write_text(CALLED)
+    library = Path(folder / "called.so")
+    subprocess.run(
+        [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", str(folder / "called.cpp"), "-o", str(library)], check=True
+    )
+    found = ctypes.CDLL(str(library))
+    found.number.restype = ctypes.c_float
+    found.number.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 5]
+    return found
+
+
+def _reference(format: torch.dtype | str) -> Tensor:
+    """The numbers that the 256 codes stand for."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    if isinstance(format, str):
+        return decode(codes[:, None], format).float()[::2, 0]  # the low four bits
+    if format is E8M0:
+        return decode_scale(codes.view(E8M0)).float()
+    return codes.view(format).float()
+
+
+@pytest.mark.parametrize("format", [x for x, code in quantised.CODES.items() if code > 2], ids=str)
+def test_every_code_is_decoded_as_the_reference_does(host: ctypes.CDLL, format: torch.dtype | str) -> None:
+    found, wanted = np.empty(256, np.float32), _reference(format).numpy()
+    host.decode_all(quantised.CODES[format], found.ctypes.data_as(ctypes.c_void_p))
+    np.testing.assert_array_equal(found, wanted)
+    assert (np.signbit(found) == np.signbit(wanted))[~np.isnan(wanted)].all()
+
+
+def _numbered(shape: tuple[int, ...]) -> Tensor:
+    """A grid in which every entry is another number, and which has a gap behind each line."""
+    memory = torch.arange(float(np.prod(shape, dtype=int) * 2 + 7)).float()[7:]
+    return memory.reshape(-1)[: 2 * int(np.prod(shape, dtype=int))].view(*shape, 2)[..., 0]
+
+
+@pytest.mark.parametrize("q", [0, 32, 64, 128])
+@pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k", "batched"])
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_every_element_finds_its_scale(host: ctypes.CDLL, side: str, form: str, q: int) -> None:
+    """Whatever a grid covers: the entry of each line and k is that of `Scale.of_group`."""
+    cut, m, n, k = [3, 3, 40, 41, 300], 140, 150, 290
+    shapes = {"jagged_m": ((311, k), (4, k, n)), "jagged_n": ((4, m, k), (k, 311)), "jagged_k": ((m, 311), (311, n))}
+    a_shape, b_shape = shapes.get(form, ((4, m, k), (4, k, n)))
+    shape = a_shape if side == "a" else b_shape
+    lines, depth = (shape[-2], shape[-1]) if side == "a" else (shape[-1], shape[-2])
+    deep = 1 if not q else depth // q + 4 if form == "jagged_k" else -(-depth // q)
+    heights = [1, lines] + [-(-lines // 128)] * (q == 128 and form != ("jagged_m" if side == "a" else "jagged_n"))
+    grids = [(4,), ()] * (q == 0)
+    for height in heights:
+        flat = (height, deep) if side == "a" else (deep, height)
+        grids.append((4, *flat) if len(shape) == 3 else flat)
+    for grid_shape in grids:
+        options: dict[str, Any] = {f"scale_{side}": _numbered(grid_shape)}
+        if form != "batched":
+            options |= {"offsets": cut, "jagged": form[-1]}
+        problem = GroupedGemmProblem(float8(*a_shape), float8(*b_shape), **options)
+        scale = cast(Scale, getattr(problem.quantisation, side))
+        raw = quantised.grid_bytes(cast(Tensor, scale.grid), scale.spec, f"scale_{side}", form == "jagged_k")
+        for g in range(4):
+            start = 0 if form == "batched" else cut[g]
+            span = slice(cut[g], cut[g + 1])
+            rows = span if form[-1] == ("m" if side == "a" else "n") and form != "batched" else slice(0, lines)
+            ks = span if form == "jagged_k" else slice(0, depth)
+            wanted = scale.of_group(g, rows, ks, side, form == "jagged_k")
+            wanted = (wanted if side == "a" else wanted.mT).expand(rows.stop - rows.start, ks.stop - ks.start)
+            starts = (start if rows is span else 0, start if form == "jagged_k" else 0)
+            for line in range(0, wanted.shape[0], 13):
+                for at in range(0, wanted.shape[1], 16):
+                    assert host.number(raw, g, *starts, line, at) == wanted[line, at]
+
+
+# --- compiled ---------------------------------------------------------------------------------------------------------
+
+
+def _spilled(source: build.Source, arch: str) -> tuple[int, str]:
+    _, log = build.compile_source(source, arch, "--ptxas-options=-v")
+    return sum(int(n) for n in re.findall(r"(\d+) bytes spill", log)), log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
+@pytest.mark.parametrize(
+    ("a", "b", "b_format"), [(E4M3, E5M2, ""), (torch.bfloat16, torch.int8, ""), (torch.float16, torch.uint8, "uint4")]
+)
+def test_the_kernel_for_any_quantised_operands_does_not_spill(
+    a: torch.dtype, b: torch.dtype, b_format: Any, arch: str
+) -> None:
+    pytest.importorskip("cupy")
+    spec = blocks().spec
+    for order in ("row", "col"):
+        operands = {"a": replace(spec.a, dtype=a), "b": replace(spec.b, dtype=b, packed=b_format)}
+        made = replace(spec, **{name: replace(x, order=order) for name, x in operands.items()})  # type: ignore[arg-type]
+        assert _spilled(quantised.source(made, configs.QUANTISED), arch)[0] == 0
+
+
+FP8_KINDS = [
+    pytest.param({}, id="blocks"),
+    pytest.param({"scale_a": torch.ones(300, 1), "scale_b": torch.ones(3, 1, 520)}, id="rows"),
+    pytest.param({"scale_b": torch.ones(3, 4, 520)}, id="columns-in-blocks"),
+    pytest.param({"out_dtype": torch.float32}, id="any-epilogue"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", configs.FP8, ids=lambda c: f"{c.rows}x{c.cluster}")
+@pytest.mark.parametrize("changes", FP8_KINDS)
+def test_the_float8_kernel_promotes_without_spills(changes: dict[str, Any], config: configs.Config) -> None:
+    """No sums in memory, no product waited for by itself, and each sum of 128 of k added once in float32."""
+    pytest.importorskip("cupy")
+    source = hopper_fp8.source(blocks(**changes).spec, config)
+    spilled, log = _spilled(source, "sm_90a")
+    assert spilled == 0 and "serialized" not in log
+    assert source.shared <= configs.SHARED_LIMIT
