@@ -25,7 +25,7 @@ from torch import Tensor
 from multigemm.errors import InvalidProblem
 from multigemm.integrations import torch_op
 from multigemm.integrations.fused_gradients import gate_by_torch
-from multigemm.integrations.layer_ops import geglu, sort_by_expert, swiglu
+from multigemm.integrations.layer_ops import geglu, sort_by_expert, swiglu, triton_kernels
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.planning import launch_cache
 from multigemm.problem.fused import Gate
@@ -326,6 +326,10 @@ def gate_backward(
 
     preact [S, W], dh [S, I] without the weights [S] of the pairs; the dots are float32 (float64).
     """
+    kernels = triton_kernels() if preact.is_cuda else None
+    if kernels is not None and net.gate is not None and ends.numel():
+        found: tuple[Tensor, Tensor, Tensor] = kernels.pair_backward(net.gate, preact, dh, weights, ends)
+        return found
     wide = torch.promote_types(preact.dtype, torch.float32)
     count = preact.shape[0]
     last = ends[-1] if ends.numel() else torch.zeros((), dtype=torch.int32, device=preact.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -18,7 +19,9 @@ import multigemm as mg
 from multigemm import quantize as q
 from multigemm.backends.triton import BACKEND, Config, choice
 from multigemm.backends.triton.config import problem_with
-from multigemm.integrations.fused_experts import experts_forward
+from multigemm.integrations import eager
+from multigemm.integrations.fused_experts import Network, experts_forward, gate_backward
+from multigemm.problem.spec import GATES, GLU_LAYOUTS
 from multigemm.settings import settings
 from multigemm.testing.fused_problems import findings
 
@@ -153,6 +156,25 @@ def test_a_layer_and_its_gradients(options: Any) -> None:
         found.append((y, *torch.autograd.grad(y.square().sum(), inputs)))
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", GLU_LAYOUTS)
+@pytest.mark.parametrize("kind", GATES)
+def test_the_pass_between_backward_products(kind: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that layers on a GPU take, beside the same in steps of torch."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    kernels: Any = importlib.import_module("multigemm.integrations.layer_kernels")
+    monkeypatch.setattr(eager, "current_device", lambda: -1)  # which is where tensors on the CPU say that they lie
+    torch.manual_seed(6)
+    for dtype, limit in ((torch.float64, 0.7), (torch.float32, None)):
+        alpha = 1.702 if kind == "swiglu" else 1.0
+        net = Network(kind, layout, alpha, 0.3, limit)
+        preact, dh, weights = (torch.randn(shape, dtype=dtype) for shape in ((9, 40), (9, 20), (9,)))
+        preact[0, :3], ends = limit or 0.0, torch.tensor([2, 2, 7], dtype=torch.int32)
+        preact[7:], weights[8] = torch.nan, torch.nan
+        got = kernels.pair_backward(net.gate, preact, dh, weights, ends)
+        for one, other in zip(got, gate_backward(net, preact, dh, weights, ends), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("groups", [256, 257])
