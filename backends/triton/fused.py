@@ -329,6 +329,10 @@ class _Summed:
     def __call__(self) -> None:
         self._launch()
 
+    def workspace_bytes(self) -> int:
+        """Device memory that it owns."""
+        return sum(x.nbytes for x in self._keep if x is not None)
+
 
 def bind_sums(ops: Operands, products: Callable[[Operands], Launch], bind_sum: SumLaunch) -> Launch:
     """The launch of the products, and of the sums behind it; neither of one that has no elements."""
@@ -342,7 +346,7 @@ def bind_sums(ops: Operands, products: Callable[[Operands], Launch], bind_sum: S
             steps.append(sort)
         tensors = sum_operands(ops, rows, index, order)
         steps.append(bind_sum(ops, tensors, sum_numbers(ops, rows.shape[0]), sum_grid(ops.spec, ops)))
-    return _Summed(steps, rows, index, order)
+    return _Summed(steps, rows, *(() if order is None else (index, order)))
 
 
 class SumPlan:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from multigemm.errors import InvalidProblem
-from multigemm.integrations import torch_op
+from multigemm.integrations import layer_call, torch_op
 from multigemm.integrations.fused_gradients import gate_by_torch
 from multigemm.integrations.layer_ops import geglu, sort_by_expert, swiglu, triton_kernels
 from multigemm.integrations.routing import combine, dispatch, route
@@ -136,8 +136,14 @@ def experts_forward(
             f"x {tuple(x.shape)}, index {tuple(index.shape)}, weights {tuple(weights.shape)}: index and weights must "
             "be [tokens, k] for x [tokens, H]"
         )
-    x, *parameters = _in_autocast(x, up, down, up_bias, down_bias)
-    result: Tensor = _Experts.apply(net, index, x, weights, *parameters)  # type: ignore[no-untyped-call]
+    x, up, down, up_bias, down_bias = _in_autocast(x, up, down, up_bias, down_bias)
+    nets = layer_call.Networks(
+        up, down, up_bias, down_bias, stacked, backend=backend, batch_invariant=batch_invariant, fused=net
+    )
+    bound = layer_call.call(x, index, weights, nets)
+    if bound is not None:
+        return bound
+    result: Tensor = _Experts.apply(net, index, x, weights, up, down, up_bias, down_bias)  # type: ignore[no-untyped-call]
     return result
 
 

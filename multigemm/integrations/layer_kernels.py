@@ -78,7 +78,8 @@ def _ahead(pairs, expert, first, lane, total, experts, ALL: tl.constexpr, SIZE: 
 
 
 @triton.jit(do_not_specialize=["total", "experts"])
-def _one_block_kernel(pairs, order, inverse, ends, total, experts, SIZE: tl.constexpr, BINS: tl.constexpr):
+def _one_block_kernel(pairs, order, inverse, ends, rows, total, experts, K: tl.constexpr, SIZE: tl.constexpr,
+                      BINS: tl.constexpr):  # fmt: skip
     lane = tl.arange(0, SIZE)
     live = lane < total
     expert = _known(pairs, lane, live, experts)
@@ -87,6 +88,8 @@ def _one_block_kernel(pairs, order, inverse, ends, total, experts, SIZE: tl.cons
     to = _ahead(pairs, expert, 0, lane, total, experts, True, SIZE, 32)
     tl.store(order + to, lane.to(tl.int64), mask=live)
     tl.store(inverse + lane, to.to(tl.int64), mask=live)
+    if K > 0:
+        tl.store(rows + to, lane // K, mask=live)
 
 
 @triton.jit(do_not_specialize=["total", "experts"])
@@ -118,7 +121,8 @@ def _start_kernel(counts, ends, blocks, experts, ROWS: tl.constexpr, BINS: tl.co
 
 
 @triton.jit(do_not_specialize=["total", "experts"])
-def _move_kernel(pairs, starts, order, inverse, total, experts, SIZE: tl.constexpr, BINS: tl.constexpr):
+def _move_kernel(pairs, starts, order, inverse, rows, total, experts, K: tl.constexpr, SIZE: tl.constexpr,
+                 BINS: tl.constexpr):  # fmt: skip
     block = tl.program_id(0)
     first = block * SIZE
     lane = tl.arange(0, SIZE)
@@ -128,6 +132,8 @@ def _move_kernel(pairs, starts, order, inverse, total, experts, SIZE: tl.constex
     to = start + _ahead(pairs, expert, first, lane, total, experts, False, SIZE, 32)
     tl.store(order + to, (first + lane).to(tl.int64), mask=live)
     tl.store(inverse + first + lane, to.to(tl.int64), mask=live)
+    if K > 0:
+        tl.store(rows + to, (first + lane) // K, mask=live)
 
 
 def sort_blocks(total, experts):
@@ -137,23 +143,21 @@ def sort_blocks(total, experts):
     return tiles_of(total, size), bins, size
 
 
-def sort_steps(pairs, order, inverse, ends, counts):
-    """`counts` [blocks, bins] is used where there are several blocks."""
+def sort_steps(pairs, order, inverse, ends, counts, rows=None, top_k=0):
+    """`counts` [blocks, bins] is used where there are several blocks; `rows` (int32) receives the pairs' tokens."""
     total, experts = pairs.numel(), ends.shape[0]
     blocks, bins, size = sort_blocks(total, experts)
     known = {"total": total, "experts": experts, "SIZE": size, "BINS": bins}
+    told = {"order": order, "inverse": inverse, "rows": order if rows is None else rows, "K": top_k, **known}
     if total <= SORT_BLOCK:
-        return [
-            (_one_block_kernel, (1,), 4, {"pairs": pairs, "order": order, "inverse": inverse, "ends": ends, **known})
-        ]
-    rows = {
+        return [(_one_block_kernel, (1,), 4, {"pairs": pairs, "ends": ends, **told})]
+    starts = {
         "counts": counts, "ends": ends, "blocks": blocks, "experts": experts, "ROWS": COUNTS_TILE // bins, "BINS": bins,
     }  # fmt: skip
-    moved = {"pairs": pairs, "starts": counts, "order": order, "inverse": inverse, **known}
     return [
         (_count_kernel, (blocks,), 4, {"pairs": pairs, "counts": counts, **known}),
-        (_start_kernel, (1,), 8, rows),
-        (_move_kernel, (blocks,), 4, moved),
+        (_start_kernel, (1,), 8, starts),
+        (_move_kernel, (blocks,), 4, {"pairs": pairs, "starts": counts, **told}),
     ]
 
 
