@@ -127,6 +127,21 @@ def test_a_plan_follows_indices_weights_and_sizes_in_place() -> None:
         torch.testing.assert_close(scatter(), want, rtol=1e-4, atol=1e-4)
 
 
+def test_a_plan_runs_other_problems_of_the_class() -> None:
+    """Other indices, weights and memory, of the same layout."""
+    torch.manual_seed(3)
+    x, b = torch.randn(12, 16), torch.randn(4, 16, 8)
+
+    def posed(held: dict[str, Any]) -> mg.GroupedGemmProblem:
+        sums = (held["place"], held["weights"])
+        return mg.GroupedGemmProblem(x[held["rows"]], b.clone(), sizes=held["sizes"], combine=sums)
+
+    plan = mg.plan(posed(tokens(12)), backend="triton")
+    for _ in range(2):
+        other = posed(tokens(12))
+        assert mg.verify(other, plan.run(other))
+
+
 def test_repeated_calls_take_the_indices_that_they_are_given() -> None:
     x, b = torch.randn(6, 8), torch.randn(2, 8, 4)
     for seed in range(5):
