@@ -20,59 +20,70 @@ def scalar_of(bits, dtype: tl.constexpr):
 
 
 @triton.jit
-def normal_tail(a):
-    """The integral of the normal density from a to infinity, for a >= 0.
+def next_term(p, q, c: tl.constexpr):
+    """p * q + c, rounded once. A bare float beside float64 would lose its last bits in some versions of Triton."""
+    if q.dtype == tl.float64:
+        p = tl.fma(p, q, tl.full([], c, tl.float64))
+    else:
+        p = tl.fma(p, q, c)
+    return p
 
-    r exp(-a^2 / 2) times a polynomial in q = 1 - 2kr, r = 1 / (a + k), which lies in [-1, 1). The polynomials
+
+@triton.jit
+def normal_tail(a):
+    """Two factors of the integral of the normal density from a to infinity, for a >= 0.
+
+    exp(-a^2 / 2) and r times a polynomial in q = 1 - 2kr, r = 1 / (a + k), which lies in [-1, 1). The polynomials
     interpolate at Chebyshev's points up to where the tail underflows, a = 14.5 (k = 4) or 39 (k = 6), with a
     relative error below 2^-26 or 2^-56. erfc itself has no counterpart in the interpreter. exp2 with log2(e) / 2
     in its argument saves a product per element, and so the registers that would spill beside a C.
     """
     if a.dtype == tl.float64:
         r = 1.0 / (a + 6.0)
-        q = 1.0 - 12.0 * r
-        p = 8.87684080202382977e-10 * q + 5.23763660601023379e-9
-        p = p * q - 1.34456172912233005e-10
-        p = p * q - 4.43455297078557501e-8
-        p = p * q + 9.45572690337117056e-9
-        p = p * q + 3.11872449912956753e-7
-        p = p * q - 4.30306009726024551e-7
-        p = p * q - 1.80068607392939199e-6
-        p = p * q + 6.79640941695843525e-6
-        p = p * q + 1.07597725423194587e-6
-        p = p * q - 0.000064751914293224855
-        p = p * q + 0.000181360324882516688
-        p = p * q + 0.0000328699806224424944
-        p = p * q - 0.00213160519572329813
-        p = p * q + 0.0100298206483519358
-        p = p * q - 0.0309853155090167918
-        p = p * q + 0.0751719156681254739
-        p = p * q - 0.152680232064410281
-        p = p * q + 0.267974245841697094
-        p = p * q - 0.41390358577559287
-        p = p * q + 0.568968891814782905
-        p = p * q - 0.701009029590865524
-        p = p * q + 0.777351771893362193
+        q = tl.fma(r, -12.0, 1.0)
+        p = next_term(tl.full([], 8.87684080202382977e-10, tl.float64), q, 5.23763660601023379e-9)
+        p = next_term(p, q, -1.34456172912233005e-10)
+        p = next_term(p, q, -4.43455297078557501e-8)
+        p = next_term(p, q, 9.45572690337117056e-9)
+        p = next_term(p, q, 3.11872449912956753e-7)
+        p = next_term(p, q, -4.30306009726024551e-7)
+        p = next_term(p, q, -1.80068607392939199e-6)
+        p = next_term(p, q, 6.79640941695843525e-6)
+        p = next_term(p, q, 1.07597725423194587e-6)
+        p = next_term(p, q, -0.000064751914293224855)
+        p = next_term(p, q, 0.000181360324882516688)
+        p = next_term(p, q, 0.0000328699806224424944)
+        p = next_term(p, q, -0.00213160519572329813)
+        p = next_term(p, q, 0.0100298206483519358)
+        p = next_term(p, q, -0.0309853155090167918)
+        p = next_term(p, q, 0.0751719156681254739)
+        p = next_term(p, q, -0.152680232064410281)
+        p = next_term(p, q, 0.267974245841697094)
+        p = next_term(p, q, -0.41390358577559287)
+        p = next_term(p, q, 0.568968891814782905)
+        p = next_term(p, q, -0.701009029590865524)
+        p = next_term(p, q, 0.777351771893362193)
     else:
         r = 1.0 / (a + 4.0)
-        q = 1.0 - 8.0 * r
-        p = -0.000122983157 * q + 0.0001948018511
-        p = p * q + 0.001569313645
-        p = p * q - 0.003523574056
-        p = p * q - 0.007527212912
-        p = p * q + 0.06040646975
-        p = p * q - 0.1865230059
-        p = p * q + 0.3871366798
-        p = p * q - 0.6078966061
-        p = p * q + 0.7552851385
-    return p * r * tl.exp2(-0.7213475204444817 * a * a)
+        q = tl.fma(r, -8.0, 1.0)
+        p = tl.fma(q, -0.000122983157, 0.0001948018511)
+        p = next_term(p, q, 0.001569313645)
+        p = next_term(p, q, -0.003523574056)
+        p = next_term(p, q, -0.007527212912)
+        p = next_term(p, q, 0.06040646975)
+        p = next_term(p, q, -0.1865230059)
+        p = next_term(p, q, 0.3871366798)
+        p = next_term(p, q, -0.6078966061)
+        p = next_term(p, q, 0.7552851385)
+    # exp2 of float64 adds to its argument; plus zero keeps the product from being fused into that
+    return p * r, tl.exp2(tl.fma(-0.7213475204444817 * a, a, 0.0))
 
 
 @triton.jit
 def normal_area(x):
     """The integral of the normal density from minus infinity to x, relatively precise for negative x."""
-    tail = normal_tail(tl.abs(x))
-    return tl.where(x < 0, tail, 1.0 - tail)
+    factor, density = normal_tail(tl.abs(x))
+    return tl.where(x < 0, factor * density, tl.fma(-1.0 * factor, density, 1.0))
 
 
 @triton.jit

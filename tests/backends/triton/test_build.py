@@ -136,29 +136,33 @@ def test_float8_is_converted_where_its_products_are_narrow_or_missing(tmp_path: 
 
 
 EPILOGUE = """
-import re, torch, multigemm as mg
+import re, sys, torch, multigemm as mg
 from multigemm.backends.triton import build, shipped
-a, b, c = torch.zeros(512, 264).half(), torch.zeros(6, 264, 264).half().mT, torch.zeros(512, 264)
-for extra in ({"c": c, "alpha": 0.3, "beta": -0.6},
-              {"bias": c[:6], "alpha": 0.3}, {"c": c, "beta": -0.6, "bias": c[:6]}):
-    spec = mg.GroupedGemmProblem(a, b, sizes=[100] * 5 + [12], out_dtype=torch.float32, **extra).spec
-    for name, source in shipped.sources(spec, 90, 1):
-        if name.startswith(("pointer", "hopper")):
+inputs, bits, name = {"16 bits": (torch.float16, 32, "f32"), "64 bits": (torch.float64, 64, "f64")}[sys.argv[1]]
+a, b = torch.zeros(512, 264, dtype=inputs), torch.zeros(6, 264, 264, dtype=inputs).mT
+c = torch.zeros(512, 264, dtype=torch.float32 if bits == 32 else torch.float64)
+for extra in ({"c": c, "alpha": 0.3, "beta": -0.6, "activation": "gelu"}, {"bias": c[:6], "alpha": 0.3},
+              {"c": c, "beta": -0.6, "bias": c[:6], "activation": "gelu_tanh"}):
+    spec = mg.GroupedGemmProblem(a, b, sizes=[100] * 5 + [12], out_dtype=c.dtype, **extra).spec
+    for label, source in shipped.sources(spec, 90, 1):
+        if label.startswith(("pointer", "hopper")):
             ptx = build.build(source, 90).asm["ptx"]
-            products = set(re.findall(r"\\bmul(?:\\.rn)?\\.f32\\s+(%\\w+),", ptx))
-            sums = re.findall(r"\\badd(?:\\.rn)?\\.f32\\s+%\\w+, (%\\w+), (%\\w+);", ptx)
-            assert "fma.rn.f32" in ptx
-            assert not [pair for pair in sums if products & set(pair)], (name, extra.keys())
-            print(name)
+            products = set(re.findall(rf"\\bmul(?:\\.rn)?\\.{name}\\s+(%\\w+),", ptx))
+            sums = re.findall(rf"\\b(?:add|sub)(?:\\.rn)?\\.{name}\\s+%\\w+, (%\\w+), (%\\w+);", ptx)
+            assert not [pair for pair in sums if products & set(pair)], (label, extra.keys())
+            print(label, list(extra))
 """
 
 
 @pytest.mark.slow
-def test_no_product_of_the_epilogue_is_left_to_be_fused_or_not(tmp_path: Any) -> None:
+@pytest.mark.parametrize("inputs", ["16 bits", "64 bits"])
+def test_no_product_of_the_epilogue_is_left_to_be_fused_or_not(inputs: str, tmp_path: Any) -> None:
     """Else an element's last bit depends on the tile: compilers fuse in one kernel and not in the next."""
     environment = {**os.environ, "MULTIGEMM_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "own")}
     environment |= {"TRITON_DEFAULT_FP_FUSION": "0"}
     environment.pop("TRITON_INTERPRET", None)
-    run = subprocess.run([sys.executable, "-c", EPILOGUE], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", EPILOGUE, inputs]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert {line.split()[0] for line in run.stdout.splitlines()} == {"pointer", "hopper"}
+    kernels = {line.split()[0] for line in run.stdout.splitlines()}
+    assert kernels == ({"pointer", "hopper"} if inputs == "16 bits" else {"pointer"})
