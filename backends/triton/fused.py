@@ -263,6 +263,7 @@ def sum_constants(spec: ProblemSpec, sums: bool) -> dict[str, Any]:
         "TERMS": fused.terms,
         "UNROLLED": fused.terms <= UNROLLED_TERMS,
         "BLOCK": min(SUMMED_COLUMNS, wide),
+        "OUT_ORDER": spec.out.order,
         "SCATTERS": fused.out_rows is not None,
         "HAS_C": spec.c is not None,
         "WEIGHTED": fused.weights is not None,
@@ -276,8 +277,9 @@ def sum_constants(spec: ProblemSpec, sums: bool) -> dict[str, Any]:
 def sum_source(spec: ProblemSpec, sums: bool) -> KernelSource:
     out, each = spec.out, 16 // products_spec(spec).out.dtype.itemsize
     columns = columns_of(spec, cast(int, spec.n))
-    aligned = {"y": 16, "n": each if columns % each == 0 else 1, "out": out.align,
-               "out_row": out.align // out.dtype.itemsize}  # fmt: skip
+    aligned = {"y": 16, "n": each if columns % each == 0 else 1}
+    if out.order == "row":
+        aligned |= {"out": out.align, "out_row": out.align // out.dtype.itemsize}
     return KernelSource(
         module="multigemm.backends.triton.kernels.fused",
         name="sum_rows_kernel",

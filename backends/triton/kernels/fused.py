@@ -306,8 +306,8 @@ def plus_row(total, y, s, low, high, n, columns, weights, at, WEIGHTED: tl.const
 @triton.jit
 def sum_rows_kernel(y, out, c, ends, index, weights, order, tokens, n, rows, groups, head,
                     out_row, out_col, c_row, c_col, beta_bits, TERMS: tl.constexpr, UNROLLED: tl.constexpr,
-                    BLOCK: tl.constexpr, SCATTERS: tl.constexpr, HAS_C: tl.constexpr, WEIGHTED: tl.constexpr,
-                    ACC: tl.constexpr, SIZES: tl.constexpr, CHUNK: tl.constexpr,
+                    BLOCK: tl.constexpr, OUT_ORDER: tl.constexpr, SCATTERS: tl.constexpr, HAS_C: tl.constexpr,
+                    WEIGHTED: tl.constexpr, ACC: tl.constexpr, SIZES: tl.constexpr, CHUNK: tl.constexpr,
                     INTERPRETED: tl.constexpr):  # fmt: skip
     """One block of columns of one row: sum of y[index[row, j]] * weights[row, j], j ascending, then + beta * C.
 
@@ -334,5 +334,9 @@ def sum_rows_kernel(y, out, c, ends, index, weights, order, tokens, n, rows, gro
     if HAS_C:
         given = tl.load(c + wide_row * c_row + columns.to(tl.int64) * c_col, mask=inside, other=0)
         total += scalar_of(beta_bits, ACC) * given.to(ACC)
-    tl.store(out + wide_row * out_row + columns.to(tl.int64) * out_col,
-             narrow(total, out.dtype.element_ty, INTERPRETED), mask=inside)  # fmt: skip
+    out_ptrs = out + wide_row * out_row
+    if OUT_ORDER == "row":
+        out_ptrs += columns
+    else:
+        out_ptrs += columns.to(tl.int64) * out_col
+    tl.store(out_ptrs, narrow(total, out.dtype.element_ty, INTERPRETED), mask=inside)
