@@ -4,8 +4,9 @@
 
 Medians of 300 calls in one process, the device waited for after every 32nd, so that no queue fills up; torch's own call
 is measured anew before each backend. 64 groups, 256 rows, K = N = 1024, bfloat16. "new a" has another of eight tensors
-each time, "new tokens" another number of rows, "new sizes" other sizes on the host; "plan again" makes a plan whose
-kernels are loaded, with everything that was chosen forgotten. A ratio is that to torch's call of the same run.
+each time, "new tokens" another number of rows, "new tokens k" of rows that are added up, as in weight gradients, "new
+sizes" other sizes on the host; "plan again" makes a plan whose kernels are loaded, with everything that was chosen
+forgotten. A ratio is that to torch's call of the same run.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ GROUPS, ROWS, MOST_ROWS, K, N = 64, 256, 4096, 1024, 1024
 CALLS, WARM, TOGETHER = 300, 12, 32
 JUDGED = ("cupy", "triton", "numba", "auto")
 RATIO_BARS = {"ends": 1.0, "offsets": 1.0, "new a": 1.0, "sizes": 1.0, "list": 1.0, "operator": 0.7}
-US_BARS = {"new tokens": 60.0, "new sizes": 60.0}
+US_BARS = {"new tokens": 60.0, "new tokens k": 60.0, "new sizes": 60.0}
 
 
 def host_us(call: Callable[[], Any], warm: int = WARM) -> float:
@@ -89,6 +90,13 @@ def measured(backend: str) -> dict[str, float]:
     }
     launch_cache.clear()
     found["new tokens"] = host_us(lambda: mg.grouped_gemm(rows[: next(tokens)], b, ends=ends, backend=backend), warm=60)
+    grads = torch.randn(MOST_ROWS, N, device="cuda", dtype=torch.bfloat16)
+
+    def weight_gradients() -> torch.Tensor:
+        count = next(tokens)
+        return mg.grouped_gemm(rows[:count].t(), grads[:count], ends=ends, jagged="k", backend=backend)
+
+    found["new tokens k"] = host_us(weight_gradients, warm=60)
     found["new sizes"] = host_us(lambda: mg.grouped_gemm(rows, b, sizes=next(lists), backend=backend), warm=30)
     found["plan again, ms"] = plan_again_ms(a, ends, backend)
     return {name: round(value, 2) for name, value in found.items()}

@@ -197,6 +197,11 @@ def no_dynamo(function: Function) -> Function:
     return function
 
 
-def run_while_tracing(function: Any) -> None:
-    """Lets Dynamo call `function` instead of tracing it; `torch.compiler.assume_constant_result` would load Dynamo."""
-    function._dynamo_marked_constant = True
+def run_while_tracing(function: Function) -> Function:
+    """Lets Dynamo call a function instead of tracing it, and a graph keep what it returned.
+
+    `torch.compiler.assume_constant_result` does as much, but has to load Dynamo.
+    """
+    marked: Any = function
+    marked._dynamo_marked_constant = True
+    return function

@@ -56,11 +56,10 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
     settings.cache_clear()
     yield folder
     settings.cache_clear()
-    forget_tunings()
 
 
 @pytest.fixture
-def setting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Sets variables of the environment by their names; `settings()` reads them anew, and again after the test."""
 
     def put(**variables: object) -> None:
@@ -69,7 +68,8 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         settings.cache_clear()
         forget_tunings()
 
-    return put
+    yield put
+    forget_tunings()
 
 
 @pytest.fixture

@@ -260,8 +260,6 @@ class _FromDevice:
             extent = a.shape[0]
             if b.dim() == 2:
                 b = _each_group(b, self._groups)
-            if out is None and clears and not self._head:
-                return self._with_zeros_behind(a, b, numbers, stream)
         if out is None:
             cut.before(stream, numbers, extent)
             out = grouped_mm(a, b, cut.ends)
@@ -274,22 +272,6 @@ class _FromDevice:
                 cut.after(stream, out, behind=False)
         if self._head and not self._jagged_m:
             self._first_again(a, b, out)
-        return out
-
-    def _with_zeros_behind(self, a: Tensor, b: Tensor, numbers: Tensor, stream: int) -> Tensor:
-        """torch's own result, with zeros behind the last row that were written while the numbers were clamped.
-
-        They are written to memory of our own, which is given back: torch's allocator hands out the piece that was
-        freed last, on the same stream, to the next request of the same size, which is that of torch's operation. Where
-        it has done something else, the zeros are written into the result by a launch of their own.
-        """
-        cut, zeroed = self._cut, _new_rows(a, b)
-        at = zeroed.data_ptr()
-        cut.before(stream, numbers, a.shape[0], zeroed)
-        del zeroed
-        out = grouped_mm(a, b, cut.ends)
-        if out.data_ptr() != at:
-            cut.after(stream, out, behind=True)
         return out
 
     def _first_again(self, a: Tensor, b: Tensor, out: Tensor) -> None:

@@ -66,7 +66,7 @@ def problem_bytes(ops: Operands, table: Tensor | None, view: Packed) -> Fields:
     )  # fmt: skip
     addresses = zip(ADDRESSES, (a.ptr, b.ptr, out.ptr, c.ptr, bias.ptr, ends, valid_rows), strict=True)
     slots = [Slot(at, x.operand, x - x.base) for at, x in addresses if isinstance(x, Address)]
-    return fields(raw, slots, tokens_at((view.m,), ROWS))
+    return fields(raw, slots, tokens_at((view.m, view.n, view.k), ROWS))
 
 
 def _sizes(tensor: Tensor | None, operand: str) -> tuple[int, int]:

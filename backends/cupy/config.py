@@ -204,7 +204,7 @@ FOR_QUANTISED = ("quantised", "hopper_fp8")
 
 def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> bool:
     """Whether `config` runs `spec` on a device: the limits of shared memory and registers included."""
-    return shape_fits(config, spec, capability) and not reasons_against(config.kernel, spec)
+    return not reasons_against(config.kernel, spec) and shape_fits(config, spec, capability)
 
 
 def summation_of(config: Config, spec: ProblemSpec) -> Summation:
@@ -232,7 +232,8 @@ def variance(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> 
 def reasons_against(kernel: str, spec: ProblemSpec) -> list[str]:
     """Why a kernel cannot run a spec, whatever its config; of plain operands the generic one runs all."""
     if bool(spec.quantised) != (kernel in FOR_QUANTISED):
-        return [f"operands are {'' if spec.quantised else 'not '}quantised"]
+        takers = " and ".join(FOR_QUANTISED)
+        return [f"operands are quantised: {takers} take them" if spec.quantised else "operands are not quantised"]
     check = REASONS.get(kernel)
     return check(spec) if check else []
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from multigemm.backend import Launch
 from multigemm.backends.cupy.arguments import problem_bytes, table_of
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import Config, generic_bytes, kind_of, shapes_of
+from multigemm.cuda.arguments import Argument
 from multigemm.cuda.device import processors
-from multigemm.cuda.launch import without_move
+from multigemm.cuda.launch import Kernel, without_move
 from multigemm.planning.operands import Operands, view_of
 from multigemm.planning.tiles import most_tiles_by_rows
 from multigemm.problem.spec import ProblemSpec
@@ -29,34 +32,41 @@ def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
     return (source(spec, config),)
 
 
-class Generic:
-    """The generic kernel, loaded for the problems of one spec."""
+class ResidentBlocks:
+    """How a kernel is launched whose resident thread blocks take one tile after another, all tiles squares."""
 
-    def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
-        self._kernel, self._tile = load(source(spec, config), index), config.tile
-        self._threads = shapes_of(spec)[config.tile].threads
-        self._shared, self._processors = generic_bytes(spec, config.tile), processors(index)
-        self._most = self._processors * config.blocks_per_sm
+    def __init__(self, kernel: Kernel, spec: ProblemSpec, config: Config, threads: int, shared: int = 0) -> None:
+        self._kernel, self._tile, self._threads, self._shared = kernel, config.tile, threads, shared
+        self._most = processors(kernel.index) * config.blocks_per_sm
         zeroes = spec.zero_unowned and spec.form in ("jagged_m", "jagged_n", "masked")
-        self._least = self._processors if zeroes else 1
+        self._least = processors(kernel.index) if zeroes else 1
 
-    def bind(self, ops: Operands) -> Launch:
-        """Lays out the arguments of one problem."""
+    def bound(self, ops: Operands, more: Sequence[Argument] = (), keep: Sequence[object] = ()) -> Launch:
+        """A launch for one problem; `more`: what the kernel takes behind the problem."""
         table, view = table_of(ops), view_of(ops)
         most_tiles = most_tiles_by_rows(ops, view, self._tile, self._tile)
 
         def grid_for(tokens: int) -> int:
-            return self._blocks(most_tiles(tokens))
+            return max(self._least, min(most_tiles(tokens), self._most))
 
         bound = self._kernel.bound(
-            [problem_bytes(ops, table, view)],
+            [problem_bytes(ops, table, view), *more],
             grid=grid_for(view.m),
             threads=self._threads,
             shared=self._shared,
-            keep=(table,),
+            keep=(table, *keep),
             grid_for=grid_for,
         )
         return bound if table is None else without_move(bound)
 
-    def _blocks(self, tiles: int) -> int:
-        return max(self._least, min(tiles, self._most))
+
+class Generic:
+    """The generic kernel, loaded for the problems of one spec."""
+
+    def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
+        kernel, threads = load(source(spec, config), index), shapes_of(spec)[config.tile].threads
+        self._blocks = ResidentBlocks(kernel, spec, config, threads, generic_bytes(spec, config.tile))
+
+    def bind(self, ops: Operands) -> Launch:
+        """Lays out the arguments of one problem."""
+        return self._blocks.bound(ops)

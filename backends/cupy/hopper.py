@@ -161,10 +161,9 @@ class Clusters:
         columns: int = 0,
         listed: Tensor | None = None,
         keep: Sequence[object] = (),
-        resizes: bool = True,
     ) -> BoundKernel:
         """A launch for one problem. `columns`: of the weight side, 0 in a list, whose maps are `listed`; `more`: what
-        the kernel takes behind the problem and its options; `resizes`: whether that follows the number of tokens."""
+        the kernel takes behind the problem and its options."""
         table, counter = table_of(ops), Words(self._kernel.index, COUNTERS)
         options = LAUNCH.pack(
             0 if listed is None else listed.data_ptr(), counter.address,
@@ -185,7 +184,7 @@ class Clusters:
             overlap=True,
             keep=(table, listed, counter, *keep),
             on_capture=counter.pin,
-            grid_for=None if self._swapped or not resizes else grid_for,  # `columns` would be tokens
+            grid_for=None if self._swapped else grid_for,  # `columns` would be tokens
         )
 
     def _blocks(self, tiles: int) -> int:
@@ -290,7 +289,7 @@ class _Copies:
         return memory.as_strided(x.shape, (*step, *((pitch, 1) if by_rows else (1, pitch))))
 
     def bound(self, kernel: Kernel, ops: Operands, tokens: bool) -> BoundKernel | None:
-        """One launch for all of them; None where there is nothing to copy. `tokens`: rows of tokens are copied."""
+        """One launch for all of them; None where there is nothing to copy. `tokens`: what has tokens is copied."""
         if not self.units:
             return None
         listed = None
@@ -331,7 +330,7 @@ def with_copies(ops: Operands, view: Packed, spec: ProblemSpec, kernel: Kernel, 
             view = replace(view, a=place) if name == "a" else replace(view, b=place)
         else:
             operands[name] = [copies.add(t, wanted, None) for t in x]
-    tokens = "a" in operands and ops.spec.jagged == "m"
+    tokens = ops.spec.jagged == "k" or ("a" in operands and ops.spec.jagged == "m")
     return Copied(replace(ops, spec=spec, **operands), view, copies.bound(kernel, ops, tokens))
 
 

@@ -6,18 +6,17 @@ Its sides are those of `hopper`, and k is contiguous in both.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import cast
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from multigemm.backend import Launch
 from multigemm.backends.cupy.arguments import HEIGHTS, Side, result_map
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import COLUMNS, Config
 from multigemm.backends.cupy.hopper import Clusters, results_of
-from multigemm.backends.cupy.quantised import NO_GRID, grid_bytes
-from multigemm.backends.cupy.support import is_swapped, plain_kind, sends
+from multigemm.backends.cupy.quantised import grid_bytes
+from multigemm.backends.cupy.support import has_block_scales, is_swapped, plain_kind, sends
 from multigemm.cuda.arguments import Argument, Fields, join
 from multigemm.cuda.driver import on_device
 from multigemm.cuda.tensor_map import BLANK, encode_together
@@ -36,11 +35,10 @@ def sides(spec: ProblemSpec) -> tuple[OperandSpec, OperandSpec]:
 def source(spec: ProblemSpec, config: Config) -> Source:
     """The kernel's key: which float8, how results leave, where scales change, and the config."""
     x, w = sides(spec)
-    blocks = any(s.scale is not None and s.scale.k for s in (x, w))
     lines = w.scale is not None and w.scale.rows == 1
     e5m2 = tuple(s.dtype is torch.float8_e5m2 for s in (w, x))
     bfloat = spec.out.dtype is torch.bfloat16
-    return _source(e5m2, blocks, lines, bfloat, plain_kind(spec), sends(spec), config)
+    return _source(e5m2, has_block_scales(spec), lines, bfloat, plain_kind(spec), sends(spec), config)
 
 
 @lru_cache(maxsize=1024)
@@ -83,12 +81,9 @@ def line_maps(side: Side, heights: tuple[int, ...]) -> Fields:
 
 def side_grids(ops: Operands, columns: int) -> Fields:
     """The scales of the row side and of the weight side, and how many columns the latter has (`SideGrids`)."""
-    given = [("scale_a", ops.scale_a, ops.spec.a.scale), ("scale_b", ops.scale_b, ops.spec.b.scale)]
-    parts = [
-        NO_GRID if grid is None or of is None else grid_bytes(cast(Tensor, grid), of, name)
-        for name, grid, of in (reversed(given) if is_swapped(ops.spec) else given)
-    ]
-    return join([*parts, columns.to_bytes(8, "little")])
+    given: Any = [("scale_a", ops.scale_a, ops.spec.a.scale), ("scale_b", ops.scale_b, ops.spec.b.scale)]
+    grids = [grid_bytes(*each) for each in (reversed(given) if is_swapped(ops.spec) else given)]
+    return join([*grids, columns.to_bytes(8, "little")])
 
 
 class HopperFp8:
@@ -107,4 +102,4 @@ class HopperFp8:
             if self._sends:
                 maps.append(result_map(results_of(view, self._swapped, self._out)))
         more: list[Argument] = [side_grids(ops, w.mn), tuple(maps)]
-        return self._clusters.bound(ops, view, more, columns=w.mn, resizes=False)  # strides of scales may be tokens
+        return self._clusters.bound(ops, view, more, columns=w.mn)

@@ -64,17 +64,18 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
     if config == choice.heuristic(spec, capability):
         _load_layout(replace(spec, total=0, groups=1, largest=0), capability, index)
     elif not configs.is_valid(config, spec, capability):
-        raise InvalidSetting(f"{config} cannot run {spec}{_variance(config, spec, capability)}")
+        raise InvalidSetting(f"{config} cannot run {spec}{_obstacle(config, spec, capability)}")
     load_all(KERNELS[config.kernel].sources(spec, config), index)
     name = "packed+hopper" if config.kernel == "packed" else config.kernel
     return Recipe(name, config, KERNELS[config.kernel].loaded(spec, config, index).bind, why(spec, config))
 
 
-def _variance(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> str:
-    """What batch invariance has against a config, to end a sentence with."""
-    known = bool(spec.quantised) or config.kernel != "generic" or config.tile in configs.shapes_of(spec)
-    reason = configs.variance(config, spec, capability) if known else ""
-    return f": {reason}" if reason else ""
+def _obstacle(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> str:
+    """What the kernel of a config, or batch invariance, has against it, to end a sentence with."""
+    reasons = configs.reasons_against(config.kernel, spec)
+    if not reasons and (config.kernel != "generic" or config.tile in configs.shapes_of(spec)):
+        reasons = [configs.variance(config, spec, capability)]
+    return f": {'; '.join(reasons)}" if any(reasons) else ""
 
 
 @lru_cache(maxsize=1024)

@@ -124,6 +124,11 @@ def hopper_reasons(spec: ProblemSpec) -> list[str]:
     return reasons
 
 
+def has_block_scales(spec: ProblemSpec) -> bool:
+    """Whether scales differ from one block of k to the next."""
+    return any(x.scale is not None and x.scale.k for x in (spec.a, spec.b))
+
+
 def fp8_reasons(spec: ProblemSpec) -> list[str]:
     """Why the Hopper kernel for float8 cannot run a spec; the one for any quantised operands can."""
     reasons = [] if spec.quantised == "float8" else [f"{spec.a.dtype} x {spec.b.dtype}: it takes float8 on both sides"]

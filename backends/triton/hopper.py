@@ -411,7 +411,7 @@ class OperandCopy:
             return shape, None
         values = [x.ptr, moved.ptr, rows, columns, x.group, x.row, x.col, rows * line, line]
         grid = max(1, groups * tiles_of(rows, BLOCK_ROWS) * tiles_of(columns, BLOCK_COLUMNS))
-        tokens = self.name == "a" and shape.jagged == "m"
+        tokens = shape.jagged == "k" or (self.name == "a" and shape.jagged == "m")
         return shape, self._kernel.bound(values, grid, (target,), grid_for=None if tokens else lambda _: grid)
 
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 from multigemm.bench import table
 from multigemm.bench.reports import Report, Row, Sample, by_case, by_entry, digits, fastest, unrest_warning
@@ -19,7 +20,8 @@ STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #777; --shade: #0003; }
 @media (prefers-color-scheme: dark) { :root { --soft: #9aa5b1; --shade: #fff4; } }
 body { max-width: 1180px; margin: 0 auto; padding: 16px; font: 15px/1.5 system-ui, sans-serif; }
-h1, p, li, summary { overflow-wrap: anywhere; }
+h1, p, li, pre, summary { overflow-wrap: anywhere; }
+pre { white-space: pre-wrap; margin: 4px 0 10px; }
 h1 { margin: 0; } h2 { margin: 32px 0 0; } p { margin: 4px 0 10px; }
 .hint { color: var(--soft); font-size: 13.5px; }
 .scroll {
@@ -87,17 +89,7 @@ def render(report: Report, pictures: Sequence[Path] = ()) -> str:
         "<h1>Grouped GEMM, measured</h1>",
         _hint(f"{m['device']} · {m['date'][:10]} · commit {m['commit']} · {packages}"),
         f"<p><b>{escape(warning)}</b></p>" if (warning := unrest_warning(report)) else "",
-        _section(
-            "means", "Who is fastest",
-            "Geometric means of the fraction of the floor, by how the rows fall to the groups; how many workloads an "
-            "entry ran, on how many it was the fastest, the best peer's time over its own; and, where measured, its "
-            "time on the host and the joules of a call.",
-            _table(table.means(report)),
-        ),
-        _duels(report),
-        _heat_map(report),
-        _auto(report),
-        _promised(report),
+        *(_part(report, part) for part in PARTS),
         "".join(map(_picture, pictures)),
         "<h2>Every workload, in microseconds</h2>",
         _hint(f"Bold: the fastest; {table.BEYOND}. Click a heading to sort."),
@@ -131,35 +123,16 @@ def _picture(path: Path) -> str:
     return f'<div class="scroll"><img alt="{path.stem}" src="data:image/png;base64,{data}"></div>'
 
 
-def _table(grid: table.Grid, cell: Callable[[str], str] | None = None) -> str:
-    """A grid in a box of its own, in which a wide table scrolls; `cell` writes all but the first of a row."""
-    heads = "".join(f"<th>{escape(head)}</th>" for head in grid[0])
-    lines = (_cell(name) + "".join(map(cell or _cell, cells)) for name, *cells in grid[1:])
-    rows = "\n".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
-
-
 def _cell(text: str) -> str:
     return f'<td class="best">{escape(text)}</td>' if isinstance(text, table.Best) else f"<td>{escape(text)}</td>"
 
 
-def _duels(report: Report) -> str:
-    told = table.won_and_lost(report)
-    if not told:
-        return ""
-    hint = (
-        "The fastest kernel of multigemm (cuBLAS is none) beside the fastest peer. From 1 on (bold) a workload is won."
-    )
-    body = f"<p>{escape(told)}</p>" + _fold("All, the worst first", _table(table.won_or_lost(report)))
-    return _section("duels", "Won and lost", hint, body)
-
-
-def _heat_map(report: Report) -> str:
-    grid = table.heat_map(report)
-    if len(grid) == 1:
-        return ""
-    hint = "Green: won. Red: lost. A workload counts for its mean rows per group; N x K are the weights of one group."
-    return _section("heat", f"{table.HEAT_MAP[0].upper()}{table.HEAT_MAP[1:]}", hint, _table(grid, _hot_cell))
+def _table(grid: table.Grid, cell: Callable[[str], str] = _cell) -> str:
+    """A grid in a box of its own, in which a wide table scrolls; `cell` writes all but the first of a row."""
+    heads = "".join(f"<th>{escape(head)}</th>" for head in grid[0])
+    lines = (_cell(name) + "".join(map(cell, cells)) for name, *cells in grid[1:])
+    rows = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
 
 
 def _hot_cell(text: str) -> str:
@@ -171,19 +144,56 @@ def _hot_cell(text: str) -> str:
     return f'<td style="background: rgb({colour} / {0.12 + 0.6 * strength:.2f})">{text}</td>'
 
 
-def _auto(report: Report) -> str:
-    told = table.auto_summary(report)
-    if not told:
+class Part(NamedTuple):
+    """A section of the page: a grid, below what is told in words; one without rows is left out."""
+
+    name: str
+    title: str
+    hint: str
+    grid: Callable[[Report], table.Grid]
+    told: Callable[[Report], str] = lambda report: ""
+    cell: Callable[[str], str] = _cell
+    folded: str = ""
+
+
+PARTS = (
+    Part(
+        "means", "Who is fastest",
+        "Geometric means of the fraction of the floor, by how the rows fall to the groups; how many workloads an entry "
+        "ran, on how many it was the fastest, the best peer's time over its own; and, where measured, its time on the "
+        "host and the joules of a call.",
+        table.means,
+    ),
+    Part(
+        "duels", "Won and lost",
+        "The fastest kernel of multigemm (cuBLAS is none) beside the fastest peer. From 1 on (bold) a workload is won.",
+        table.won_or_lost, table.won_and_lost, folded="All, the worst first",
+    ),
+    Part(
+        "heat", f"{table.HEAT_MAP[0].upper()}{table.HEAT_MAP[1:]}",
+        "Green: won. Red: lost. A workload counts for its mean rows per group; N x K are the weights of one group.",
+        table.heat_map, cell=_hot_cell,
+    ),
+    Part(
+        "auto", "What auto chooses",
+        "auto's time over that of the fastest single backend that knew as much.",
+        table.choices, table.auto_summary,
+    ),
+    Part(
+        "invariance", "What batch_invariant=True leaves",
+        "Each backend's time without the promise over its time with it.",
+        table.promised,
+    ),
+)  # fmt: skip
+
+
+def _part(report: Report, part: Part) -> str:
+    grid, told = part.grid(report), part.told(report)
+    if len(grid) == 1:
         return ""
-    hint = "auto's time over that of the fastest single backend that knew as much."
-    body = f"<pre>{escape(told)}</pre>{_table(table.choices(report))}"
-    return _section("auto", "What auto chooses", hint, body)
-
-
-def _promised(report: Report) -> str:
-    grid = table.promised(report)
-    hint = "Each backend's time without the promise over its time with it."
-    return _section("invariance", "What batch_invariant=True leaves", hint, _table(grid)) if len(grid) > 1 else ""
+    shown = _table(grid, part.cell)
+    words = f"<pre>{escape(told)}</pre>" if told else ""
+    return _section(part.name, part.title, part.hint, words + (_fold(part.folded, shown) if part.folded else shown))
 
 
 def _times(report: Report) -> list[str]:

@@ -65,7 +65,8 @@ def along(address: int, value: int) -> int:
 
 
 class Tokens(int):
-    """The number of tokens of a problem whose rows are cut. What is computed from it is an ordinary integer."""
+    """The number of tokens of a problem whose rows, or whose inner extents, are cut. What is computed from it is an
+    ordinary integer."""
 
     __slots__ = ()
 

@@ -51,8 +51,9 @@ class MovableLaunch(Protocol):
         """Whether `resize` gives the launch that a bind for another number of tokens would give."""
         ...
 
-    def resize(self, before: int, after: int) -> None:
-        """Makes it the launch for another number of tokens; a `move` has to follow."""
+    def resize(self, before: int, after: int, regrid: bool) -> None:
+        """Makes it the launch for another number of tokens; a `move` has to follow. `regrid`: tokens are rows, which
+        the grid covers; it does not depend on inner extents."""
         ...
 
 
@@ -213,15 +214,17 @@ class BoundKernel:
             fields = self._fields is None or self._fields.can_resize(before, after)
             return fields and self._block.can_resize(before, after)
 
-    def resize(self, before: int, after: int) -> None:
-        """Makes it the launch for another number of tokens; a `move` has to follow."""
+    def resize(self, before: int, after: int, regrid: bool) -> None:
+        """Makes it the launch for another number of tokens, with another grid if they are rows; a `move` has to
+        follow."""
         assert self._grid_for is not None
         if self._counted:
             with on_device(self.index):
                 self._resize_arguments(before, after)
         else:
             self._resize_arguments(before, after)
-        self._records = self._records.with_grid(_blocks(self._grid_for(after)))
+        if regrid:
+            self._records = self._records.with_grid(_blocks(self._grid_for(after)))
 
     def _resize_arguments(self, before: int, after: int) -> None:
         self._block.resize(before, after)
@@ -294,10 +297,10 @@ class LaunchSequence(_Steps):
         """Whether all launches can follow another number of tokens."""
         return all(step.can_resize(before, after) for step in self._steps)
 
-    def resize(self, before: int, after: int) -> None:
+    def resize(self, before: int, after: int, regrid: bool) -> None:
         """Makes every launch one for another number of tokens."""
         for step in self._steps:
-            step.resize(before, after)
+            step.resize(before, after, regrid)
 
     def workspace_bytes(self) -> int:
         """Device memory that the launches own; what they share counts more than once."""

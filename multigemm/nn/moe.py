@@ -21,12 +21,13 @@ from multigemm.nn.linear import check_layer, init_linear_
 from multigemm.problem import epilogue
 from multigemm.problem.spec import GATES, GLU_LAYOUTS
 from multigemm.settings import settings
+from multigemm.torch_internals import run_while_tracing
 
 GATED = GATES
 PLAIN = ("relu", "gelu", "gelu_tanh", "silu")
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@run_while_tracing
 def _invariant_unless_told() -> bool:
     """What MULTIGEMM_BATCH_INVARIANT says; a compiled graph keeps what it said at the first call."""
     return settings().batch_invariant

@@ -7,10 +7,10 @@ captured; here, whether a given `out` shares memory with an input.
 An entry belongs to one thread and one stream, so that its workspace is never used twice at once, and holds no operand.
 It is made when a key comes for the second time. A `_MovingEntry` has a launch that follows its operands; a
 `_TensorEntry` has one that takes the caller's tensors; a `_BindingEntry` binds anew what a backend cannot move. Token
-counts and sizes on the host that come once would never have an entry: for rows that are cut on a GPU there is one for
-each class of calls that differ in nothing else, with token counts within half an octave. Its launch is resized for each
-new count, and sizes on the host are copied to where it reads them. The cache is bounded in entries and in memory;
-`clear` empties it, and a forked child begins with an empty one.
+counts and sizes on the host that come once would never have an entry: for rows and inner extents that are cut on a GPU
+there is one for each class of calls that differ in nothing else, with token counts within half an octave. Its launch is
+resized for each new count, and sizes on the host are copied to where it reads them. The cache is bounded in entries and
+in memory; `clear` empties it, and a forked child begins with an empty one.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ NO_GRIDS = (0, 0, 0)
 WORKSPACE = 64 << 20
 """Bytes of device memory that all entries may own together; one entry a sixteenth of it."""
 BROKEN = -1
-"""Rows of an entry of which nothing is known, since its resizing was interrupted; another one takes its place."""
+"""Tokens of an entry of which nothing is known, since its resizing was interrupted; another one takes its place."""
 
 
 class _Entry(ABC):
-    """What every call of one key has in common. Of a class of token counts it is all but the number of rows."""
+    """What every call of one key has in common. Of a class of token counts it is all but that number."""
 
     __slots__ = (
-        "_busy", "_choice", "_counted", "_device", "_dtype", "_given_out", "_grids", "_reach", "_settings", "_shape",
-        "_strides", "index", "workspace",
+        "_busy", "_choice", "_counted", "_device", "_dtype", "_given_out", "_grids", "_inner", "_reach", "_settings",
+        "_shape", "_strides", "_tokens", "index", "workspace",
     )  # fmt: skip
 
     def __init__(self, problem: GroupedGemmProblem, choice: Choice, counted: bool) -> None:
@@ -69,6 +69,8 @@ class _Entry(ABC):
         self._strides = torch.empty(self._shape, device="meta").stride()
         self.index = problem.device.index if problem.device.type == "cuda" else -1
         self._counted, self._given_out, self._busy = counted, problem.out is not None, False
+        self._inner = problem.form == "jagged_k"
+        self._tokens = _tokens_of(problem) if counted else 0
         self._reach = {
             name: reach_bytes(problem.each(name)[0]) for name in ("a", "b", "c", "bias", "out") if problem.each(name)
         }
@@ -83,8 +85,10 @@ class _Entry(ABC):
             return None
         self._busy = True
         try:
-            if self._counted and call[1].shape[0] != self._shape[0] and not self.resize(call[1].shape[0]):
-                return None
+            if self._counted:
+                tokens = call[1].shape[self._inner]
+                if tokens != self._tokens and not self.resize(tokens):
+                    return None
             if self._given_out:
                 out = None if self._shares(call) else call[8]
             elif self.index < 0:
@@ -98,15 +102,17 @@ class _Entry(ABC):
     @property
     def intact(self) -> bool:
         """Whether it can serve a call."""
-        return not self._counted or self._shape[0] != BROKEN
+        return self._tokens != BROKEN
 
     @abstractmethod
     def launch(self, call: Call, out: Tensor) -> bool:
         """Writes the result; whether it could."""
 
-    def resize(self, rows: int) -> bool:
+    def resize(self, tokens: int) -> bool:
         """Makes it one for another number of tokens; whether it could."""
-        self._shape = (rows, self._shape[1])
+        self._tokens = tokens
+        if not self._inner:
+            self._shape = (tokens, self._shape[1])
         return True
 
     def _shares(self, call: Call) -> bool:
@@ -202,7 +208,7 @@ class _MovingEntry(_Entry):
         elif self._kind == "sizes" and type(cut) in PLAIN:
             sizes = cut.data_ptr()
         if self._host is not None:
-            offsets = self._host.offsets(cut, self._shape[0])
+            offsets = self._host.offsets(cut, self._tokens)
             if offsets is None:
                 return False
             self._host.upload(offsets)
@@ -221,15 +227,14 @@ class _MovingEntry(_Entry):
             self._start(self._stream)
         return True
 
-    def resize(self, rows: int) -> bool:
+    def resize(self, tokens: int) -> bool:
         """The launch for another number of tokens, which a bind for that number would give as well."""
-        before, columns = self._shape
+        before = self._tokens
         if before == BROKEN:
             return False
-        self._shape = (BROKEN, columns)  # should this be interrupted
-        self._launch.resize(before, rows)
-        self._shape = (rows, columns)
-        return True
+        self._tokens = BROKEN  # should this be interrupted
+        self._launch.resize(before, tokens, not self._inner)
+        return super().resize(tokens)
 
 
 class _BindingEntry(_Entry):
@@ -279,7 +284,7 @@ class _BindingEntry(_Entry):
         if isinstance(self._host, dict):
             return self._host
         if self._host is not None:
-            offsets = self._host.offsets(cut, self._shape[0])
+            offsets = self._host.offsets(cut, self._tokens)
             if offsets is None:
                 return None
             on_host = np.frombuffer(offsets, dtype=np.int32)
@@ -441,9 +446,11 @@ def _entry_of(problem: GroupedGemmProblem, bound: Bound, choice: Choice, kind: s
     """An entry that moves, if every launch can and none holds an address of the caller's that would stay behind.
 
     `counted`: an entry of a class, whose launch has to follow the number of tokens, too; where it cannot, quantised
-    operands have none, since their grids of scales would have to be laid out anew.
+    operands have none, since their grids of scales would have to be laid out anew, nor where tokens are added up.
     """
     launch, ops, cut = bound.launch, bound.ops, problem.cut
+    if counted and problem.form == "jagged_k" and choice.spec.quantised:
+        return None
     on_tensors = _on_tensors(problem, bound, kind, counted)
     if on_tensors is not None:
         return _TensorEntry(problem, choice, on_tensors, counted)
@@ -454,7 +461,7 @@ def _entry_of(problem: GroupedGemmProblem, bound: Bound, choice: Choice, kind: s
     if movable and launch.workspace_bytes() <= WORKSPACE // 16:  # type: ignore[attr-defined]
         if not counted:
             return _MovingEntry(problem, ops, choice, launch, kind)
-        if _resizes(launch, problem.out_shape[0]):
+        if _resizes(launch, _tokens_of(problem)):
             own = bind(choice, problem, allocate(problem))  # the other entry's launch moves and is resized by itself
             return _MovingEntry(problem, own.ops, choice, own.launch, kind, counted=True)
     return None if counted and problem.quantisation is not None else _BindingEntry(problem, ops, choice, kind, counted)
@@ -475,9 +482,14 @@ def _on_tensors(problem: GroupedGemmProblem, bound: Bound, kind: str, counted: b
     return form(kind, live)
 
 
-def _resizes(launch: Any, rows: int) -> bool:
+def _tokens_of(problem: GroupedGemmProblem) -> int:
+    """The number of tokens of a problem that cuts them: rows of a, or its columns."""
+    return int(problem.each("a")[0].shape[problem.form == "jagged_k"])
+
+
+def _resizes(launch: Any, tokens: int) -> bool:
     """Whether a launch follows every number of tokens of a class; two that are far apart show whether maps do."""
-    return rows > 0 and hasattr(launch, "can_resize") and bool(launch.can_resize(rows, 2 * rows + 1))
+    return tokens > 0 and hasattr(launch, "can_resize") and bool(launch.can_resize(tokens, 2 * tokens + 1))
 
 
 def solve(choice: Choice, problem: GroupedGemmProblem) -> Any:

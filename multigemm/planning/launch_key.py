@@ -142,22 +142,38 @@ def _index_key(cut: Any, phase: int, index: int) -> Key:
 
 
 def class_key_of(key: Key, call: Call) -> Key | None:
-    """What calls have in common that differ in their number of tokens and in sizes on the host alone."""
+    """What calls have in common that differ in their number of tokens and in sizes on the host alone: rows of `a`, or
+    the inner extent of both operands."""
     jagged, a, b, kind, cut, valid_rows, c, _, out, *scales = call
-    if jagged != "m" or cut is None or not a.is_cuda or out is not None or c is not None or valid_rows is not None:
+    if cut is None or not a.is_cuda or out is not None or c is not None or valid_rows is not None or a.dim() != 2:
         return None
-    if a.dim() != 2 or b.dim() != 3 or not b.shape[0]:
-        return None
-    rows, depth = a.shape
     groups = key[GROUPS] if isinstance(cut, Tensor) and not cut.is_cpu else _host_class(kind, cut)
-    if groups is None or rows > a.stride(1) > 1 or rows >= COUNTED:
+    if groups is None:
         return None
-    if reach_bytes(a) >= COUNTED * a.element_size() or rows * b.shape[2] >= COUNTED:
+    if jagged == "k":
+        return None if scales else _inner_class_key(key, a, b, groups)
+    rows, depth = a.shape
+    if jagged != "m" or b.dim() != 3 or not b.shape[0] or not _counts(a, rows, 1) or rows * b.shape[2] >= COUNTED:
         return None
     rest, options = key[GROUPS + 1], key[GROUPS + 2 :]
     if scales:
         rest = (*rest[:4], _of_tokens(rest[4], rows), *rest[5:])
     return ("tokens", depth, half_octave(rows), min(rows, 2), *key[1:GROUPS], groups, rest, *options)
+
+
+def _inner_class_key(key: Key, a: Tensor, b: Tensor, groups: Key) -> Key | None:
+    """The same for tokens that are added up: a [M, T] and b [T, N], whose strides stay in the key."""
+    rows, tokens = a.shape
+    if b.dim() != 2 or b.shape[0] != tokens or not _counts(a, tokens, 0) or not _counts(b, tokens, 1):
+        return None
+    layouts = (*key[1:4], *key[5:GROUPS])
+    return ("inner tokens", rows, b.shape[1], half_octave(tokens), min(tokens, 2), *layouts, groups, *key[GROUPS + 1 :])
+
+
+def _counts(x: Tensor, tokens: int, other: int) -> bool:
+    """Whether a number of tokens does not decide how an operand with so many lines is counted, or whether the lines of
+    its `other` axis overlap."""
+    return not tokens > x.stride(other) > 1 and tokens < COUNTED and reach_bytes(x) < COUNTED * x.element_size()
 
 
 def _of_tokens(layout: Key | None, rows: int) -> Key | None:

@@ -102,7 +102,7 @@ class Strided(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A packed form as one formula (see the module docstring). The jagged extent holds T, as `Tokens` if that is m.
+    """A packed form as one formula (see the module docstring). The jagged extent holds T, as `Tokens` unless that is n.
 
     `bias` addresses bias(g, j) = ptr + g*group + (start_n + j)*col; its `row` is 0.
     """
@@ -166,12 +166,12 @@ def packed(ops: Operands) -> Packed:
     """
     a, b, out = cast(Tensor, ops.a), cast(Tensor, ops.b), cast(Tensor, ops.out)
     c, bias = cast("Tensor | None", ops.c), cast("Tensor | None", ops.bias)
-    rows, jagged = a.shape[-2], ops.spec.jagged
+    (rows, depth), jagged = a.shape[-2:], ops.spec.jagged
     return Packed(
         groups=ops.spec.groups,
         m=Tokens(rows) if jagged == "m" else rows,
         n=b.shape[-1],
-        k=a.shape[-1],
+        k=Tokens(depth) if jagged == "k" else depth,
         jagged=jagged,
         a=strides_of(a, "a"),
         b=strides_of(b, "b"),

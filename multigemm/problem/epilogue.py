@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,11 @@ SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).
 
 def dtype_names(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(sorted({dtype_name(d) for d in dtypes}))
+
+
+def any_of(dtypes: Collection[torch.dtype]) -> str:
+    """What a dtype must be, in words."""
+    return f"one of {dtype_names(dtypes)}" if len(dtypes) > 1 else dtype_names(dtypes)
 
 
 def compute_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
@@ -63,8 +68,11 @@ def default_beta(beta: Any, c: Any) -> Any:
     return 0.0 if c is None else 1.0
 
 
-def scalar(x: Any, name: str, compute: torch.dtype) -> float:
-    """alpha or beta as a float that the accumulator's type holds too; for int8 a whole number that int32 holds."""
+def scalar(x: Any, name: str, compute: torch.dtype, instead: str = "multiply the result instead") -> float:
+    """alpha or beta as a float that the accumulator's type holds too; for int8 a whole number that int32 holds.
+
+    `instead` is what to do where an infinite number was meant.
+    """
     if type(x) is float and (x == 0 or SMALLEST <= abs(x) <= LARGEST) and compute is not torch.int8:
         return x
     if isinstance(x, Tensor | bool) or not isinstance(x, numbers.Real):
@@ -77,7 +85,7 @@ def scalar(x: Any, name: str, compute: torch.dtype) -> float:
     if compute is torch.int8 and not (math.isfinite(value) and value.is_integer() and -(2**31) <= value < 2**31):
         raise InvalidProblem(f"{name}={value} with int8 operands; it must be a whole number that int32 holds")
     if not math.isfinite(value):  # times the sum of an empty group it would be NaN, which such a group must not give
-        raise InvalidProblem(f"{name}={value}; it must be finite: multiply the result instead")
+        raise InvalidProblem(f"{name}={value}; it must be finite: {instead}")
     if value != 0 and not SMALLEST <= abs(value) <= LARGEST and compute is not torch.float64:
         raise InvalidProblem(
             f"{name}={value} multiplies in float32, which holds numbers from {SMALLEST:.5g} to {LARGEST:.5g} to all "
@@ -112,6 +120,5 @@ def check_extra_dtype(dtype: torch.dtype, name: str, inputs: Iterable[torch.dtyp
     """bias and c: an input dtype, the result's, or float32 (int32 for int8 products)."""
     allowed = {torch.int32} if torch.int8 in inputs else {*inputs, out, torch.float32}
     if dtype not in allowed:
-        which = f"one of {dtype_names(allowed)}" if len(allowed) > 1 else dtype_names(allowed)
         beside = " beside int8 operands" if torch.int8 in inputs else ""
-        raise InvalidProblem(f"{name} has dtype {dtype}; it must be {which}{beside}: convert it")
+        raise InvalidProblem(f"{name} has dtype {dtype}; it must be {any_of(allowed)}{beside}: convert it")

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from multigemm.errors import InvalidProblem
 from multigemm.problem import epilogue
-from multigemm.problem.grouping import INT32_MAX, Int64s, read_index_array, read_list
+from multigemm.problem.arrays import adopt
+from multigemm.problem.grouping import INT32_MAX, INT64_MAX, Int64s, read_index_array, read_list
 from multigemm.problem.operand_reader import Operand, OperandReader, common_dtype, is_list
 from multigemm.problem.result import Result
 from multigemm.problem.scales import E8M0, Quantisation, Scale
@@ -268,7 +269,8 @@ def _asked(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_default(name: str, x: Any) -> bool:
-    return name in GATE_DEFAULTS and isinstance(x, str | int | float) and x == GATE_DEFAULTS[name]
+    is_value = isinstance(x, str | int | float) and not isinstance(x, bool)
+    return name in GATE_DEFAULTS and is_value and x == GATE_DEFAULTS[name]
 
 
 class FusedReader:
@@ -288,7 +290,14 @@ class FusedReader:
 
     def pick(self, a: Tensor, b: Tensor, jagged: Any, grouped: bool, device: torch.device) -> tuple[Tensor, Tensor]:
         """a and b, or tensors without memory that have their shapes once rows are picked."""
-        return self._pick("a_rows", a, jagged, grouped, device), self._pick("b_rows", b, jagged, grouped, device)
+        x, y = self._pick("a_rows", a, jagged, grouped, device), self._pick("b_rows", b, jagged, grouped, device)
+        if self._picks and jagged == "k" and x.dim() == y.dim() == 2 and x.shape[1] != y.shape[0]:
+            first, second = (f"{n}_rows" if f"{n}_rows" in self._picks else n for n in "ab")
+            raise InvalidProblem(
+                f"{first} has {x.shape[1]} tokens and {second} has {y.shape[0]}: pass as many row numbers as there are "
+                "tokens"
+            )
+        return x, y
 
     def _pick(self, name: str, x: Tensor, jagged: Any, grouped: bool, device: torch.device) -> Tensor:
         given = self._given.get(name)
@@ -296,7 +305,7 @@ class FusedReader:
             return x
         axis = PICKED[name].get(jagged) if grouped else None
         if axis is None:
-            self.refuse_picks(f"jagged={jagged!r}" if grouped else "no cut")
+            self.refuse_picks(f"with jagged={jagged!r}" if grouped else "without offsets, sizes or ends")
         if x.dim() != 2:
             return x  # the form refuses it
         assert axis is not None
@@ -306,12 +315,12 @@ class FusedReader:
         return torch.empty(shape, dtype=x.dtype, device="meta")
 
     def refuse_picks(self, seen: str) -> None:
-        """Refuses `a_rows` and `b_rows` where no offsets cut their tokens."""
+        """Refuses `a_rows` and `b_rows` where no offsets cut their tokens, in these words."""
         where = {"a_rows": "jagged='m' (rows of a) and jagged='k' (columns of a)",
                  "b_rows": "jagged='k' (rows of b) and jagged='n' (columns of b)"}  # fmt: skip
         for name, text in where.items():
             if name in self._given:
-                raise InvalidProblem(f"{name} with {seen}: it picks the tokens of {text}: index the operand yourself")
+                raise InvalidProblem(f"{name} {seen}: it picks the tokens of {text}: index the operand yourself")
 
     def refuse_quantised_picks(self) -> None:
         """Scales of a jagged K count from each group's start, and have no entry for each token."""
@@ -375,12 +384,13 @@ class FusedReader:
     def _gate_of(self, given: dict[str, Any], compute: torch.dtype) -> Gate:
         assert self._gated is not None
         layout = epilogue.one_of(given["glu_layout"], "glu_layout", GLU_LAYOUTS)
-        alpha, beta = (epilogue.scalar(given[name], name, compute) for name in ("glu_alpha", "glu_beta"))
+        alpha = epilogue.scalar(given["glu_alpha"], "glu_alpha", compute, "leave it out")
+        beta = epilogue.scalar(given["glu_beta"], "glu_beta", compute, "leave it out")
         if alpha != 1 and self._gated != "swiglu":
             raise InvalidProblem(f"glu_alpha={alpha} with activation={self._gated!r}: only swiglu has it, leave it out")
         limit = given["glu_limit"]
         if limit is not None:
-            limit = epilogue.scalar(limit, "glu_limit", compute)
+            limit = epilogue.scalar(limit, "glu_limit", compute, "leave it out for no limit")
             if limit < 0:
                 raise InvalidProblem(f"glu_limit={limit} is negative; u lies in -limit..limit: pass 0 or more")
         return Gate(self._gated, layout, alpha, beta, limit)
@@ -414,7 +424,7 @@ class FusedReader:
 
     def _read_combine(self, given: Any, tokens: int, device: torch.device) -> None:
         if not is_list(given) or len(given) != 2:
-            seen = f"a {type(given).__name__}" if not is_list(given) else f"{len(given)} things"
+            seen = f"a {type(given).__name__}" + (f" of {len(given)}" if is_list(given) else "")
             raise InvalidProblem(f"combine is {seen}; it must be a pair (index [R, k], weights [R, k] or None)")
         index = self._index(given[0], "combine index", device, 2, tokens)
         self._rows, self._combine = index.values.shape[0], (index, given[1])
@@ -441,7 +451,7 @@ class FusedReader:
             return None
         if not self._activated:
             raise InvalidProblem("preact_out without an activation: it would be the result itself, leave it out")
-        preact = product.take(reader.result, given, "preact_out")
+        preact = product._replace(called="the products").take(reader.result, given, "preact_out")
         found = out_dtype if is_list(preact) and not preact else common_dtype(preact, "preact_out")
         if found is not out_dtype:
             raise InvalidProblem(f"preact_out has dtype {found}; it must be {out_dtype}, the dtype of the result")
@@ -472,7 +482,11 @@ class FusedReader:
 
 def _read_index(x: Any, name: str, device: torch.device, dims: int) -> tuple[Tensor | None, Int64s | None]:
     if dims == 2 and is_list(x):
-        rows = [read_list(row, f"{name}[{r}]") for r, row in enumerate(x)]
+        rows = []
+        for r, row in enumerate(x):
+            if not is_list(row) and getattr(row, "ndim", 0) != 1:
+                raise InvalidProblem(f"{name}[{r}] is {row!r}; it must be a list of k numbers: pass an array [R, k]")
+            rows.append(read_list(row, f"{name}[{r}]"))
         lengths = {len(row) for row in rows}
         if len(lengths) > 1:
             seen = " and ".join(map(str, sorted(lengths)))
@@ -486,21 +500,27 @@ def _check_range(values: Any, name: str, extent: int) -> None:
     wrong = (values < 0) | (values >= extent)
     if wrong.any():
         at = tuple(map(int, np.argwhere(wrong)[0]))
+        limit = f"it must lie in 0..{extent - 1}" if extent else "there are no rows"
         raise InvalidProblem(
-            f"{name}{list(at)} is {values[at]}; it must lie in 0..{extent - 1}: only a tensor on the operands' "
-            "device may hold others, which mean no row there"
+            f"{name}{list(at)} is {values[at]}; {limit}: only a tensor on the operands' device may hold others, which "
+            "mean no row there"
         )
 
 
 def _result_rows(rows: Any, out: Any) -> int:
     """How many rows `out_rows` make, by the keyword or by the `out` that receives them."""
-    held = None if out is None or is_list(out) else int(out.shape[0])
+    held = None
+    if out is not None:
+        shape = tuple(adopt(out, "out").tensor.shape)
+        if len(shape) != 2:
+            raise InvalidProblem(f"out has shape {shape}; out_rows sums rows into a matrix: pass out [R, N]")
+        held = shape[0]
     if rows is None:
         if held is None:
             raise InvalidProblem("out_rows without out: say with rows= how many rows the result has")
         return held
-    if isinstance(rows, bool) or not hasattr(rows, "__index__") or int(rows) < 0:
-        raise InvalidProblem(f"rows={rows!r} must be a whole number, 0 or more")
+    if isinstance(rows, bool) or not hasattr(rows, "__index__") or not 0 <= int(rows) <= INT64_MAX:
+        raise InvalidProblem(f"rows={rows!r} must be a whole number, 0 or more, that fits in 64 bits")
     if held is not None and held != int(rows):
         raise InvalidProblem(f"rows={rows} and out has {held}: leave rows out")
     return int(rows)
@@ -515,7 +535,5 @@ def _numbers(
         raise InvalidProblem(f"{name} has shape {tuple(found.shape)}; it must be {shape}, {what}")
     allowed = {torch.float32, *extras}
     if found.dtype not in allowed:
-        raise InvalidProblem(
-            f"{name} has dtype {found.dtype}; it must be one of {epilogue.dtype_names(allowed)}: convert it"
-        )
+        raise InvalidProblem(f"{name} has dtype {found.dtype}; it must be {epilogue.any_of(allowed)}: convert it")
     return found

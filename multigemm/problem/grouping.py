@@ -22,7 +22,7 @@ from multigemm.problem.arrays import adopt, is_array
 Kind = Literal["offsets", "sizes", "ends"]
 Int64s = npt.NDArray[np.int64]
 INDEX_DTYPES = (torch.int32, torch.int64)
-INT32_MAX = 2**31 - 1
+INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 
 
 class Grouping(NamedTuple):
@@ -87,8 +87,9 @@ def read_index_array(x: Any, name: str, device: torch.device, dims: int = 1) -> 
     if isinstance(x, str | bytes | bytearray):
         raise InvalidProblem(f"{name}={x!r} is text: pass a list, an int32 or int64 array")
     if not isinstance(x, Sequence):
+        kind = "vector" if dims == 1 else "matrix"
         raise InvalidProblem(
-            f"{name} is of type {type(x).__name__}; it must be a vector of integers: a list, an int32 or int64 array"
+            f"{name} is of type {type(x).__name__}; it must be a {kind} of integers: a list, an int32 or int64 array"
         )
     return None, read_list(x, name)
 

@@ -62,7 +62,7 @@ class OperandReader:
         if torch.is_grad_enabled() and got.tensor.requires_grad:
             raise InvalidProblem(
                 f"{name} requires grad, and a result in the caller's memory has no gradient: pass {name}.detach(), or "
-                "leave out away"
+                f"leave {name} away"
             )
         return got.tensor
 

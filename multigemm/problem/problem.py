@@ -307,7 +307,7 @@ class GroupedGemmProblem:
         if jagged != "m":
             raise InvalidProblem(f"jagged={jagged!r} with lists: they may differ in every extent, leave it out")
         if more is not None:
-            more.refuse_picks("lists")
+            more.refuse_picks("with lists")
         forms.check_counts(a, b)
         self.form = "per_group"
         first = [reader.first(a[0], "a[0]")] if a else []

@@ -16,36 +16,45 @@ Take = Callable[[Any, str], Tensor]
 
 
 class Result(NamedTuple):
-    """`shape` is a list of them for per_group; `squeezed`: a single product, whose caller knows no groups."""
+    """`shape` is a list of them for per_group; `squeezed`: a single product, whose caller knows no groups.
+
+    `called`: what has this shape, in words.
+    """
 
     form: Form
     groups: int
     shape: Any
     squeezed: bool = False
+    called: str = "the result"
 
     def take(self, take: Take, x: Any, name: str) -> Operand:
-        """`c` or `out`: one array of the result's shape, or a list of them."""
+        """`c`, `out` or `preact_out`: one array of this shape, or a list of them."""
         if self.form != "per_group":
             if is_list(x):
-                raise InvalidProblem(f"{name} is a list; this problem has one result of shape {self.shape}")
+                raise InvalidProblem(f"{name} is a list; it must be one array of shape {self.shape}: stack it")
             return self.fit(take(x, name), name)
         if not is_list(x) or len(x) != self.groups:
             seen = f"a list of {len(x)}" if is_list(x) else f"a {type(x).__name__}"
             raise InvalidProblem(f"{name} is {seen}; this problem needs a list of {self.groups} matrices")
-        return [_fit(take(t, f"{name}[{g}]"), self.shape[g], f"{name}[{g}]") for g, t in enumerate(x)]
+        return [self._fit(take(t, f"{name}[{g}]"), self.shape[g], f"{name}[{g}]") for g, t in enumerate(x)]
 
     def fit(self, x: Tensor, name: str) -> Tensor:
         """An array of a packed problem as one of the result's shape."""
         if not self.squeezed:
-            return _fit(x, self.shape, name)
-        return _fit(x, self.shape[1:], name).unsqueeze(0)
+            return self._fit(x, self.shape, name)
+        return self._fit(x, self.shape[1:], name).unsqueeze(0)
+
+    def _fit(self, x: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
+        if tuple(x.shape) != shape:
+            raise InvalidProblem(f"{name} has shape {tuple(x.shape)}; it must be {shape}, the shape of {self.called}")
+        return x
 
     def take_bias(self, take: Take, bias: Any) -> Operand:
         """One vector for all groups, or one for each."""
         if self.form == "per_group":
             return self._list_bias(take, bias)
         if is_list(bias):
-            raise InvalidProblem(f"bias is a list; a {self.form} problem takes one array")
+            raise InvalidProblem(f"bias is a list; a {self.form} problem takes one array: stack it")
         return self.fit_bias(take(bias, "bias"))
 
     def fit_bias(self, bias: Tensor) -> Tensor:
@@ -61,12 +70,6 @@ class Result(NamedTuple):
             raise InvalidProblem(f"bias has {len(bias)} entries; the problem has {self.groups} groups")
         vectors = [take(x, f"bias[{g}]") for g, x in enumerate(bias)]
         return [_fit_bias(x, [(n,)]) for x, (_, n) in zip(vectors, self.shape, strict=True)]
-
-
-def _fit(x: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
-    if tuple(x.shape) != shape:
-        raise InvalidProblem(f"{name} has shape {tuple(x.shape)}; it must be {shape}, the shape of the result")
-    return x
 
 
 def _fit_bias(bias: Tensor, wanted: list[tuple[int, ...]]) -> Tensor:

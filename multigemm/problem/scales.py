@@ -93,8 +93,7 @@ class Scale:
             grid = grid.mT
         row_block, k_block = self.spec.rows, self.spec.k
         if isinstance(self.grid, list):
-            row_block = _block(grid.shape[0], rows.stop, (1, ROW_BLOCK)) or 0
-            k_block = _block(grid.shape[1], ks.stop, BLOCKS) or 0
+            row_block, k_block = covered_in_list(grid, rows.stop, ks.stop)
         if row_block == 1:
             grid = grid[rows]
         elif row_block:
@@ -258,7 +257,7 @@ def _scale(take: Take, operands: Operands, x: Any, name: str, dtypes: Sequence[t
         return None
     if is_list(x):
         if operands.form != "per_group":
-            raise InvalidProblem(f"{name} is a list; a {operands.form} problem takes one array")
+            raise InvalidProblem(f"{name} is a list; a {operands.form} problem takes one array: stack it")
         if len(x) != operands.groups:
             raise InvalidProblem(f"{name} is a list of {len(x)}; the problem has {operands.groups} groups")
         each = [_checked(take(t, f"{name}[{g}]"), f"{name}[{g}]", dtypes) for g, t in enumerate(x)]
@@ -285,12 +284,12 @@ def _checked(x: Tensor, name: str, dtypes: Sequence[torch.dtype]) -> Tensor:
         return x
     if name.startswith("zero"):
         later = "float zero points come later; " if x.dtype.is_floating_point else ""
-        raise InvalidProblem(f"{name} has dtype {dtype_name(x.dtype)}; {later}it must be {allowed}")
+        raise InvalidProblem(f"{name} has dtype {dtype_name(x.dtype)}; {later}it must be {allowed}: convert it")
     if x.dtype is torch.uint8:
         raise InvalidProblem(f"{name} has dtype uint8; it must be {allowed}: view them as torch.float8_e8m0fnu")
     if x.dtype is torch.float8_e4m3fn:
         raise InvalidProblem(f"{name} has dtype float8_e4m3fn, and scales in e4m3 (nvfp4) come later: use {allowed}")
-    raise InvalidProblem(f"{name} has dtype {dtype_name(x.dtype)}; it must be {allowed}")
+    raise InvalidProblem(f"{name} has dtype {dtype_name(x.dtype)}; it must be {allowed}: convert it")
 
 
 def read_scale(operands: Operands, x: Tensor, name: str) -> Scale:
@@ -306,6 +305,11 @@ def _block(count: int, extent: int, blocks: Sequence[int]) -> int | None:
     if count == 1:
         return 0
     return next((q for q in blocks if -(-extent // q) == count), None)
+
+
+def covered_in_list(grid: Tensor, rows: int, k: int) -> tuple[int, int]:
+    """How many rows and how much of K one entry of a grid [rows, K] covers, 0 for all: of one matrix of a list."""
+    return _block(grid.shape[0], rows, (1, ROW_BLOCK)) or 0, _block(grid.shape[1], k, BLOCKS) or 0
 
 
 def _packed_scale(operands: Operands, x: Tensor, name: str) -> Scale:

@@ -199,15 +199,15 @@ class ProblemSpec:
 WIDE = 2**31
 
 
-def lines_of(spec: ProblemSpec) -> list[str]:
+def describe_spec(spec: ProblemSpec) -> list[str]:
     """What a spec is, in lines for people: form, extents and dtype; then what is known of quantised operands, and where
     rows are picked, gated and summed."""
     extents = [f"{name} by group" if getattr(spec, name) is None else f"{name}={getattr(spec, name)}" for name in "mnk"]
     first = f"{spec.form}: {spec.groups} groups, {', '.join(extents)}, {spec.compute}"
-    return [first, *_lines_of_quantised(spec), *_lines_of_fused(spec)]
+    return [first, *_describe_quantised(spec), *_describe_fused(spec)]
 
 
-def _lines_of_fused(spec: ProblemSpec) -> list[str]:
+def _describe_fused(spec: ProblemSpec) -> list[str]:
     """Where rows are picked, what gates them, how they are summed."""
     if (fused := spec.fused) is None:
         return []
@@ -218,7 +218,7 @@ def _lines_of_fused(spec: ProblemSpec) -> list[str]:
     return ["; ".join([*picks, *gate, *rest, *sums])]
 
 
-def _lines_of_quantised(spec: ProblemSpec) -> list[str]:
+def _describe_quantised(spec: ProblemSpec) -> list[str]:
     """What is known of quantised operands."""
     texts = []
     for name, x in (("a", spec.a), ("b", spec.b)):
@@ -228,9 +228,7 @@ def _lines_of_quantised(spec: ProblemSpec) -> list[str]:
             k = {MIXED: "as each matrix says", 0: "all of K"}.get(s.k, f"{s.k} of K")
             zero = "" if s.zero is None else f", zero points in {dtype_name(s.zero)}"
             group = " of a group" if s.by_group else ""
-            texts.append(
-                f"{name}: {held}, one {str(s.dtype).removeprefix('torch.')} scale for {rows}{group}, {k}{zero}"
-            )
+            texts.append(f"{name}: {held}, one {dtype_name(s.dtype)} scale for {rows}{group}, {k}{zero}")
         elif spec.quantised and x.dtype is not spec.compute:
             texts.append(f"{name}: {held}, not scaled")
     return texts

@@ -9,7 +9,7 @@ from multigemm.errors import BackendUnavailable, BackendUnsupported
 from multigemm.planning.binding import reasons
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
-from multigemm.problem.spec import ProblemSpec, lines_of
+from multigemm.problem.spec import ProblemSpec, describe_spec
 from multigemm.select import ranking
 from multigemm.select.choose import Which, choose
 from multigemm.select.problem_class import class_of
@@ -31,7 +31,7 @@ class Explanation:
     problem_class: str = ""
 
     def __str__(self) -> str:
-        lines = ["\n  ".join([*lines_of(self.spec), f"class: {self.problem_class}"])]
+        lines = ["\n  ".join([*describe_spec(self.spec), f"class: {self.problem_class}"])]
         lines += [f"  before the launch: {step}" for step in self.staging]
         lines += [f"{'*' if c.name == self.chosen else ' '} {c.name:8} {c}" for c in self.candidates]
         if self.chosen:

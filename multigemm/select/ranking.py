@@ -29,8 +29,8 @@ import torch
 
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import OperandSpec, ProblemSpec
-from multigemm.select import measure_once as trial
 from multigemm.select import recipes, registry, table
+from multigemm.select.measure_once import WORTH, fastest, forbidden, measure_once
 from multigemm.select.problem_class import EQUAL, ON_DEVICE, ProblemClass
 from multigemm.select.table import Entry, Measured
 
@@ -87,19 +87,24 @@ class Query:
         host = f" of the host (the device takes {device_us:.1f})" if us > device_us else ""
         return Ranking(tuple(names), f"{why}, {us:.1f} us{host}, {source}", times, source)
 
-    def best_measured(self, entry: Entry) -> str:
-        """What was chosen for plans. For an eager call the same rule, by the time that counts there; over equal groups,
-        whose times no other way to cut them changes, of two about as fast the one with clearly less for the host."""
-        if not self.eager:
-            return entry.chosen
-        us = {name: self.us(name, measured) for name, measured in entry.backends.items()}
-        best = trial.fastest(us, [*self.order, *us])
+    def by_entry(self, made: Entry) -> Ranking:
+        """As it was measured once: what was chosen then, or for an eager call, by the time that counts there."""
+        if not made.chosen:
+            return Ranking(self.order, NOT_MEASURED + next(iter(made.failed.values())))
+        us = {name: self.us(name, measured) for name, measured in made.backends.items()}
+        best = self._best_eager(made.backends, us) if self.eager else made.chosen
+        why = "the fastest" if us[best] == min(us.values()) else "about as fast as the fastest, and preferred to it"
+        return self.ranked(made.backends, best, why, f"measured on {made.date[:10]}")
+
+    def _best_eager(self, times: Mapping[str, Measured], us: Mapping[str, float]) -> str:
+        """Over equal groups, whose times no other way to cut them changes, of those that are about as fast the one that
+        keeps the host clearly less busy."""
+        best = fastest(us, [*self.order, *us])
         if self.problem_class.where != EQUAL:
             return best
-        near = (name for name in us if us[name] <= trial.WORTH * us[best] and entry.backends[name].host_us)
-        host = {name: entry.backends[name].host_us for name in near}
+        host = {name: m.host_us for name, m in times.items() if us[name] <= WORTH * us[best] and m.host_us}
         least = min(host, key=lambda name: host[name], default=best)
-        return least if least != best and host[least] < LESS_BUSY * host.get(best, 0.0) else best
+        return least if host.get(least, 0.0) < LESS_BUSY * host.get(best, 0.0) else best
 
 
 def rank(query: Query, may_measure: bool) -> Ranking:
@@ -107,14 +112,14 @@ def rank(query: Query, may_measure: bool) -> Ranking:
     found = known(query)
     if found.why:
         return found
-    if why_not := trial.forbidden() if may_measure else "a config is given":
+    if why_not := forbidden() if may_measure else "a config is given":
         return Ranking(found.names, NOT_MEASURED + why_not)
     with recipes.lock_of(query.problem.device):
         found = known(query)  # another thread may have measured
         if not found.why:
             worth = worth_measuring(query.problem_class, found.names)
-            table.table().keep_choice(trial.measure_once(query.problem, query.problem_class, worth))
-            found = known(query)
+            made = measure_once(query.problem, query.problem_class, worth)
+            found = query.by_entry(table.table().keep_choice(made))
     return found
 
 
@@ -129,14 +134,8 @@ def known(query: Query) -> Ranking:
     worth = worth_measuring(query.problem_class, names)
     if len(worth) < 2:
         return Ranking(names, "the only one that can")
-    made = None if trial.forbidden() else tuned.choice(query.problem_class, device, worth)
-    if made is None:
-        return Ranking(names, "")
-    if not made.chosen:
-        return Ranking(names, NOT_MEASURED + next(iter(made.failed.values())))
-    best, us = query.best_measured(made), {name: query.us(name, measured) for name, measured in made.backends.items()}
-    why = "the fastest" if us[best] == min(us.values()) else "about as fast as the fastest, and preferred to it"
-    return query.ranked(made.backends, best, why, f"measured on {made.date[:10]}")
+    made = None if forbidden() else tuned.choice(query.problem_class, device, worth)
+    return Ranking(names, "") if made is None else query.by_entry(made)
 
 
 def worth_measuring(problem_class: ProblemClass, names: Sequence[str]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ multigemm.testing.model_mutants makes kernels of this source with a line or two 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -325,7 +325,11 @@ class ModelBackend:
         return (Tile(), Tile(8, 32, 8))
 
     def plan(self, spec: ProblemSpec, config: Any, device: torch.device) -> Recipe:
-        return Recipe("model", config, lambda ops: self.kernel(ops, config).launch)
+        return Recipe("model", config, lambda ops: self.bind(ops, config))
+
+    def bind(self, ops: Operands, config: Any) -> Callable[[], None]:
+        """A launch over operands."""
+        return self.kernel(ops, config).launch
 
 
 def _wrapped(acc: Array) -> Array:

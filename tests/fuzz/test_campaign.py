@@ -18,17 +18,14 @@ import ctypes
 import time
 from multigemm.testing.model_kernel import Kernel, ModelBackend
 from multigemm.testing.model_mutants import planted
-from multigemm.backend import Recipe
 
 class Crashing(ModelBackend):
-    def plan(self, spec, config, device):
-        def bind(ops):
-            def launch():
-                if spec.form == "batched" and ops.a.shape[-1] > 10:
-                    ctypes.string_at(0)
-                Kernel(ops, config).launch()
-            return launch
-        return Recipe("crashing", config, bind)
+    def bind(self, ops, config):
+        def launch():
+            if ops.spec.form == "batched" and ops.a.shape[-1] > 10:
+                ctypes.string_at(0)
+            Kernel(ops, config).launch()
+        return launch
 
 class Slow(ModelBackend):
     def plan(self, spec, config, device):

@@ -2,13 +2,11 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from multigemm.backend import Recipe
 from multigemm.testing.case import Case, Layout
 from multigemm.testing.deep_oracles import edge_of_memory
 from multigemm.testing.guard_pages import GuardedBlocks, banded_allocations
@@ -72,23 +70,18 @@ class Careless(ModelBackend):
 
     writes = True
 
-    def plan(self, spec: Any, config: Any, device: torch.device) -> Recipe:
-        recipe = super().plan(spec, config, device)
+    def bind(self, ops: Any, config: Any) -> Any:
+        workspace, launch = torch.empty((3, 5), dtype=torch.int32), super().bind(ops, config)
+        behind = torch.as_strided(workspace, (16,), (1,))
 
-        def bind(ops: Any) -> Any:
-            workspace, launch = torch.empty((3, 5), dtype=torch.int32), recipe.bind(ops)
-            behind = torch.as_strided(workspace, (16,), (1,))
+        def run() -> None:
+            launch()
+            if self.writes:
+                behind[15] = 7
+            elif not behind[15]:
+                ops.out.zero_()
 
-            def run() -> None:
-                launch()
-                if self.writes:
-                    behind[15] = 7
-                elif not behind[15]:
-                    ops.out.zero_()
-
-            return run
-
-        return replace(recipe, bind=bind)
+        return run
 
 
 @pytest.mark.parametrize(("writes", "oracle", "seed"), [(True, "workspace", 1), (False, "edge of memory", 0)])

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import multigemm as mg
 from multigemm.nn import MoE
-from tests.support.torch_op_cases import FORMS, operands
+from tests.support.torch_op_cases import FORMS, graph_counter, operands
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +27,7 @@ def cut_randomly(rng: random.Random, tokens: int, groups: int) -> Tensor:
 
 
 def test_fifty_token_counts_need_two_graphs() -> None:
-    counter, rng = CompileCounterWithBackend("aot_eager"), random.Random(0)
+    counter, rng = graph_counter("aot_eager"), random.Random(0)
     weight = torch.randn(3, 8, 5, requires_grad=True)
 
     def layer(x: Tensor, ends: Tensor) -> Tensor:
@@ -47,7 +46,7 @@ def test_fifty_token_counts_need_two_graphs() -> None:
 
 def test_a_moe_layer_compiles_whole() -> None:
     torch.manual_seed(0)
-    counter, moe = CompileCounterWithBackend("aot_eager"), MoE(8, 6, 4, 2)
+    counter, moe = graph_counter("aot_eager"), MoE(8, 6, 4, 2)
     compiled = torch.compile(moe, fullgraph=True, backend=counter)
     for tokens in (3, 7, 11, 20, 2, 50):
         x = torch.randn(tokens, 8)

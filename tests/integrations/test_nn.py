@@ -20,7 +20,6 @@ import multigemm as mg
 from multigemm.integrations.layer_ops import geglu, swiglu
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.nn import Experts, GroupedLinear, MoE
-from tests.support.expert_parallel_worker import TIMEOUT
 
 
 def test_grouped_linear_is_a_stack_of_linears() -> None:
@@ -200,6 +199,8 @@ def test_gates(gate: Any, plain: Any) -> None:
 # --- experts on several processes ---------------------------------------------------------------------
 
 ROOT = Path(__file__).parents[2]
+TIMEOUT = 20
+"""Seconds after which a rank gives up on another one."""
 processes = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
 
@@ -209,7 +210,7 @@ def start(ranks: int, scenario: str, folder: Path) -> list[subprocess.CompletedP
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "tests.support.expert_parallel_worker"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    commands = [[*command, str(rank), str(ranks), str(path), scenario] for rank in range(ranks)]
+    commands = [[*command, str(rank), str(ranks), str(path), scenario, str(TIMEOUT)] for rank in range(ranks)]
     started = [subprocess.Popen(line, cwd=ROOT, env=environment, **pipes) for line in commands]
     done = []
     for process in started:

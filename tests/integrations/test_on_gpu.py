@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad, gradcheck
 
 import multigemm as mg
@@ -15,7 +14,7 @@ from multigemm.integrations import grouped_gemm, torch_op
 from multigemm.integrations.layer_ops import geglu, sort_by_expert, swiglu, weighted_sum
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.nn import MoE
-from tests.support.torch_op_cases import FORMS, bias_shapes, operands, result_shape
+from tests.support.torch_op_cases import FORMS, bias_shapes, graph_counter, operands, result_shape
 
 pytestmark = pytest.mark.gpu
 
@@ -137,7 +136,7 @@ def test_calls_that_come_again_are_not_validated_again(
 def test_fifty_token_counts_of_a_moe_layer_need_two_graphs(backend: str) -> None:
     torch.manual_seed(0)
     torch.compiler.reset()
-    counter, moe = CompileCounterWithBackend(backend), MoE(64, 32, 4, 2, device="cuda")
+    counter, moe = graph_counter(backend), MoE(64, 32, 4, 2, device="cuda")
     compiled, parameters = torch.compile(moe, fullgraph=True, backend=counter), list(moe.parameters())
     for tokens in torch.randint(2, 300, (52,)).tolist():
         x = torch.randn(tokens, 64, device="cuda")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -10,8 +10,8 @@ import torch
 
 pytestmark = pytest.mark.slow
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
-experts = importlib.import_module("multigemm.integrations.transformers")
+if find_spec("transformers") is None:
+    pytest.skip("transformers is not installed: pip install transformers", allow_module_level=True)
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 61,
@@ -36,6 +36,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    import transformers
+
+    import multigemm.integrations.transformers  # noqa: F401  (registers the name "multigemm")
+
     kind, extra = MODELS[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**{**SMALL, **extra})
@@ -143,4 +147,6 @@ def test_pairs_of_other_ranks_are_skipped() -> None:
 def test_the_name_is_registered() -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    assert ALL_EXPERTS_FUNCTIONS["multigemm"] is experts.experts_forward
+    from multigemm.integrations.transformers import experts_forward
+
+    assert ALL_EXPERTS_FUNCTIONS["multigemm"] is experts_forward

@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 
 import multigemm as mg
-from multigemm.backend import Availability, Recipe
 from multigemm.cuda.arguments import OPERANDS
 from multigemm.planning import launch_cache, launch_key
 from multigemm.planning.launch_cache import LAUNCHES, LaunchCache
@@ -59,12 +59,19 @@ class Follower:
     def can_resize(self, before: int, after: int) -> bool:
         return "resized" in self.counts
 
-    def resize(self, before: int, after: int) -> None:
+    def resize(self, before: int, after: int, regrid: bool) -> None:
         self.counts["resized"] += 1
-        a, _, out, *_ = self.likes
-        assert a is not None and out is not None and a.shape[0] == before
-        for i, x in ((0, a), (2, out)):
-            self.likes[i] = torch.empty_strided((after, x.shape[1]), x.stride(), dtype=x.dtype)
+        a, b, out, *_ = self.likes
+        assert a is not None and b is not None and out is not None
+        inner = self.spec.jagged == "k"
+        assert a.shape[inner] == before and regrid is not inner
+        shapes = {0: (a.shape[0], after), 1: (after, b.shape[1])}
+        if not inner:
+            shapes = {0: (after, a.shape[1]), 2: (after, out.shape[1])}
+        for i, shape in shapes.items():
+            x = self.likes[i]
+            assert x is not None
+            self.likes[i] = torch.empty_strided(shape, x.stride(), dtype=x.dtype)
 
     def stays_behind(self, spans: Any) -> bool:
         return False
@@ -84,7 +91,10 @@ class Follower:
             out[...] = 0
         for g in range(self.spec.groups):
             rows = slice(None) if cuts is None else slice(cuts[g], cuts[g + 1])
-            x, y = (a[g] if a.ndim == 3 else a[rows]), (b[g] if b.ndim == 3 else b)
+            if self.spec.jagged == "k":
+                x, y = a[:, rows], b[rows]
+            else:
+                x, y = (a[g] if a.ndim == 3 else a[rows]), (b[g] if b.ndim == 3 else b)
             product = self.alpha * (x @ y)
             target = out[g] if out.ndim == 3 else out[rows]
             if c is not None:
@@ -101,15 +111,9 @@ class Following(Fake):
         super().__init__(name)
         self.counts = {"moved": 0, "bound": 0}
 
-    def availability(self) -> Availability:
-        return Availability(True)
-
-    def plan(self, spec: Any, config: Tile, device: torch.device) -> Recipe:
-        def bind(ops: Operands) -> Any:
-            self.counts["bound"] += 1
-            return Follower(ops, self.counts)
-
-        return Recipe("follow", config, bind)
+    def bind(self, ops: Operands) -> Any:
+        self.counts["bound"] += 1
+        return Follower(ops, self.counts)
 
 
 @pytest.fixture
@@ -227,13 +231,10 @@ def test_a_packed_operand_is_bytes_in_every_bind(install: Callable[..., None]) -
     class Packed(Following):
         takes_quantised = True
 
-        def plan(self, spec: Any, config: Tile, device: torch.device) -> Recipe:
-            def bind(ops: Operands) -> Any:
-                assert isinstance(ops.b, Tensor)
-                seen.append(ops.b.dtype)
-                return lambda: None
-
-            return Recipe("packed", config, bind)
+        def bind(self, ops: Operands) -> Any:
+            assert isinstance(ops.b, Tensor)
+            seen.append(ops.b.dtype)
+            return lambda: None
 
     install(Packed("packed"))
     a, b = torch.randn(6, 64).bfloat16(), torch.zeros(3, 32, 16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
@@ -455,6 +456,29 @@ def test_classes_of_token_counts_keep_what_a_count_decides_apart() -> None:
     assert tokens_key(rows[:1], [1, 0]) != tokens_key(rows[:2], [1, 1])
 
 
+def test_classes_of_inner_extents_keep_what_a_count_decides_apart() -> None:
+    def inner_key(tokens: int, sizes: Any, *, by_rows: bool = False, overlap: bool = False, b_rows: int = 0) -> Any:
+        a = torch.ones(4, 100)[:, :tokens] if by_rows else torch.ones(tokens, 4).T
+        if overlap:
+            a = torch.ones(400).as_strided((4, tokens), (tokens - 1, 1))
+        given: Any = OnGpu(a)
+        key: list[Any] = [*range(16)]
+        key[1] = a.stride()
+        b = torch.ones(b_rows or tokens, 3)
+        return launch_key.class_key_of(tuple(key), ("k", given, b, "sizes", sizes, None, None, None, None))
+
+    assert inner_key(64, [30, 34]) == inner_key(60, [60, 0]) is not None
+    assert inner_key(64, [30, 34]) != inner_key(60, [30, 30])
+    assert inner_key(64, [30, 34]) != inner_key(30, [10, 20]), "more than half an octave apart"
+    assert inner_key(64, [30, 34], by_rows=True) == inner_key(60, [20, 40], by_rows=True)
+    assert inner_key(64, [30, 34], by_rows=True) != inner_key(64, [30, 34])
+    assert inner_key(2, [0, 2]) != inner_key(1, [0, 1]), "a stride that no element uses is none"
+    assert inner_key(64, [30, 34], overlap=True) is None
+    assert inner_key(64, [30, 34], b_rows=63) is None
+    rows = tokens_key(torch.ones(64, 4), [30, 34])
+    assert rows != inner_key(64, [30, 34])
+
+
 def test_classes_of_token_counts_know_scales_of_tokens_by_all_but_their_number() -> None:
     def scaled(tokens: int, scale: Tensor) -> Any:
         a, b = torch.ones(tokens, 4), torch.ones(2, 4, 3)
@@ -502,6 +526,23 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_cache, "upload", lambda to, source, size, index: ctypes.memmove(to, source, size))
 
 
+def test_a_call_computes_the_key_of_its_class_once_and_only_where_its_own_key_is_new(
+    follower: Following, as_on_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed, original = list[Any](), vars(launch_cache)["class_key_of"]
+
+    def class_key(key: Any, call: Any) -> Any:
+        computed.append(key)
+        return original(key, call)
+
+    monkeypatch.setattr(launch_cache, "class_key_of", class_key)
+    a, b = torch.randn(60, 4, dtype=torch.float64), torch.randn(3, 4, 6, dtype=torch.float64)
+    for sizes, more in (([1, 2, 3], 1), ([1, 2, 3], 1), ([1, 2, 3], 0), ([4, 2, 3], 1)):
+        before = len(computed)
+        mg.grouped_gemm(a, b, sizes=sizes, backend="follower")
+        assert len(computed) == before + more
+
+
 @pytest.mark.parametrize("resizes", [True, False], ids=["resized", "bound anew"])
 @pytest.mark.parametrize("seed", range(6))
 def test_ever_new_token_counts_and_sizes_give_the_same_answers(
@@ -524,6 +565,34 @@ def test_ever_new_token_counts_and_sizes_give_the_same_answers(
         given: dict[str, Any] = {kind: draw.choice(forms)}
         got = mg.grouped_gemm(a, b, backend="follower", **given)
         torch.testing.assert_close(got, answer(a, b, offsets))
+    assert LAUNCHES.served > served + 90
+    assert follower.counts.get("resized", 0) > 60 or not resizes
+
+
+@pytest.mark.parametrize("resizes", [True, False], ids=["resized", "bound anew"])
+@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_ever_new_inner_extents_give_the_same_answers(
+    follower: Following, as_on_gpu: None, seed: int, by_rows: bool, resizes: bool
+) -> None:
+    """Of weight gradients, whose token counts are added up."""
+    if resizes:
+        follower.counts["resized"] = 0
+    draw = random.Random(seed)
+    left, right = torch.randn(64, 4, dtype=torch.float64), torch.randn(64, 6, dtype=torch.float64)
+    memory = left.T.contiguous() if by_rows else left.T
+    kinds = draw.sample(("offsets", "sizes", "ends"), 2)
+    served = LAUNCHES.served
+    for _ in range(120):
+        tokens = draw.randrange(46, 65)
+        offsets = [draw.randrange(4), *sorted(draw.randrange(4, tokens + 1) for _ in range(3))]
+        kind = draw.choice(kinds)
+        if kind != "offsets":
+            offsets[0] = 0
+        values = {"offsets": offsets, "ends": offsets[1:], "sizes": np.diff(offsets).tolist()}[kind]
+        given: dict[str, Any] = {kind: values}
+        got = mg.grouped_gemm(memory[:, :tokens], right[:tokens], jagged="k", backend="follower", **given)
+        torch.testing.assert_close(got, torch.stack([left[i:j].T @ right[i:j] for i, j in pairwise(offsets)]))
     assert LAUNCHES.served > served + 90
     assert follower.counts.get("resized", 0) > 60 or not resizes
 
@@ -575,8 +644,8 @@ def test_an_entry_whose_resizing_was_interrupted_gives_way_to_another(
         call(rows)
     original = Follower.resize
 
-    def interrupted(self: Follower, before: int, after: int) -> None:
-        original(self, before, after)
+    def interrupted(self: Follower, *given: Any) -> None:
+        original(self, *given)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Follower, "resize", interrupted)

@@ -39,6 +39,12 @@ def test_solving_on_the_cpu_loads_no_gpu_library() -> None:
     assert run(code) == "set()"
 
 
+@pytest.mark.slow
+def test_layers_do_not_load_torchs_compiler() -> None:
+    """Which takes more than a second."""
+    assert run("import sys, multigemm.nn; print('torch._dynamo' in sys.modules)") == "False"
+
+
 def test_import_and_help_are_quick() -> None:
     best = {}
     for what in ("import multigemm", "from multigemm.__main__ import main; main(['--help'])", "pass"):

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -39,19 +39,17 @@ class Broken(Dawdler):
 
     def plan(self, spec: ProblemSpec, config: Tile, device: torch.device) -> Recipe:
         self.fail("plan")
-        recipe = super().plan(spec, config, device)
+        return super().plan(spec, config, device)
 
-        def bind(ops: Operands) -> Callable[[], object]:
-            self.fail("bind")
-            launch = recipe.bind(ops)
+    def bind(self, ops: Operands) -> Any:
+        self.fail("bind")
+        launch = super().bind(ops)
 
-            def run() -> None:
-                self.fail("launch")
-                launch()
+        def run() -> None:
+            self.fail("launch")
+            launch()
 
-            return run
-
-        return replace(recipe, bind=bind)
+        return run
 
 
 @pytest.mark.parametrize("step", ["plan", "bind", "launch"])
@@ -83,15 +81,10 @@ class Watched(Dawdler):
 
     outs: list[torch.Tensor] = field(default_factory=list)
 
-    def plan(self, spec: ProblemSpec, config: Tile, device: torch.device) -> Recipe:
-        recipe = super().plan(spec, config, device)
-
-        def bind(ops: Operands) -> Callable[[], object]:
-            assert isinstance(ops.out, torch.Tensor)
-            self.outs.append(ops.out)
-            return recipe.bind(ops)
-
-        return replace(recipe, bind=bind)
+    def bind(self, ops: Operands) -> Any:
+        assert isinstance(ops.out, torch.Tensor)
+        self.outs.append(ops.out)
+        return super().bind(ops)
 
 
 def test_all_write_into_one_scratch_result_that_lies_as_the_real_one(fresh: Install) -> None:
@@ -178,16 +171,11 @@ def test_a_backend_whose_calls_keep_the_host_busy_is_not_taken_for_a_short_produ
     """On a GPU binding takes no time of the device, but every eager call waits for it; a plan does not."""
 
     class Busy(Dawdler):
-        def plan(self, spec: ProblemSpec, config: Tile, device: torch.device) -> Recipe:
-            recipe = super().plan(spec, config, device)
-
-            def bind(ops: Operands) -> Callable[[], object]:
-                until = time.perf_counter() + 0.004
-                while time.perf_counter() < until:
-                    pass
-                return recipe.bind(ops)
-
-            return replace(recipe, bind=bind)
+        def bind(self, ops: Operands) -> Any:
+            until = time.perf_counter() + 0.004
+            while time.perf_counter() < until:
+                pass
+            return super().bind(ops)
 
     fresh(Busy("busy", 1), Dawdler("idle", 2, nap_s=0.001))
     monkeypatch.setattr(trial, "measure", timing.measure)

@@ -15,7 +15,6 @@ import hashlib
 import math
 import shutil
 import subprocess
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -126,9 +125,6 @@ class Fake:
         self.capture_of: dict[int, int] = {}
         self.computes = True
         self.events, self.streams, self.relaxed = 0, 100, False
-        self.reuses = True
-        """Whether torch's operation gets the piece of memory that was freed last, as from torch's allocator."""
-        self._piece: tuple[Tensor, weakref.ref[Tensor]] | None = None
         self.gemm, self.strided, self.pointers, self.grouped = (
             partial(self._call, name) for name in ("gemm", "strided", "pointers", "grouped")
         )
@@ -233,22 +229,6 @@ class Fake:
 
         return type("Kernel", (), {"bound": staticmethod(bound)})
 
-    def empty_cuda(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """New memory, which may be freed before `grouped_mm` asks for its own."""
-        piece = torch.full((math.prod(shape),), float("nan")).to(dtype)
-        given = piece.as_strided(tuple(shape), tuple(strides))
-        self._piece = piece, weakref.ref(given)
-        return given
-
-    def _memory_of_result(self, shape: tuple[int, ...], strides: list[int], dtype: torch.dtype) -> Tensor:
-        """Through whatever mode is in force, else the piece that was freed last, else memory full of NaN."""
-        if torch_internals.dispatch_modes():
-            return torch.empty_strided(shape, strides, dtype=dtype)
-        piece, given = self._piece or (None, lambda: None)
-        if self.reuses and piece is not None and given() is None and piece.numel() == math.prod(shape):
-            return piece.as_strided(shape, strides)
-        return torch.full(shape, float("nan"), dtype=dtype)
-
     def grouped_mm(self, keys: Any, a: Tensor, b: Tensor, ends: Tensor, bias: None, dtype: None) -> Tensor:
         """torch's operation: it asks for memory, trusts the ends, and leaves rows behind the last one as they are."""
         self.log.append(("grouped_mm", CURRENT))
@@ -257,8 +237,11 @@ class Fake:
         assert ends.dtype is torch.int32
         assert cuts == sorted(cuts)
         assert cuts[-1] <= a.shape[0 if jagged_m else 1]
-        out = self._memory_of_result(shape, [math.prod(shape[i + 1 :]) for i in range(len(shape))], a.dtype)
+        out = torch.empty_strided(shape, [math.prod(shape[i + 1 :]) for i in range(len(shape))], dtype=a.dtype)
+        fresh = not torch_internals.dispatch_modes()
         with _disable_current_modes():
+            if fresh:
+                out.fill_(float("nan"))
             for g, (start, end) in enumerate(pairwise(cuts)):
                 if jagged_m:
                     out[start:end] = (a[start:end].double() @ b[g].double()).to(out.dtype)
@@ -287,7 +270,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path | None = None) -> Fake
     monkeypatch.setattr(nvrtc, "kernel", fake.kernel)
     monkeypatch.setattr(grouped_mm, "redispatched_grouped_mm", (fake.grouped_mm, *known[1:]))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(torch_internals, "empty_cuda", fake.empty_cuda)
+    monkeypatch.setattr(torch_internals, "empty_cuda", lambda *x: torch.empty_strided(*x[:2], dtype=x[2]))
     monkeypatch.setattr(torch_internals, "is_capturing", lambda: CURRENT in fake.capture_of)
     monkeypatch.setattr(torch_internals, "current_raw_stream", lambda device: CURRENT)
     monkeypatch.setattr(torch_internals, "current_device", lambda: 0)

@@ -1,4 +1,6 @@
-"""One rank of the expert-parallel tests: `python -m tests.support.expert_parallel_worker RANK RANKS FILE SCENARIO`.
+"""One rank of the expert-parallel tests.
+
+    python -m tests.support.expert_parallel_worker RANK RANKS FILE SCENARIO TIMEOUT
 
 Every rank also computes the whole layer on all tokens by itself, and compares.
 """
@@ -28,7 +30,6 @@ from tests.support import dtensor_cases
 from tests.support.plain_expert_parallel import layer as plain_layer
 
 EXPERTS, WIDTH, HIDDEN, TOP = 8, 6, 10, 2
-TIMEOUT = 20
 GATHERS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 """torch 2.11 cannot put the slices of both halves of a gated weight back together."""
 
@@ -238,10 +239,10 @@ def die() -> None:
 
 
 if __name__ == "__main__":
-    rank, ranks, path, scenario = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    rank, ranks, path, scenario, seconds = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5], float(sys.argv[5])
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{path}", rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT)
+        "gloo", init_method=f"file://{path}", rank=rank, world_size=ranks, timeout=timedelta(seconds=seconds)
     )
     {"agree": agree, "die": die, "dtensor": dtensor_cases.main}[scenario]()
     dist.barrier()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -42,18 +42,19 @@ class Fake:
 
     def plan(self, spec: ProblemSpec, config: Tile, device: torch.device) -> Recipe:
         self.planned.append(spec)
+        return Recipe("fill", config, self.bind, syncs=self.syncs, tell=self.tell)
 
-        def bind(ops: Operands) -> Callable[[], object]:
-            assert isinstance(ops.out, torch.Tensor)
-            return partial(ops.out.fill_, self.number)
+    def bind(self, ops: Operands) -> Any:
+        """A launch over operands."""
+        assert isinstance(ops.out, torch.Tensor)
+        return partial(ops.out.fill_, self.number)
 
-        def tell(ops: Operands) -> str:
-            assert isinstance(ops.out, torch.Tensor)
-            assert ops.out.is_meta or ops.out.eq(7.0).all()
-            assert ops.host_offsets is not None
-            return f"fills {ops.host_offsets[-1]} rows"
-
-        return Recipe("fill", config, bind, syncs=self.syncs, tell=tell)
+    def tell(self, ops: Operands) -> str:
+        """What a launch would do."""
+        assert isinstance(ops.out, torch.Tensor)
+        assert ops.out.is_meta or ops.out.eq(7.0).all()
+        assert ops.host_offsets is not None
+        return f"fills {ops.host_offsets[-1]} rows"
 
 
 @dataclass
@@ -63,20 +64,15 @@ class Dawdler(Fake):
     nap_s: float = 0.0
     launches: int = 0
 
-    def plan(self, spec: ProblemSpec, config: Tile, device: torch.device) -> Recipe:
-        recipe = super().plan(spec, config, device)
+    def bind(self, ops: Operands) -> Any:
+        launch = super().bind(ops)
 
-        def bind(ops: Operands) -> Callable[[], object]:
-            launch = recipe.bind(ops)
+        def slowly() -> None:
+            self.launches += 1
+            time.sleep(self.nap_s)
+            launch()
 
-            def slowly() -> None:
-                self.launches += 1
-                time.sleep(self.nap_s)
-                launch()
-
-            return slowly
-
-        return replace(recipe, bind=bind)
+        return slowly
 
 
 def problem(rows: int = 4, dtype: torch.dtype = torch.float32) -> mg.GroupedGemmProblem:

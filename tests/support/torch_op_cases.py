@@ -44,3 +44,10 @@ def result_shape(form: str) -> tuple[int, ...]:
     if form.startswith("jagged_n"):
         return (3, 7)
     return {"jagged_k": (3, 3, 2), "one": (4, 2)}.get(form, (3, 4, 2))
+
+
+def graph_counter(backend: str) -> Any:
+    """A backend of torch.compile that counts graphs; Dynamo, which takes a second to load, is loaded here."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    return CompileCounterWithBackend(backend)

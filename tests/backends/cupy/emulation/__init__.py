@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from multigemm.backend import Availability, Recipe
-from multigemm.backends.cupy import arguments, hopper, hopper_fp8, quantised
+from multigemm.backends.cupy import arguments, generic, hopper, hopper_fp8, quantised
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import SOURCES, Source
 from multigemm.backends.cupy.config import Config
@@ -223,7 +223,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
     for module in (quantised, hopper_fp8):
         monkeypatch.setattr(module, "load", load)
-    monkeypatch.setattr(quantised, "processors", lambda index: 3)
+    monkeypatch.setattr(generic, "processors", lambda index: 3)
     monkeypatch.setattr(hopper, "Words", _Words)
     monkeypatch.setattr(hopper, "ready", lambda index, count: None)
     monkeypatch.setattr(hopper_fp8, "on_device", lambda index: nullcontext())
