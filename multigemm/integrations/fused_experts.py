@@ -104,7 +104,7 @@ def experts_forward(
     backend: str = "auto",
     batch_invariant: bool | None = None,
 ) -> Tensor:
-    """The weighted sum of each token's experts, by fused products.
+    """The weighted sum of each token's experts, by fused products; in steps in a compiled graph.
 
     Args:
         x: [tokens, H].
@@ -136,6 +136,8 @@ def experts_forward(
             f"x {tuple(x.shape)}, index {tuple(index.shape)}, weights {tuple(weights.shape)}: index and weights must "
             "be [tokens, k] for x [tokens, H]"
         )
+    if torch.compiler.is_compiling():
+        return experts_in_steps(x, index, weights, up, down, up_bias, down_bias, net)
     x, up, down, up_bias, down_bias = _in_autocast(x, up, down, up_bias, down_bias)
     nets = layer_call.Networks(
         up, down, up_bias, down_bias, stacked, backend=backend, batch_invariant=batch_invariant, fused=net

@@ -198,3 +198,15 @@ def test_refusals() -> None:
     up, down = torch.ones(HERE, 2 * INNER, HIDDEN), torch.ones(HERE, HIDDEN, INNER)
     with pytest.raises(mg.InvalidProblem, match="index and weights must be"):
         experts_forward(x, index, weights[:, :1], up, down)
+
+
+def test_a_compiled_function_runs_in_steps() -> None:
+    torch.manual_seed(7)
+    x, index, weights = drawn(torch.float32)
+    up, down = torch.randn(HERE, 2 * INNER, HIDDEN), torch.randn(HERE, HIDDEN, INNER)
+
+    def run(x: Tensor, weights: Tensor) -> Tensor:
+        return experts_forward(x, index, weights, up, down, activation="geglu", backend="cpu")
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, weights), run(x, weights))
