@@ -417,7 +417,8 @@ def test_launches_of_fused_problems(name: str, kind: str, world: FakeDriver, mon
     monkeypatch.setattr(compiled.TritonKernel, "bound", counted)
     cut = torch.full((groups,), 6 if kind == "ends" else 0, dtype=torch.int32)
     x, b = torch.randn(4 if "a_rows" in options else 6, 16).bfloat16(), torch.randn(groups, 16, 32).bfloat16()
-    given = mg.GroupedGemmProblem(x, b, **{kind: cut}, **options)
+    keywords: dict[str, Any] = {kind: cut, **options}
+    given = mg.GroupedGemmProblem(x, b, **keywords)
     spec = staged_spec(given)
     recipe = BACKEND.plan(spec, GENERIC, GPU)
     bound = bind(Choice("triton", recipe, spec, ""), given, torch.empty(given.out_shape, dtype=torch.bfloat16))
