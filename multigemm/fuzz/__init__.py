@@ -1,0 +1,1 @@
+"""The fuzzer: campaigns of generated problems over backends, their failures made small."""
