@@ -70,6 +70,20 @@ def test_experts_with_quantised_weights(name: str, activation: str, bias: bool) 
     assert f"weight_format='{format}'" in repr(experts)
 
 
+def test_stacked_weights_and_a_gate_with_numbers() -> None:
+    """As gpt-oss has them: [E, in, out], interleaved, limited."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"glu_layout": "interleaved", "glu_alpha": 1.702, "glu_beta": 1.0, "glu_limit": 7.0}
+    experts, plain = (Experts(4, 96, 64, stacked=True, dtype=torch.bfloat16, **options) for _ in range(2))
+    plain.load_state_dict(experts.state_dict())
+    weights: Any = (plain.gate_up_proj, plain.down_proj)
+    with torch.no_grad():
+        for weight in weights:
+            weight.copy_(meant(weight.mT, "mxfp4").mT)
+        experts.quantize_("e2m1", "1x32", scale_dtype=E8M0)
+        close(experts(*routed()), plain(*routed()))
+
+
 def test_a_state_dict_keeps_codes_and_scales() -> None:
     experts, other = layer("swiglu", True).quantize_("uint4", "1x32"), layer("swiglu", True)
     for parameter in other.parameters():
@@ -101,6 +115,8 @@ def test_refusals_of_a_layer() -> None:
         experts.quantize_("int8", "row")
     with pytest.raises(mg.InvalidProblem, match="scale_b scales b, which is bfloat16"):
         experts.to(torch.bfloat16)(*routed())  # casts codes as if they were numbers
+    with pytest.raises(mg.InvalidProblem, match="fused=True takes no quantised weights"):
+        Experts(4, 96, 64, fused=True).quantize_("e4m3", "row")
     spread = layer("swiglu", False)
     spread.mesh = object()
     with pytest.raises(mg.InvalidProblem, match="spread over a mesh"):
