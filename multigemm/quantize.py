@@ -23,11 +23,17 @@ from multigemm.problem import scales
 from multigemm.problem.arrays import adopt, dtype_name, dtype_of, give_back
 from multigemm.problem.epilogue import one_of
 from multigemm.problem.grouping import Grouping, make_grouping
-from multigemm.problem.spec import BYTE_FORMATS, Form
+from multigemm.problem.operand_reader import OperandReader, is_list
+from multigemm.problem.spec import BYTE_FORMATS, HALVES, Form
 
 Format = Literal["e4m3", "e5m2", "int8", "int4", "uint4", "e2m1"]
 FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0, "int4": 7.0, "uint4": 15.0, "e2m1": 6.0}
+HOLDS: dict[torch.dtype, tuple[str, ...]] = {
+    torch.float8_e4m3fn: ("e4m3",), torch.float8_e5m2: ("e5m2",), torch.int8: ("int8", *BYTE_FORMATS),
+    torch.uint8: BYTE_FORMATS, scales.FLOAT4: ("e2m1",),
+}  # fmt: skip
+"""The formats that data of a dtype may hold; the first one is meant where none is named."""
 GRANULARITIES = ("tensor", "group", "row", "1x32", "1x64", "1x128", "128x128")
 SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu, torch.bfloat16, torch.float16)
 SMALLEST = 2.0**-126
@@ -193,7 +199,7 @@ def quantize(
         scale: what one number covers: "tensor", "group", "row" (of b: a column), "1x32", "1x64", "1x128" (so many of K
             in a row or column) or "128x128".
         side: which operand it is: "a" [.., rows, K] or "b" [.., K, columns].
-        scale_dtype: float32, float8_e8m0fnu, or the dtype of 16-bit activations.
+        scale_dtype: float32, float8_e8m0fnu, or for side "b" the dtype of 16-bit activations.
         zero: "uint4" alone: scales span the range from the least to the greatest element, 0 included.
         offsets, sizes, ends, jagged: how a packed operand is cut, as for `grouped_gemm`. A jagged K needs them for each
             `scale` but "tensor"; jagged rows for "group" only.
@@ -242,6 +248,11 @@ def _check_words(format: Any, scale: Any, side: Any, scale_dtype: Any, zero: Any
     if zero != (format == "uint4"):
         raise InvalidProblem(f"format={format!r} with zero={zero!r}: zero points belong to 'uint4', which needs them")
     dtype = dtype_of(scale_dtype, "scale_dtype")
+    if side == "a" and dtype in HALVES:
+        raise InvalidProblem(
+            f"scale_dtype is {dtype_name(dtype)} with side='a': scales of 16 bits are for weights: use float32 or "
+            "float8_e8m0fnu"
+        )
     if dtype not in SCALE_DTYPES:
         raise InvalidProblem(f"scale_dtype is {dtype_name(dtype)}: use float32, float8_e8m0fnu, bfloat16 or float16")
     return dtype
@@ -342,13 +353,13 @@ def _grid(entries: Tensor, at: _Entries, dim: int, side: str) -> Tensor:
 
 
 def dequantize(
-    q: Quantized, *, side: Literal["a", "b"], format: Format | None = None, offsets: Any = None, sizes: Any = None,
+    q: Sequence[Any], *, side: Literal["a", "b"], format: Format | None = None, offsets: Any = None, sizes: Any = None,
     ends: Any = None, jagged: str = "m",
 ) -> Any:  # fmt: skip
     """The operand that quantised data, scale and zero points stand for, in float32.
 
     Args:
-        q: what `quantize` returned, or any data with scales that `grouped_gemm` would take.
+        q: what `quantize` returned, or data, a scale or None, and zero points or None, that `grouped_gemm` would take.
         side: which operand it is.
         format: what bytes hold: needed for "int4", "uint4" and "e2m1".
         offsets, sizes, ends, jagged: how the operand is cut, where scales are by group or K is jagged. Elements that no
@@ -358,7 +369,7 @@ def dequantize(
         float32 of the operand's shape in elements.
 
     Raises:
-        InvalidProblem: data, scale and format do not go together.
+        InvalidProblem: data, scale, zero points and format do not go together.
 
     Example:
         >>> import torch
@@ -370,10 +381,41 @@ def dequantize(
     one_of(side, "side", ("a", "b"))
     if format is not None:
         one_of(format, "format", tuple(LARGEST))
-    taken = adopt(q.data, "data")
-    data, scale, zero = (None if x is None else adopt(x, "scale").tensor for x in q)
-    assert data is not None
-    packed = scales.format_of(data.dtype, format if format in BYTE_FORMATS else None) if side == "b" else ""
+    if not is_list(q) or len(q) not in (2, 3):
+        raise InvalidProblem(f"q is a {type(q).__name__}: pass what quantize returned, or (data, scale, zero or None)")
+    reader = OperandReader()
+    data, *given = reader.first(q[0], "data"), *q[1:]
+    numbers = [
+        None if x is None else reader.extra(x, f"{name}_{side}")
+        for x, name in zip(given, ("scale", "zero"), strict=False)
+    ]
+    packed = _packed_format(data.dtype, side, format)
+    cut = {"offsets": offsets, "sizes": sizes, "ends": ends, "jagged": jagged}
+    return give_back(dequantized(Quantized(data, *numbers), side, packed, **cut), reader.kind)
+
+
+def _packed_format(dtype: torch.dtype, side: str, format: str | None) -> str:
+    """What bytes of data hold, "" for data that are not packed; raises where dtype, side and format do not fit."""
+    held = [name for name in HOLDS.get(dtype, ()) if side == "b" or name in FLOATS]
+    if not held:
+        wanted = "float8_e4m3fn or float8_e5m2" if side == "a" else "float8, int8 or bytes"
+        raise InvalidProblem(f"data has dtype {dtype_name(dtype)}; for side={side!r} it must be {wanted}: quantize it")
+    names = " or ".join(map(repr, held))
+    if format is None and dtype is torch.uint8:
+        raise InvalidProblem(f"data has dtype uint8: say what it holds with format= {names}")
+    format = held[0] if format is None else format
+    if format not in held:
+        raise InvalidProblem(
+            f"data has dtype {dtype_name(dtype)}, which can hold {names}, and format={format!r}: say what it holds"
+        )
+    return format if format in BYTE_FORMATS else ""
+
+
+def dequantized(
+    q: Quantized, side: str, packed: str, *, offsets: Any = None, sizes: Any = None, ends: Any = None, jagged: str = "m"
+) -> Tensor:
+    """`dequantize` of tensors, which need no memory where nothing is cut: a trace may hold it."""
+    data, scale, zero = q
     values = decode(scales.as_bytes(data), packed)
     if values.dim() not in (2, 3):
         raise InvalidProblem(f"data has shape {tuple(data.shape)}: it must be a matrix or a stack of matrices")
@@ -382,16 +424,25 @@ def dequantize(
     form: Form = "batched" if cut is None else "jagged_k" if axis == "k" else "jagged_m" if side == "a" else "jagged_n"
     shape = tuple(values.shape) if cut is not None or values.dim() == 3 else (1, *values.shape)
     groups = cut.groups if cut is not None else shape[0]
-    operands = scales.Operands(form, groups, torch.bfloat16, data.dtype, shape, shape, len(shape) > values.dim())
+    other = data.dtype if side == "a" else torch.float16 if _is_half(scale) else torch.bfloat16  # as a 16-bit a has it
+    squeezed = len(shape) > values.dim()
+    operands = scales.Operands(form, groups, other, data.dtype, shape, shape, squeezed, in_memory=False)
+    if side == "a" and zero is not None:
+        raise InvalidProblem("zero with side='a': zero points belong to integer weights, which are b: leave it out")
+    given = scales.Given(scale if side == "a" else None, scale if side == "b" else None, zero)
+    found = scales.read(lambda x, _: x, operands, given, packed)
     where = None if cut is None else _offsets(cut, values.device)
-    for x, name in ((zero, "zero"), (scale, "scale")):
-        if x is None:
+    for read in (found.zero, found.a if side == "a" else found.b):
+        if read is None:
             continue
-        read = scales.read_scale(operands, x, f"{name}_{side}")
         spread = _of_elements(read, operands, side, axis, where)
         spread = spread if spread.dim() == values.dim() else spread[0]
-        values = values - spread.nan_to_num(nan=0.0) if name == "zero" else values * spread.to(torch.float32)
-    return give_back(values, taken.kind)
+        values = values - spread.nan_to_num(nan=0.0) if read is found.zero else values * spread.to(torch.float32)
+    return values
+
+
+def _is_half(x: Tensor | None) -> bool:
+    return x is not None and x.dtype is torch.float16
 
 
 def _of_elements(read: scales.Scale, operands: scales.Operands, side: str, axis: str, offsets: Tensor | None) -> Tensor:

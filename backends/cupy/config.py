@@ -25,7 +25,7 @@ from multigemm.problem.spec import ProblemSpec
 COLUMNS = 128
 """Columns of a result that one thread block of the Hopper kernel owns."""
 TURNS_GROUPS = 448
-"""Groups that the Hopper kernel's schedule holds where the stages leave it little room."""
+"""Groups that the Hopper kernel's schedule holds where the stages leave it little shared memory."""
 ODD_WEIGHTS = 24576
 """Bytes of a stage of weights whose lines begin anywhere, the larger of both layouts (hopper_shift_b.cu)."""
 SHARED_LIMIT = 232448
@@ -81,8 +81,8 @@ class Config:
     @property
     def weight_stages(self) -> int:
         """Stages of weights in a ring of their own (hopper_shift_b.cu): as many as fit beside those of the rows."""
-        room = SHARED_LIMIT - self.stages * self.rows * 128 - 2 * 9216 - self._bookkeeping
-        return min(room // ODD_WEIGHTS, self.stages)
+        left = SHARED_LIMIT - self.stages * self.rows * 128 - 2 * 9216 - self._bookkeeping
+        return min(left // ODD_WEIGHTS, self.stages)
 
     @property
     def groups_at_most(self) -> int:
@@ -97,7 +97,7 @@ SHARED_MEMORY = {(8, 0): 166912, (8, 7): 166912, (9, 0): 232448, (10, 0): 232448
 LEAST_SHARED = 101376
 """Bytes that a thread block may have, on GPUs that are not listed."""
 PLACE_BYTES = 1024
-"""Of them, for the tile in hand and the walk over the groups."""
+"""Of them, for the tile in hand and the search for its group."""
 
 
 class Shape(NamedTuple):
@@ -151,7 +151,7 @@ def generic_bytes(spec: ProblemSpec, side: int) -> int:
 
 
 def tile_fits(spec: ProblemSpec, side: int, capability: tuple[int, int]) -> bool:
-    """Whether there is such a tile, and room for it on a device."""
+    """Whether there is such a tile, and a device has the shared memory for it."""
     limit = SHARED_MEMORY.get(capability, LEAST_SHARED) - PLACE_BYTES
     return side in shapes_of(spec) and generic_bytes(spec, side) <= limit
 
@@ -239,7 +239,7 @@ def reasons_against(kernel: str, spec: ProblemSpec) -> list[str]:
 
 
 def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> bool:
-    """Whether a config is one of its kernel's, has room on a device, and the bits that problems like this demand."""
+    """Whether a config is one of its kernel's, fits a device, and gives the bits that problems like this demand."""
     if config.kernel == "quantised":
         return config == QUANTISED
     if config.kernel == "generic":
@@ -258,7 +258,7 @@ def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -
 
 @cache
 def _runs_clusters(config: Config, plain: bool) -> bool:
-    """Whether a config is one of the kernels of resident clusters, and has room for results that are plain or not."""
+    """Whether a config is one of the kernels of resident clusters, and fits with results that are plain or not."""
     stages = config.weight_stages if config.kernel == "hopper_shift_b" else config.stages
     turns = not config.pingpong or (config.rows <= 192 and plain)
     known = config.rows in (64, 128, 192, 256) and config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64)

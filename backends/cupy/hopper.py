@@ -142,7 +142,7 @@ def matrix_side(x: Tensor, mn_dim: int, k_contiguous: bool) -> Side:
 
 
 class Clusters:
-    """How a kernel of resident clusters is launched: with a counter, and as many of them as have work or find room."""
+    """How a kernel of resident clusters is launched: with a counter, and no more clusters than fit or have work."""
 
     def __init__(self, kernel: Kernel, spec: ProblemSpec, config: Config) -> None:
         self._kernel, self._config, self._swapped = kernel, config, is_swapped(spec)

@@ -153,6 +153,7 @@ def remembered(missed: Missed) -> Callable[..., Any]:
 def _dispatched(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
     """As the kernel for autograd: torch's own way where gradients are wanted, or a dispatch key below autograd has work
     to do: a mode, a transform, a wrapper."""
+    _refuse_missing(*tensors[:2])
     dispatched, wanted = dispatch_keys(*tensors), grad_enabled() and any_requires_grad(*tensors)
     if wanted:
         _refuse_quantised_gradients(dict(zip(TENSORS, tensors, strict=True)), options["b_format"])
@@ -163,13 +164,19 @@ def _dispatched(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[st
 
 def _solved(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
     """The whole way; keeps the launch for later calls."""
-    if tensors[0] is None or tensors[1] is None:  # torch lets it through
-        raise InvalidProblem("a or b is None; both must be tensors")
+    _refuse_missing(*tensors[:2])
     refuse_in_operator((), options["activation"])
     asked = {name: value for name, value in options.items() if name not in ("backend", "grad_backend")}
     problem = GroupedGemmProblem(**dict(zip(TENSORS, tensors, strict=True)), **asked)
     choice = choose(problem, names(options["backend"]), eager=True)
     return LAUNCHES.run(keys, kind, choice, problem)  # type: ignore[no-any-return]
+
+
+def _refuse_missing(a: Tensor | None, b: Tensor | None) -> None:
+    """torch lets None through."""
+    for name, x in (("a", a), ("b", b)):
+        if x is None:
+            raise InvalidProblem(f"{name} is None: pass a tensor")
 
 
 def _refuse_quantised_gradients(given: dict[str, Any], b_format: str | None) -> None:
@@ -285,6 +292,7 @@ _general = eager.differentiable(overload, _backward, _keep)
 
 def _autocast(keyset: Any, a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Any:
     """a and b in autocast's dtype, as torch does for a matmul; float32 epilogue operands may stay."""
+    _refuse_missing(a, b)
     dtype = torch.get_autocast_dtype(a.device.type)
     cuts, extras, scaled = rest[:4], rest[4:6], rest[6:]
     extras = tuple(x if x is None or x.dtype is torch.float32 else _lower(x, dtype) for x in extras)

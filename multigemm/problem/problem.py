@@ -24,7 +24,7 @@ from multigemm.problem.grouping import Grouping, make_grouping, make_valid_rows
 from multigemm.problem.operand_reader import Operand, OperandReader, common_dtype, is_list
 from multigemm.problem.result import Result
 from multigemm.problem.scales import Given, Quantisation
-from multigemm.problem.spec import FLOAT8, GATES, HALVES, PRECISIONS, Form, ProblemSpec, specify
+from multigemm.problem.spec import FLOAT8, HALVES, PRECISIONS, Form, ProblemSpec, specify
 from multigemm.settings import settings
 from multigemm.torch_internals import no_dynamo
 
@@ -232,8 +232,7 @@ class GroupedGemmProblem:
         self.c = self.bias = self.out = self.extents = self.grouping = self.valid_rows = None
         self.squeezed, self.given_out = False, out
         self.quantisation = self.fused = None
-        gated = type(activation) is str and activation in GATES
-        more = reader_of(fused, activation, check != "host") if fused or gated else None
+        more = reader_of(fused, activation, check != "host")
 
         reader = OperandReader()
         grouped = offsets is not None or sizes is not None or ends is not None
@@ -504,8 +503,10 @@ class GroupedGemmProblem:
         for refresh in self.refreshes:
             refresh()
         a, b, c, bias = (_on_host(x) for x in (self.a, self.b, self.c, self.bias))
+        q = self.quantisation
         if self.fused is not None:
             a, b = self.fused.gather(self.form, a, b)
+            q = None if q is None else self.fused.gather_scales(q)
             c = None if self.fused.scatters else c
         cuts = [(0, 0)] * self.spec.groups
         if self.grouping is not None and self.extents is not None:
@@ -517,15 +518,13 @@ class GroupedGemmProblem:
             where = _where(self.form, g, spans["m"], spans["n"])
             x, y = _pick(a, g)[spans["m"], spans["k"]], _pick(b, g)[spans["k"], spans["n"]]
             old, row = None if c is None else c[where], _bias(bias, g, spans["n"])
-            yield GroupView(g, m, n, k, x, y, old, row, where, *self._group_scales(g, spans))
+            yield GroupView(g, m, n, k, x, y, old, row, where, *self._group_scales(q, g, spans))
 
-    def _group_scales(self, g: int, spans: dict[str, slice]) -> list[Tensor | None]:
+    def _group_scales(self, q: Quantisation | None, g: int, spans: dict[str, slice]) -> list[Tensor | None]:
         """scale_a, scale_b and zero_b of one group, on the host."""
-        q, jagged_k = self.quantisation, self.form == "jagged_k"
         if q is None:
             return []
-        if self.fused is not None:
-            q = self.fused.gather_scales(q)
+        jagged_k = self.form == "jagged_k"
         parts = [(q.a, "m", "a"), (q.b, "n", "b"), (q.zero, "n", "b")]
         return [
             None if scale is None else scale.of_group(g, spans[rows], spans["k"], side, jagged_k).detach().cpu()

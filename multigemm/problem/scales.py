@@ -292,11 +292,6 @@ def _checked(x: Tensor, name: str, dtypes: Sequence[torch.dtype]) -> Tensor:
     raise InvalidProblem(f"{name} has dtype {dtype_name(x.dtype)}; it must be {allowed}: convert it")
 
 
-def read_scale(operands: Operands, x: Tensor, name: str) -> Scale:
-    """One scale of an operand that is not a list, by its shape alone; the name ends in the operand's."""
-    return _packed_scale(operands, x, name)
-
-
 # --- what a shape covers ------------------------------------------------------------------------------
 
 

@@ -57,6 +57,12 @@ class ProblemClass:
         return "tf32" if dtype == "float32" and self.precision.startswith("tf32") else dtype
 
     @property
+    def quantised(self) -> bool:
+        """Whether operands have scales, or b is narrower than a."""
+        a, b = self.a.split("/"), self.b.split("/")
+        return a[0] != b[0] or a[0].startswith("float8") or any(part[:1] in ("x", "g") for part in (*a[2:], *b[2:]))
+
+    @property
     def rows(self) -> float:
         """Rows of an ordinary group."""
         return float(self.m) if self.m is not None else self.total / max(self.groups, 1)

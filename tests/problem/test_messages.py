@@ -139,6 +139,16 @@ def test_the_operator_refuses_lists(call: Any, keywords: dict[str, Any], text: s
     assert "a is a list" in refused(call, [A], [B])
 
 
+@pytest.mark.parametrize("call", OPERATOR_ENTRANCES)
+@pytest.mark.parametrize("wants_gradient", [False, True])
+def test_the_operator_refuses_none(call: Any, wants_gradient: bool) -> None:
+    a, b = (x.clone().requires_grad_(wants_gradient) for x in (A, B))
+    assert "a is None: pass a tensor" in refused(call, None, b)
+    assert "b is None: pass a tensor" in refused(call, a, None)
+    with torch.autocast("cpu"):
+        assert "b is None: pass a tensor" in refused(call, a, None)
+
+
 def test_the_operator_in_torch_ops_refuses_slips() -> None:
     call = torch.ops.multigemm.grouped_gemm
     assert "offsets is a list, and the torch operator takes a tensor" in refused(call, A, B, [0, 4, 6])

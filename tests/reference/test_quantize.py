@@ -197,6 +197,7 @@ def test_numpy_in_numpy_out() -> None:
         (("e4m3", "1x32"), {"jagged": "k"}, "scale='1x32' of a jagged K: pass offsets, sizes or ends"),
         (("e4m3", "128x128"), {"sizes": [5]}, "scale='128x128' of rows that jagged='m' cuts: use '1x128'"),
         (("e4m3", "row"), {"scale_dtype": torch.float64}, "scale_dtype is float64"),
+        (("e4m3", "row"), {"scale_dtype": torch.float16}, "scale_dtype is float16 with side='a'.* use float32"),
         (("int4", "row"), {"side": "b"}, "K = 5 is odd"),
         (("int4", "row"), {"side": "b", "jagged": "k", "sizes": [5]}, "jagged='k' cuts K, where bytes hold two"),
         (("e4m3", "group"), {"jagged": "n", "sizes": [5]}, "an operand that all groups share: use 'tensor'"),
@@ -205,3 +206,42 @@ def test_numpy_in_numpy_out() -> None:
 def test_refusals(args: Any, options: Any, match: str) -> None:
     with pytest.raises(mg.InvalidProblem, match=match):
         torch_side.quantize(torch.ones(5, 6), *args, **options)
+
+
+X, W = torch.ones(5, 64), torch.ones(3, 64, 4)
+Q = torch_side.quantize(X, "e4m3", "row")
+BYTES = torch_side.quantize(W, "uint4", "row", side="b", zero=True)
+
+
+def test_dequantize_takes_any_data_scale_and_zero() -> None:
+    assert torch.equal(torch_side.dequantize((Q.data, Q.scale), side="a"), X)
+    assert torch.equal(torch_side.dequantize([Q.data, None], side="a"), Q.data.float())
+    assert torch.equal(torch_side.dequantize(tuple(BYTES), side="b", format="uint4"), W)
+    for dtype in (torch.bfloat16, torch.float16):
+        q = torch_side.quantize(W, "int8", "row", side="b", scale_dtype=dtype)
+        torch.testing.assert_close(torch_side.dequantize(q, side="b"), W, rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("q", "options", "match"),
+    [
+        (Q.data, {"side": "a"}, "q is a Tensor: pass what quantize returned"),
+        ((Q.data,), {"side": "a"}, r"q is a tuple: pass what quantize returned, or \(data, scale"),
+        ((X, Q.scale), {"side": "a"}, "data has dtype float32; for side='a' it must be float8_e4m3fn"),
+        ((X, Q.scale), {"side": "b"}, "data has dtype float32; for side='b' it must be float8, int8 or bytes"),
+        (BYTES, {"side": "a"}, "data has dtype uint8; for side='a'"),
+        (BYTES, {"side": "b"}, "data has dtype uint8: say what it holds with format= 'int4' or"),
+        (Q, {"side": "a", "format": "e5m2"}, "data has dtype float8_e4m3fn, which can hold 'e4m3', and format='e5m2'"),
+        (BYTES, {"side": "b", "format": "int8"}, "data has dtype uint8, which can hold 'int4' or"),
+        ((Q.data, Q.scale.double()), {"side": "a"}, "scale_a has dtype float64; it must be float32 or"),
+        ((Q.data, Q.scale.byte()), {"side": "a"}, "scale_a has dtype uint8; .*: view them as torch.float8_e8m0fnu"),
+        ((Q.data, Q.scale[:3]), {"side": "a"}, r"scale_a has shape \(3, 1\) for a of shape \(5, 64\)"),
+        ((Q.data, Q.scale, Q.scale.byte()), {"side": "a"}, "zero with side='a': zero points belong to integer weights"),
+        ((BYTES.data, None, BYTES.zero), {"side": "b", "format": "uint4"}, "zero_b without scale_b"),
+        ((BYTES.data, BYTES.scale, BYTES.zero[:1]), {"side": "b", "format": "uint4"}, "zero_b has shape .* as scale_b"),
+        ((BYTES.data, BYTES.scale, BYTES.zero.float()), {"side": "b", "format": "uint4"}, "zero_b has dtype float32"),
+    ],
+)
+def test_what_dequantize_refuses(q: Any, options: Any, match: str) -> None:
+    with pytest.raises(mg.InvalidProblem, match=match):
+        torch_side.dequantize(q, **options)

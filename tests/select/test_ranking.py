@@ -278,3 +278,28 @@ def test_a_trial_warns_of_nothing_where_all_goes_well(fresh: Install) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mg.solve(problem())
+
+
+SIZES = "g8 m* n4096 k2048 t8192"
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        (
+            f"jagged_m {SIZES} float8_e4m3fn/row/x1x128 float8_e4m3fn/col/gx128x128 bfloat16/row ieee device-sizes",
+            "cupy",
+        ),
+        (f"jagged_m {SIZES} float8_e4m3fn/row float8_e4m3fn/col bfloat16/row ieee device-sizes", "cupy"),
+        (
+            f"jagged_m {SIZES} float8_e4m3fn/row/x1x128 float8_e4m3fn/row/gx128x128 bfloat16/row ieee device-sizes",
+            "triton",
+        ),
+        (f"jagged_m {SIZES} float8_e4m3fn/row/x1x32 float8_e4m3fn/col/gx1x32 bfloat16/row ieee device-sizes", "triton"),
+        (f"jagged_k {SIZES} float8_e4m3fn/col/x1x128 float8_e4m3fn/row/x1x128 float32/row ieee device-sizes", "triton"),
+        (f"jagged_m {SIZES} bfloat16/row uint4/col/gx1x64z bfloat16/row ieee device-sizes", "triton"),
+        (f"jagged_m {SIZES} bfloat16/row bfloat16/col bfloat16/row ieee device-sizes", "cupy"),
+    ],
+)
+def test_quantised_operands_go_to_who_multiplies_them_as_they_are(text: str, first: str) -> None:
+    assert ranking.static_order(class_from(text))[0] == first
