@@ -48,8 +48,8 @@ class GroupSum:
 class QuantisedSum:
     """Of quantised operands: `grown` = sum |a^ s^a b^ s^b| with subnormal elements of float8 counted as the smallest
     normal number, `raw` = sum |a b| before the scales, `left` = sum |a|, all [m, n]. `block` is the root mean square of
-    the sums over 128 of K. `free` marks what is not judged. `exact` says that elements and scales leave no room for
-    rounding but in the sums of the epilogue, where all terms are multiples of `quantum`.
+    the sums over 128 of K. `free` marks what is not judged. `exact` says that no step rounds
+    before the sums of the epilogue, where all terms are multiples of `quantum`.
     """
 
     grown: Array

@@ -1,6 +1,6 @@
 """The definition of quantised operands in NumPy: what stored numbers mean, and how `multigemm.quantize` makes them.
 
-Written as a walk over blocks, one after the other, to be read and not to be fast. The torch operations of
+Written as a loop over blocks, to be read and not to be fast. The torch operations of
 `multigemm.quantize` give the same bits.
 """
 
@@ -119,14 +119,14 @@ def _grid(
     rows = -(-lines // tall)
     lead = () if ndim == 2 else (count,)
 
-    def walk() -> Iterator[Block]:
+    def blocks() -> Iterator[Block]:
         for g in range(count):
             for r in range(rows):
                 for j, span in spans:
                     entry = (r, j) if ndim == 2 else (g, r, j)
                     yield Block(entry, slice(g, g + 1), slice(r * tall, (r + 1) * tall), span)
 
-    return (*lead, rows, entries), walk()
+    return (*lead, rows, entries), blocks()
 
 
 def _along_k(k: int, wide: int, whole: bool, cuts: list[tuple[int, int]]) -> tuple[list[tuple[int, slice]], int]:

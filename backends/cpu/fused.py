@@ -73,13 +73,19 @@ class _Picks:
         self.ops = replace(ops, **self._changes)
 
     def _pick_scales(self, ops: Operands, name: str, rows: Index) -> None:
+        """A row of zeros is 0 times a scale that all rows share, but not 0 less a zero point that they share."""
         of = ops.spec.a.scale if name == "a" else ops.spec.b.scale
-        if of is None or of.rows != 1:
+        if of is None or (of.rows != 1 and of.zero is None):
             return
+        axis, extent = (1, cast(Tensor, ops.a).shape[0]) if name == "a" else (2, cast(Tensor, ops.b).shape[1])
         for scale in ("scale_a",) if name == "a" else ("scale_b", "zero_b"):
             if (grid := getattr(ops, scale)) is not None:
-                one = 127 if grid.dtype is torch.float8_e8m0fnu else 1
-                self._changes[scale] = self._copy(grid, rows, 1 if name == "a" else 2, one)
+                shape = list(grid.shape)
+                shape[axis] = extent
+                absent = 0 if scale == "zero_b" else 127 if grid.dtype is torch.float8_e8m0fnu else 1
+                self._changes[scale] = self._copy(grid.expand(shape), rows, axis, absent)
+        if of.rows != 1:
+            self._changes["spec"] = replace(ops.spec, b=replace(ops.spec.b, scale=replace(of, rows=1)))
 
     def _copy(self, x: Tensor, rows: Index, axis: int, absent: int = 0) -> Tensor:
         """A copy whose lines lie as those of the operand, by which libraries pick their kernels, and so the bits."""
@@ -172,10 +178,11 @@ class FusedLaunch:
     """One bound problem. `ordered`: with bits that no neighbour of a row changes."""
 
     def __init__(self, ops: Operands, bind: Callable[[Operands], Launch], ordered: bool) -> None:
-        fused, spec = cast(Fused, ops.fused), ops.spec
+        fused = cast(Fused, ops.fused)
         self._ops, self._fused, self._ordered = ops, fused, ordered
         self._picks = _Picks(ops, fused)
         products = self._picks.ops
+        spec = products.spec
         plain = replace(spec, fused=None, a=_like(spec.a, products.a), b=_like(spec.b, products.b))
         self._sums: Any = None
         if not set(spec.fused.keywords if spec.fused else ()) <= PICKS:

@@ -1,6 +1,6 @@
 """The forms as lists of matrices: which rows and columns belong to which group, read at each launch.
 
-Sizes on the CPU are host memory, so the walk over groups starts from their current contents. The
+Sizes on the CPU are host memory, so an iteration over groups starts from their current contents. The
 clamps are the contract's: start to [0, T], end to [start, T], so offsets that lie stay inside the
 operands.
 """
@@ -107,7 +107,7 @@ def empty_products(ops: Operands, start: Index | None, end: Index | None) -> lis
     if ops.spec.form == "jagged_k":
         filled = (cast(Index, end) > cast(Index, start)).astype(np.int64)
         return [cast(Tensor, ops.out)[lo:hi] for lo, hi in _runs_of_zero(filled)]
-    return [group.out for group in walk(ops, start, end)] if cast(Tensor, ops.a).shape[-1] == 0 else []
+    return [group.out for group in each_group(ops, start, end)] if cast(Tensor, ops.a).shape[-1] == 0 else []
 
 
 def bare(operand: Any) -> Any:
@@ -124,7 +124,7 @@ def _each(operand: Any, g: int, dims: int = 3) -> Any:
     return operand[g]
 
 
-def _walk_jagged(ops: Operands, start: list[int], end: list[int]) -> Iterator[Group]:
+def _jagged_groups(ops: Operands, start: list[int], end: list[int]) -> Iterator[Group]:
     a, b, out = (cast(Tensor, operand) for operand in (ops.a, ops.b, ops.out))
     c, bias = (cast("Tensor | None", operand) for operand in (ops.c, ops.bias))
     for g, (lo, hi) in enumerate(zip(start, end, strict=True)):
@@ -138,10 +138,10 @@ def _walk_jagged(ops: Operands, start: list[int], end: list[int]) -> Iterator[Gr
             yield Group(a[:, lo:hi], b[lo:hi], out[g], _each(c, g), row)
 
 
-def walk(ops: Operands, start: Index | None, end: Index | None) -> Iterator[Group]:
+def each_group(ops: Operands, start: Index | None, end: Index | None) -> Iterator[Group]:
     """All groups. `end` of a masked problem holds its valid rows; other dense forms take None."""
     if ops.spec.jagged:
-        yield from _walk_jagged(ops, cast(Index, start).tolist(), cast(Index, end).tolist())
+        yield from _jagged_groups(ops, cast(Index, start).tolist(), cast(Index, end).tolist())
         return
     for g in range(ops.spec.groups):
         a, b, out, c, bias = ops.a[g], ops.b[g], ops.out[g], _each(ops.c, g), _each(ops.bias, g, 2)

@@ -14,7 +14,7 @@ from multigemm.backend import Launch, Recipe
 from multigemm.backends.cpu.config import Config, invalid_reasons
 from multigemm.backends.cpu.epilogue import finish, finisher, is_plain, store
 from multigemm.backends.cpu.fused import FusedLaunch, bare_fused
-from multigemm.backends.cpu.groups import Sizes, bare, empty_products, is_inference, unowned, walk
+from multigemm.backends.cpu.groups import Sizes, bare, each_group, empty_products, is_inference, unowned
 from multigemm.backends.cpu.ordered import finish_in_pieces, ordered_product
 from multigemm.backends.cpu.quantised import QuantisedProducts
 from multigemm.backends.cpu.stacks import STEP, Call, ProductCalls, reads_into_next_row
@@ -68,7 +68,7 @@ def bind_loop(ops: Operands, ordered: bool = False) -> Launch:
         if spec.zero_unowned:
             for part in unowned(ops, start, end):
                 part.zero_()
-        for g, group in enumerate(walk(ops, start, end)):
+        for g, group in enumerate(each_group(ops, start, end)):
             a, b = (group.a[:, :0], group.b[:0]) if spec.alpha == "zero" else (group.a, group.b)
             if quantised is not None:
                 acc = quantised.product(g, group, start, end, ordered)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from multigemm.backends.cpu.groups import Index, walk
+from multigemm.backends.cpu.groups import Index, each_group
 from multigemm.planning.operands import Operands
 
 Call = Callable[[], object]
@@ -173,7 +173,7 @@ class ProductCalls:
         if form == "batched":
             a, b, out = (cast(Tensor, x) for x in (ops.a, ops.b, ops.out))
             return [product_call(a, b, out)] if a.shape[-1] and out.numel() else []
-        return [product_call(g.a, g.b, g.out) for g in walk(ops, start, end) if g.out.numel() and g.a.shape[1]]
+        return [product_call(g.a, g.b, g.out) for g in each_group(ops, start, end) if g.out.numel() and g.a.shape[1]]
 
     def _jagged(self, start: Index, end: Index) -> list[Call]:
         k, n = self._b.shape[-2:]

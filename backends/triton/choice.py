@@ -33,6 +33,7 @@ from multigemm.backends.triton.config import (
     is_tf32,
     mappable,
     problem_with,
+    products_spec,
     shared_memory,
     variance,
 )
@@ -450,6 +451,28 @@ def pointer_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) 
     return [config for config in dict.fromkeys(found) if not problem_with(config, spec)]
 
 
+def _roomy(spec: ProblemSpec) -> bool:
+    """Whether a gate leaves registers for 128 x 256 products: half as many results, and nothing else to read or write
+    behind the products."""
+    fused = spec.fused
+    assert fused is not None
+    more = fused.preact is not None or fused.row_scale is not None or spec.bias is not None
+    light = spec.activation in ("swiglu", "reglu", "glu") and not (fused.alpha or fused.beta or fused.limit)
+    return bool(fused.layout) and light and not more and not heavy(spec)
+
+
+def fused_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> list[Config]:
+    """Valid configs of the kernel of fused products, the best guess first: those of plain products of as many columns.
+    None of them was measured. A large tile reads picked rows half as often."""
+    plain = pointer_candidates(spec, capability)
+    # addresses of picked rows leave no registers for steps of 128 that bring 64 columns
+    plain = [replace(x, block_k=64, stages=6) if x.block_k > 64 and x.block_n > 32 else x for x in plain]
+    if spec.compute.itemsize == 2 and capability[0] == 9 and typical_rows(spec) > 96 and _roomy(spec):
+        large = Config(block_m=128, block_n=256, block_k=64, warps=8, stages=3, programs=1)
+        plain = [large, *plain] if tiles_in(large, spec) >= PROCESSORS else [*plain, large]
+    return [config for config in dict.fromkeys(plain) if not problem_with(config, spec)]
+
+
 def quantised_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> list[Config]:
     """Valid configs of the kernel of quantised operands, the best guess first. None of them was measured.
 
@@ -497,7 +520,8 @@ def burdened_quantised(spec: ProblemSpec) -> bool:
 
 
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
-    """Valid configs for a spec on a device, the best guess first."""
+    """Valid configs for a spec on a device, the best guess first; those of the products where rows are summed."""
+    spec = products_spec(spec)
     if device.type == "cpu" and spec.quantised:
         fixed = spec.batch_invariant
         return quantised_candidates(spec) if fixed else [emulated_quantised(spec)]
@@ -512,8 +536,11 @@ def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
 
 def candidates_of(spec: ProblemSpec, capability: tuple[int, int]) -> list[Config]:
     """Valid configs for a spec on devices of a compute capability, the best guess first."""
+    spec = products_spec(spec)
     if spec.quantised:
         return quantised_candidates(spec, capability)
+    if spec.fused is not None:
+        return fused_candidates(spec, capability)
     plain = pointer_candidates(spec, capability)
     fast = hopper_candidates(spec) if capability[0] == 9 else []
     if not fast:

@@ -6,15 +6,15 @@ filtered by it and a config given by hand is held to it too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
 from multigemm.backends.triton.build import triton_version
 from multigemm.cuda.summation import ALIKE, INTEGERS, Summation, difference
-from multigemm.problem.spec import MIXED, OperandSpec, ProblemSpec
+from multigemm.problem.spec import MIXED, OperandSpec, ProblemSpec, classify_fresh
 
 SHARED_LIMIT = 227 * 1024
 STRIP = 64
@@ -47,6 +47,23 @@ class Config:
     order: Literal["dealt", "drawn"] = "drawn"
     splits: int = 1
     shift_b: bool = False
+
+
+def columns_of(spec: ProblemSpec, n: int) -> int:
+    """Columns of the result of products of n columns, of which a gate joins two."""
+    return n // 2 if spec.fused is not None and spec.fused.layout else n
+
+
+def products_spec(spec: ProblemSpec) -> ProblemSpec:
+    """The spec of the products, which a config is for: where rows of the result are sums of rows, that of the rows, in
+    the operands' dtype. Scaled float8 has rows of bfloat16."""
+    fused = spec.fused
+    if fused is None or not fused.scatters:
+        return spec
+    rest = replace(fused, combine=None, weights=None, terms=0, out_rows=None, rows=0)
+    narrow = torch.bfloat16 if spec.compute.itemsize == 1 else spec.compute
+    rows = classify_fresh(narrow, [(max(spec.total, 2), columns_of(spec, cast(int, spec.n)))])
+    return replace(spec, fused=rest if rest.keywords else None, out=rows, c=None, zero_unowned=False)
 
 
 def shared_bytes(config: Config, spec: ProblemSpec) -> int:
@@ -349,9 +366,24 @@ def value_problem(config: Config) -> str:
     return ""
 
 
+def fused_problem(config: Config, spec: ProblemSpec) -> str:
+    """Why no kernel of fused products has this config, or ''."""
+    if config.kernel != "pointer" or config.splits != 1:
+        return (
+            f"kernel={config.kernel!r}, splits={config.splits}: picked rows, gates, preact_out and row_scale are parts "
+            "of kernel='pointer', by one program for each tile"
+        )
+    if columns_of(spec, config.block_n) < 16:
+        return f"block_n={config.block_n}: a gate joins two columns of products, so 32 at least"
+    return ""
+
+
 def problem_with(config: Config, spec: ProblemSpec) -> str:
     """Why this config cannot run this spec, or ''."""
     if reason := value_problem(config):
+        return reason
+    spec = products_spec(spec)
+    if spec.fused is not None and (reason := fused_problem(config, spec)):
         return reason
     if bool(spec.quantised) != (config.kernel == "quantised"):
         held = "quantised" if spec.quantised else "plain"

@@ -17,8 +17,22 @@ from torch import Tensor
 
 from multigemm.backend import Launch
 from multigemm.backends.triton.config import Config
+from multigemm.backends.triton.fused import (
+    bind_sums,
+    fused_constants,
+    fused_numbers,
+    fused_tensors,
+    fused_types,
+    most_tiles,
+    result_tile,
+    sum_constants,
+    sum_types,
+    table_of,
+    view_of_tokens,
+)
 from multigemm.backends.triton.generic import (
     CHUNK,
+    TYPES,
     bits_of,
     chunk_of,
     constants,
@@ -151,6 +165,53 @@ def _bind_quantised(ops: Operands, config: Config) -> Launch:
     return launch
 
 
+def _absent(kind: str) -> Tensor:
+    """What stands for an operand that a problem does not have: of a type as the signature of a kernel names it."""
+    return torch.empty(1, dtype=next(dtype for dtype, name in TYPES.items() if kind == "*" + name))
+
+
+def _bind_fused(ops: Operands, config: Config) -> Launch:
+    """Interprets the kernel of fused products."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton.language as tl
+
+    from multigemm.backends.triton.kernels.fused import fused_kernel
+    from multigemm.backends.triton.kernels.schedule import write_prefix
+
+    spec, kernel, count = ops.spec, cast(Any, fused_kernel), cast(Any, write_prefix)
+    shape, types = view_of_tokens(ops), fused_types(spec)
+    options = {**fused_constants(spec, config, chunk_of(spec, config)), "INTERPRETED": True}
+    options["ACC"] = getattr(tl, options["ACC"].removeprefix("tl."))
+    tensors = _tensors(ops, table_of(ops) if spec.form == "per_group" else None)
+    tensors |= {name: _absent(types[name]) if x is None else x for name, x in fused_tensors(ops).items()}
+    grid = (programs(most_tiles(ops, shape, config), config, 1),)
+    arguments = [*tensors.values(), *fused_numbers(ops, shape)]
+
+    def launch() -> None:
+        if spec.groups > CHUNK and not uniform(spec):
+            read = [tensors["prefix"], tensors["ends"], tensors["table"], shape.m, shape.n, spec.groups, int(ops.head)]
+            count[(1,)](*read, **prefix_constants(spec, result_tile(spec, config)))
+        kernel[grid](*arguments, **options)
+
+    return launch
+
+
+def _bind_sum(ops: Operands, tensors: dict[str, Tensor | None], values: list[int], grid: int) -> Launch:
+    """Interprets the kernel that sums rows."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton.language as tl
+
+    from multigemm.backends.triton.kernels.fused import sum_rows_kernel
+
+    kernel, sums = cast(Any, sum_rows_kernel), sums_sizes(ops.spec)
+    options = {**sum_constants(ops.spec, sums), "INTERPRETED": True}
+    options["ACC"] = getattr(tl, options["ACC"].removeprefix("tl."))
+    types = sum_types(ops.spec, sums)
+    given = {**tensors, "ends": group_sizes(ops, sums)}
+    found = [_absent(types[name]) if x is None else x for name, x in given.items()]
+    return lambda: kernel[(grid,)](*found, *values, **options)
+
+
 def _bytes(x: Tensor) -> Tensor:
     """The codes of elements of 8 bits."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
@@ -158,6 +219,10 @@ def _bytes(x: Tensor) -> Tensor:
 
 def _bind(ops: Operands, config: Config) -> Launch:
     spec = ops.spec
+    if spec.fused is not None and spec.fused.scatters:
+        return bind_sums(ops, lambda inner: _bind(inner, config), _bind_sum)
+    if spec.fused is not None:
+        return _bind_fused(ops, config)
     if spec.quantised:
         return _bind_quantised(ops, config)
     if few_slots(spec, config) and (few := few_groups(ops, config)):

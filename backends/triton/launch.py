@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from multigemm.backend import Recipe
-from multigemm.backends.triton import choice, generic, hopper, lists, quantised
+from multigemm.backends.triton import choice, fused, generic, hopper, lists, quantised
 from multigemm.backends.triton import config as configs
 from multigemm.backends.triton.config import Config
 from multigemm.cuda.device import index_of
@@ -28,11 +28,13 @@ def _emulated(spec: ProblemSpec, config: Config, why: str) -> Recipe:
         raise InvalidSetting(f"{config} runs on a GPU, and operands are on the CPU: use kernel='pointer' there")
     from multigemm.backends.triton.emulate import bind_emulated
 
-    name, sums = f"{config.kernel} (interpreted)", generic.sums_sizes(spec)
+    name, sums = fused.kernel_text(f"{config.kernel} (interpreted)", spec), generic.sums_sizes(spec)
     return Recipe(name, config, lambda ops: bind_emulated(ops, config), why, sums_sizes=sums)
 
 
 def _loaded(spec: ProblemSpec, config: Config, index: int, why: str) -> Recipe:
+    if spec.fused is not None:
+        return fused.plan_fused(spec, config, index, why, _loaded)
     if config.kernel == "quantised":
         return quantised.plan_quantised(spec, config, index, why)
     plan_generic = lists.plan_generic_list if spec.form == "per_group" else generic.plan_generic

@@ -20,7 +20,13 @@ from typing import Any
 import torch
 
 from multigemm.backends.triton.build import KernelSource, cubin
-from multigemm.backends.triton.choice import hopper_candidates, pointer_candidates, quantised_candidates
+from multigemm.backends.triton.choice import (
+    fused_candidates,
+    hopper_candidates,
+    pointer_candidates,
+    quantised_candidates,
+)
+from multigemm.backends.triton.fused import fused_sources, sum_source
 from multigemm.backends.triton.generic import (
     chunks,
     multiple_of,
@@ -30,7 +36,7 @@ from multigemm.backends.triton.generic import (
 from multigemm.backends.triton.hopper import cut_of, hopper_source, pack_source, records_source
 from multigemm.backends.triton.lists import SLOTS, few_slots, few_source, hopper_list_sources, list_chunks
 from multigemm.backends.triton.quantised import quantised_sources
-from multigemm.problem.spec import Form, OperandSpec, Order, ProblemSpec, ScaleSpec
+from multigemm.problem.spec import GLU_LAYOUTS, Form, FusedSpec, OperandSpec, Order, ProblemSpec, ScaleSpec
 
 FRAME_SIZE, REGISTERS = 0x11, 0x2F
 FORMAT_WORDS = 0x04
@@ -171,12 +177,53 @@ def quantised_specs() -> Iterator[tuple[str, ProblemSpec]]:
     yield "float8 blocks C bias gelu", replace(full, c=OperandSpec(torch.float32))
 
 
+def fused_specs() -> Iterator[tuple[str, ProblemSpec]]:
+    """What a mixture of experts takes: its products forward and backward, few and many tokens, each layout of gates."""
+    bf16, index = torch.bfloat16, torch.int32
+    for thin, rows in (("", 1024), (" thin", 8)):
+        spec = _spec("jagged_m", bf16, rows)
+        along_k = replace(spec, b=replace(spec.b, order="col"), activation="swiglu")
+        for layout in GLU_LAYOUTS:
+            yield f"gather swiglu {layout}{thin}", replace(along_k, fused=FusedSpec(index, layout=layout))
+        preact = FusedSpec(index, layout="halves", preact=spec.out)
+        yield f"gather swiglu preact_out{thin}", replace(along_k, fused=preact)
+        gpt = FusedSpec(index, layout="interleaved", alpha=True, beta=True, limit=True, preact=spec.out)
+        yield f"gather gpt-oss{thin}", replace(spec, activation="swiglu", bias=bf16, fused=gpt)
+        yield f"gather row_scale{thin}", replace(along_k, activation=None, fused=FusedSpec(index, row_scale=bf16))
+        yield f"combine{thin}", replace(along_k, activation=None, fused=FusedSpec(combine=index, weights=bf16, terms=8))
+        yield f"out_rows{thin}", replace(along_k, activation=None, fused=FusedSpec(out_rows=torch.int64))
+    both = _spec("jagged_k", bf16, 1024)
+    for name, rows_of in (("a_rows", (index, None)), ("b_rows", (None, index)), ("a_rows b_rows", (index, index))):
+        yield f"jagged_k {name}", replace(both, fused=FusedSpec(*rows_of))
+    yield "jagged_n b_rows", replace(_spec("jagged_n", bf16), fused=FusedSpec(b_rows=index))
+    gated = FusedSpec(layout="halves", limit=True)
+    forms: tuple[Form, ...] = ("masked", "batched", "per_group")
+    for form in forms:
+        yield f"{form} geglu", replace(_spec(form, bf16), n=1024, activation="geglu", fused=gated)
+    for dtype in (torch.float32, torch.float64):
+        yield f"gather geglu {dtype}", replace(_spec("jagged_m", dtype), activation="geglu", fused=FusedSpec(
+            index, layout="halves", preact=OperandSpec(dtype)))  # fmt: skip
+    yield "gather torch.int8", replace(_spec("jagged_m", torch.int8), fused=FusedSpec(index))
+    unaligned = _spec("jagged_m", bf16, 1024, align=2)
+    yield (
+        "gather geglu unaligned",
+        replace(unaligned, n=1022, activation="geglu", fused=FusedSpec(index, layout="halves")),
+    )
+
+
 def _few(spec: ProblemSpec) -> bool:
     return spec.compute == torch.bfloat16 and spec.a.align == 16
 
 
 def sources(spec: ProblemSpec, capability: int, most: int = 2) -> Iterator[tuple[str, KernelSource]]:
     """The kernels that this spec may run: at most `most` configs of each kind."""
+    if spec.fused is not None:
+        if spec.fused.scatters:
+            yield "sum of rows", sum_source(spec, False)
+            return
+        for config in fused_candidates(spec, (capability // 10, capability % 10))[:most]:
+            yield from ((f"fused {config}", x) for n, x in fused_sources(spec, config).items() if n != "prefix")
+        return
     if spec.quantised:
         for config in quantised_candidates(spec, (capability // 10, capability % 10))[:most]:
             for name, source in quantised_sources(spec, config, capability).items():
@@ -206,7 +253,7 @@ def sources(spec: ProblemSpec, capability: int, most: int = 2) -> Iterator[tuple
 
 def reports(capability: int, most: int = 2, only: Sequence[str] = ()) -> Iterator[Report]:
     """Compiles (or loads) all of them, or those of the named problems."""
-    for problem, spec in (*specs(), *quantised_specs()):
+    for problem, spec in (*specs(), *quantised_specs(), *fused_specs()):
         if only and problem not in only:
             continue
         for kernel, source in sources(spec, capability, most):
@@ -215,7 +262,8 @@ def reports(capability: int, most: int = 2, only: Sequence[str] = ()) -> Iterato
             yield Report(kernel, problem, capability, seen.registers, seen.stack, code.shared)
 
 
-FEW = ("jagged_m bf16", "per_group bf16", "jagged_m torch.float64", "jagged_m bf16 C bias gelu", "float8 blocks")
+FEW = ("jagged_m bf16", "per_group bf16", "jagged_m torch.float64", "jagged_m bf16 C bias gelu", "float8 blocks",
+       "gather swiglu preact_out")  # fmt: skip
 QUICK = (
     *FEW,
     "jagged_m bf16 unaligned",
@@ -226,6 +274,9 @@ QUICK = (
     "float8 blocks",
     "float8 rows thin",
     "mxfp4 weights thin",
+    "gather gpt-oss",
+    "jagged_k a_rows b_rows",
+    "combine",
 )
 
 

@@ -12,6 +12,7 @@ import torch
 from multigemm.backend import Availability, fused_reasons, quantised_reasons
 from multigemm.backends.triton.build import triton_version
 from multigemm.backends.triton.config import one_instruction
+from multigemm.backends.triton.fused import KEYWORDS
 from multigemm.problem.spec import MIXED, ProblemSpec
 from multigemm.settings import settings
 
@@ -67,7 +68,8 @@ def _device_reasons(device: torch.device) -> list[str]:
 
 def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     """Every reason against; an empty list means that `plan` will work."""
-    if reasons := quantised_reasons(spec, takes=("float8", "weights")) + fused_reasons(spec):
+    takes = ("combine", "out_rows") if spec.quantised else KEYWORDS
+    if reasons := quantised_reasons(spec, takes=("float8", "weights")) + fused_reasons(spec, takes):
         return reasons
     reasons = _device_reasons(device) + spec.too_long
     if spec.batch_invariant and any(x.scale is not None and x.scale.k == MIXED for x in (spec.a, spec.b)):

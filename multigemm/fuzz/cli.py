@@ -75,6 +75,12 @@ def _what(parser: argparse.ArgumentParser) -> None:
         type=at_least(0),
         help="one problem in so many has quantised operands (0 for none; default: 8, or 0 beside --dtypes)",
     )
+    add(
+        "--fused",
+        type=at_least(0),
+        help="one problem in so many picks rows, gates or sums them (0 for none; default: 16, or 0 beside --dtypes or "
+        "--forms)",
+    )
     add("--deep", type=at_least(1), default=8, help="run streams, graphs, relations, ... on one problem in so many")
 
 
@@ -155,6 +161,7 @@ def options_of(args: argparse.Namespace) -> Options:
         kinds=(100 if on_gpu else 0) if args.kinds is None else args.kinds, turns=args.turns,
         large=(8 if on_gpu else 0) if args.large is None else args.large,
         quantised=(0 if args.dtypes else 8) if args.quantised is None else args.quantised,
+        fused=(0 if args.dtypes or args.forms else 16) if args.fused is None else args.fused,
         shrink_seconds=args.shrink, **small,
     )  # fmt: skip
 

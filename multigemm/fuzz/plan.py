@@ -28,7 +28,8 @@ class Options:
     expensive oracles on one problem in so many. `kinds` draws all problems from so many kinds (form,
     dtypes, layouts, epilogue; 0: without limit), `burst` of one in a row, so that compiled kernels are
     used more than once; `carriers` are those of them that were added for the sake of a config. One
-    problem in `large` may have 16 times the work, one in `quantised` has quantised operands (0: none).
+    problem in `large` may have 16 times the work, one in `quantised` has quantised operands (0: none),
+    one in `fused` is a problem of `fused_problems` in place of the one that would be drawn (0: none).
     Workers take `devices` in turn, or all `device` where none is named."""
 
     backends: tuple[str, ...]
@@ -47,6 +48,7 @@ class Options:
     burst: int = 25
     large: int = 0
     quantised: int = 0
+    fused: int = 0
     work: int = 1 << 18
     groups: int = 1025
     longest: int = 300
@@ -119,6 +121,7 @@ class Tally:
     problems: int = 0
     checks: Counter[str] = field(default_factory=Counter)
     quantised_checks: Counter[str] = field(default_factory=Counter)
+    fused_checks: Counter[str] = field(default_factory=Counter)
     deep: Counter[str] = field(default_factory=Counter)
     classes: Counter[str] = field(default_factory=Counter)
     refusals: Counter[tuple[str, str]] = field(default_factory=Counter)

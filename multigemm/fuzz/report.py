@@ -71,6 +71,7 @@ def to_dict(summary: Summary) -> dict[str, Any]:
         "problems": tally.problems,
         "checks": dict(sorted(tally.checks.items())),
         "quantised_checks": dict(sorted(tally.quantised_checks.items())),
+        "fused_checks": dict(sorted(tally.fused_checks.items())),
         "checks_per_second": round(checks / max(summary.seconds, 1e-9), 1),
         "disagreements": len(tally.failures),
         "guard_hits": sum(f.oracle == "guard" for f in tally.failures),
@@ -133,6 +134,9 @@ def to_text(summary: Summary) -> str:
     if count := tally.classes["quantised"]:
         checked = ", ".join(f"{name} {tally.quantised_checks[name]}" for name in summary.options.backends)
         lines.append(f"quantised operands in {count} problems; checked on {checked}")
+    if count := tally.classes["fused"]:
+        checked = ", ".join(f"{name} {tally.fused_checks[name]}" for name in summary.options.backends)
+        lines.append(f"picked rows, gates and sums of rows in {count} problems; checked on {checked}")
     if tally.deep:
         lines.append("other oracles: " + ", ".join(f"{name} {n}" for name, n in sorted(tally.deep.items())))
     for name in summary.options.backends:

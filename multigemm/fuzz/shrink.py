@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
+from multigemm.testing import fused_problems
 from multigemm.testing.case import PLAIN, UNSCALED, Case, Scale
 from multigemm.testing.strategies import legal
 
@@ -120,6 +121,9 @@ def _plainer_numbers(case: Case) -> Iterator[Case]:
 
 def simpler(case: Case) -> Iterator[Case]:
     """Cases that are simpler in one respect, the boldest first."""
+    if case.fused >= 0:
+        yield from fused_problems.simpler_than(case)
+        return
     for propose in (_fewer_groups, _plainer, _smaller_sizes):
         for candidate in propose(case):
             candidate = legal(candidate)

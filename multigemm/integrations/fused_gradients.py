@@ -87,11 +87,18 @@ def _steps(problem: GroupedGemmProblem, gemm: Gemm, parts: list[list[Tensor]]) -
     a, b, c, bias, scale, weights = parts
     if problem.form == "per_group":
         call = call_of(problem, gemm, [a, b, c, bias])
-        return [_gated(x, problem, fused).to(problem.out_dtype) for x in _products(call, a[0], b[0])] if a else []
+        return (
+            [
+                gate_by_torch(x, problem.activation, fused.gate).to(problem.out_dtype)
+                for x in _products(call, a[0], b[0])
+            ]
+            if a
+            else []
+        )
     extras = [x[0] if x else None for x in (c, bias)]
     call = call_of(problem, gemm, [*_picked(problem, fused, a[0], b[0]), *extras])
     products = replace(call, c=None, beta=0.0) if fused.scatters else call
-    rows = _gated(_products(products, call.a, call.b), problem, fused)
+    rows = gate_by_torch(_products(products, call.a, call.b), problem.activation, fused.gate)
     if scale:
         rows = rows * scale[0].to(rows.dtype).unsqueeze(-1)
     if fused.scatters:
@@ -131,15 +138,16 @@ def _rows(x: Tensor, rows: Tensor) -> Tensor:
     return torch.where(there.unsqueeze(-1), found, 0)
 
 
-def _gated(x: Tensor, problem: GroupedGemmProblem, fused: Fused) -> Tensor:
+def gate_by_torch(x: Tensor, activation: str | None, gate: Gate | None) -> Tensor:
+    """An activation, or a gate of the columns of x, by differentiable operations of torch."""
     functional = torch.nn.functional
-    if fused.gate is not None:
-        return _gate(fused.gate, *fused.gate.split(x))
+    if gate is not None:
+        return _gate(gate, *gate.split(x))
     acts: dict[Any, Any] = {
         None: lambda x: x, "relu": torch.relu, "silu": functional.silu, "gelu": functional.gelu,
         "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     }  # fmt: skip
-    found: Tensor = acts[problem.activation](x)
+    found: Tensor = acts[activation](x)
     return found
 
 

@@ -41,7 +41,8 @@ PLACES = 8
 class Networks(NamedTuple):
     """The weights of all experts: `up` [E, W, H] and `down` [E, H, I], or `stacked` the other way round ([E, H, W]).
 
-    `gelu` None: the first product's `activation` is all (W = I); else gated by gelu or silu (W = 2*I).
+    `gelu` None: the first product's `activation` is all (W = I); else gated by gelu or silu (W = 2*I). With `fused` the
+    layer runs by fused products: a `fused_experts.Network`, which also says what the activation is.
     """
 
     up: Tensor
@@ -53,6 +54,12 @@ class Networks(NamedTuple):
     activation: str | None = None
     backend: str = "auto"
     batch_invariant: bool | None = None
+    fused: Any = None
+
+    @property
+    def gated(self) -> bool:
+        """Whether the first product has two columns for each of the second one's."""
+        return self.gelu is not None or (self.fused is not None and self.fused.gate is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,8 @@ class _Layer:
     """What follows from shapes: how the memory between the launches is cut, at `starts`, `size` bytes in all.
 
     The first part holds the rows and then the gated values, the second the result of up and then that of down: each
-    when the launches read no longer what was there. Then come inverse, ends, and what only a large sort needs.
+    when the launches read no longer what was there. Then come inverse, ends, and what only a large sort needs. By fused
+    products the first part holds the gated values, and the last one the tokens of the pairs.
     """
 
     tokens: int
@@ -112,7 +120,7 @@ def call(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor | 
         return None
     key = (
         "layer", *(None if t is None else _memory(t) for t in given), nets.stacked, nets.gelu, nets.activation,
-        nets.backend, nets.batch_invariant, id(settings()), current_raw_stream(x.get_device()), get_ident(),
+        nets.backend, nets.batch_invariant, nets.fused, id(settings()), current_raw_stream(x.get_device()), get_ident(),
     )  # fmt: skip
     known: _Bound | None = LAUNCHES.find(key)
     if known is not None:
@@ -166,13 +174,24 @@ def _layer_of(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> _Lay
     (tokens, top_k), pairs, hidden, across = index.shape, index.numel(), x.shape[1], 2 - nets.stacked
     experts, width, inner = nets.up.shape[0], nets.up.shape[3 - across], nets.down.shape[across]
     wanted = (experts, hidden, inner) if across == 2 else (experts, inner, hidden)
-    if nets.down.shape != wanted or width != (inner if nets.gelu is None else 2 * inner):
+    if nets.down.shape != wanted or width != (2 * inner if nets.gated else inner):
         return None
     if not triton_kernels().can_sort(pairs, experts) or not x.numel():
         return None
     line = pairs * x.dtype.itemsize
     order, counts = triton_kernels().sort_scratch(pairs, experts)
-    sizes = (line * max(hidden, inner), line * max(hidden, width), 8 * pairs, 4 * experts, order, counts)
+    sizes: tuple[int, ...] = (
+        line * max(hidden, inner),
+        line * max(hidden, width),
+        8 * pairs,
+        4 * experts,
+        order,
+        counts,
+    )
+    if nets.fused is not None:
+        if weights.dtype not in (torch.float32, x.dtype):
+            return None
+        sizes = (line * inner, 0, 8 * pairs, 4 * experts, 8 * pairs, counts, 4 * pairs)
     *starts, size = accumulate((-(-part // LINE) * LINE for part in sizes), initial=0)
     return _Layer(tokens, top_k, experts, hidden, width, inner, x.dtype, x.device, tuple(starts), size)
 
@@ -190,17 +209,40 @@ def _bind(
     layer: _Layer, x: Tensor, index: Tensor, weights: Tensor, nets: Networks, out: Tensor, work: Tensor
 ) -> tuple[Launch, ...]:
     """All launches, bound to borrowed memory: none keeps an operand alive."""
+    if nets.fused is not None:
+        return _bind_fused(layer, x, index, weights, nets, out, work)
     parts = _cut(layer, _borrowed(work), nets.gelu is not None)
     parts.ends.zero_()  # a problem is made of them before the launches write them
     kernels, device = triton_kernels(), x.get_device()
     arrival = kernels.arrival_steps(_borrowed(index), _borrowed(x), parts)
     launches = [bound(device, *step) for step in arrival]
-    launches.append(_product(parts.rows, nets.up, parts.up, parts.ends, nets.up_bias, nets, nets.activation))
+    launches.append(_product(parts.rows, nets.up, parts.up, parts.ends, nets.up_bias, nets, activation=nets.activation))
     if nets.gelu is not None:
         launches.append(bound(device, *kernels.gate_step(parts.up, parts.inner, nets.gelu)))
-    launches.append(_product(parts.inner, nets.down, parts.down, parts.ends, nets.down_bias, nets, None))
+    launches.append(_product(parts.inner, nets.down, parts.down, parts.ends, nets.down_bias, nets))
     home = kernels.sum_step(parts.down, parts.inverse, _borrowed(weights), _borrowed(out), layer.top_k)
     return (*launches, bound(device, *home))
+
+
+def _bind_fused(
+    layer: _Layer, x: Tensor, index: Tensor, weights: Tensor, nets: Networks, out: Tensor, work: Tensor
+) -> tuple[Launch, ...]:
+    """The sort, and the two products that pick, gate and sum rows."""
+    whole, starts, pairs = _borrowed(work), layer.starts, layer.tokens * layer.top_k
+
+    def part(at: int, kind: torch.dtype, *shape: int) -> Tensor:
+        return whole[starts[at] : starts[at] + kind.itemsize * prod(shape)].view(kind).view(shape)
+
+    inner, ends = part(0, layer.dtype, pairs, layer.inner), part(3, torch.int32, layer.experts)
+    inverse, order, rows = part(2, torch.int64, pairs), part(4, torch.int64, pairs), part(6, torch.int32, pairs)
+    counts = whole[starts[5] : starts[6]].view(torch.int32)
+    ends.zero_()  # a problem is made of them before the launches write them
+    sort = triton_kernels().sort_steps(_borrowed(index), order, inverse, ends, counts, rows, layer.top_k)
+    keywords = {"a_rows": rows, "activation": nets.activation, **nets.fused.keywords}
+    sums = {"combine": (inverse.view(layer.tokens, layer.top_k), _borrowed(weights))}
+    launches = [bound(x.get_device(), *step) for step in sort]
+    launches.append(_product(_borrowed(x), nets.up, inner, ends, nets.up_bias, nets, **keywords))
+    return (*launches, _product(inner, nets.down, _borrowed(out), ends, nets.down_bias, nets, **sums))
 
 
 class _Memory:
@@ -247,14 +289,14 @@ def _cut(layer: _Layer, work: Tensor, gated: bool) -> _Parts:
 
 
 def _product(
-    rows: Tensor, weight: Tensor, out: Tensor, ends: Tensor, bias: Tensor | None, nets: Networks, activation: str | None
+    rows: Tensor, weight: Tensor, out: Tensor, ends: Tensor, bias: Tensor | None, nets: Networks, **keywords: Any
 ) -> Launch:
     """Binds one of the products as its step has run it."""
     held = _borrowed(weight.detach())
     stacked = held if nets.stacked else held.transpose(1, 2)
     vector = None if bias is None else _borrowed(bias.detach())
     problem = GroupedGemmProblem(
-        rows, stacked, ends=ends, bias=vector, activation=activation, batch_invariant=nets.batch_invariant
+        rows, stacked, ends=ends, bias=vector, batch_invariant=nets.batch_invariant, **keywords
     )
     choice = choose(problem, torch_op.names(nets.backend))
     return bind(choice, problem, out).launch

@@ -78,7 +78,8 @@ def _ahead(pairs, expert, first, lane, total, experts, ALL: tl.constexpr, SIZE: 
 
 
 @triton.jit(do_not_specialize=["total", "experts"])
-def _one_block_kernel(pairs, order, inverse, ends, total, experts, SIZE: tl.constexpr, BINS: tl.constexpr):
+def _one_block_kernel(pairs, order, inverse, ends, rows, total, experts, K: tl.constexpr, SIZE: tl.constexpr,
+                      BINS: tl.constexpr):  # fmt: skip
     lane = tl.arange(0, SIZE)
     live = lane < total
     expert = _known(pairs, lane, live, experts)
@@ -87,6 +88,8 @@ def _one_block_kernel(pairs, order, inverse, ends, total, experts, SIZE: tl.cons
     to = _ahead(pairs, expert, 0, lane, total, experts, True, SIZE, 32)
     tl.store(order + to, lane.to(tl.int64), mask=live)
     tl.store(inverse + lane, to.to(tl.int64), mask=live)
+    if K > 0:
+        tl.store(rows + to, lane // K, mask=live)
 
 
 @triton.jit(do_not_specialize=["total", "experts"])
@@ -118,7 +121,8 @@ def _start_kernel(counts, ends, blocks, experts, ROWS: tl.constexpr, BINS: tl.co
 
 
 @triton.jit(do_not_specialize=["total", "experts"])
-def _move_kernel(pairs, starts, order, inverse, total, experts, SIZE: tl.constexpr, BINS: tl.constexpr):
+def _move_kernel(pairs, starts, order, inverse, rows, total, experts, K: tl.constexpr, SIZE: tl.constexpr,
+                 BINS: tl.constexpr):  # fmt: skip
     block = tl.program_id(0)
     first = block * SIZE
     lane = tl.arange(0, SIZE)
@@ -128,6 +132,8 @@ def _move_kernel(pairs, starts, order, inverse, total, experts, SIZE: tl.constex
     to = start + _ahead(pairs, expert, first, lane, total, experts, False, SIZE, 32)
     tl.store(order + to, (first + lane).to(tl.int64), mask=live)
     tl.store(inverse + first + lane, to.to(tl.int64), mask=live)
+    if K > 0:
+        tl.store(rows + to, (first + lane) // K, mask=live)
 
 
 def sort_blocks(total, experts):
@@ -137,23 +143,21 @@ def sort_blocks(total, experts):
     return tiles_of(total, size), bins, size
 
 
-def sort_steps(pairs, order, inverse, ends, counts):
-    """`counts` [blocks, bins] is used where there are several blocks."""
+def sort_steps(pairs, order, inverse, ends, counts, rows=None, top_k=0):
+    """`counts` [blocks, bins] is used where there are several blocks; `rows` (int32) receives the pairs' tokens."""
     total, experts = pairs.numel(), ends.shape[0]
     blocks, bins, size = sort_blocks(total, experts)
     known = {"total": total, "experts": experts, "SIZE": size, "BINS": bins}
+    told = {"order": order, "inverse": inverse, "rows": order if rows is None else rows, "K": top_k, **known}
     if total <= SORT_BLOCK:
-        return [
-            (_one_block_kernel, (1,), 4, {"pairs": pairs, "order": order, "inverse": inverse, "ends": ends, **known})
-        ]
-    rows = {
+        return [(_one_block_kernel, (1,), 4, {"pairs": pairs, "ends": ends, **told})]
+    starts = {
         "counts": counts, "ends": ends, "blocks": blocks, "experts": experts, "ROWS": COUNTS_TILE // bins, "BINS": bins,
     }  # fmt: skip
-    moved = {"pairs": pairs, "starts": counts, "order": order, "inverse": inverse, **known}
     return [
         (_count_kernel, (blocks,), 4, {"pairs": pairs, "counts": counts, **known}),
-        (_start_kernel, (1,), 8, rows),
-        (_move_kernel, (blocks,), 4, moved),
+        (_start_kernel, (1,), 8, starts),
+        (_move_kernel, (blocks,), 4, {"pairs": pairs, "starts": counts, **told}),
     ]
 
 
@@ -302,6 +306,83 @@ def gated_backward(grad, x, gelu):
         memory = {"grad": grad, "x": x, "dx": dx, "grad_stride": grad.stride(0), "stride": x.stride(0)}
         _run(x, (_gate_backward_kernel, grid, 4, {**memory, **values}))
     return dx
+
+
+@triton.jit
+def _act_parts(g, KIND: tl.constexpr, ALPHA: tl.constexpr):
+    """(act(g), its derivative) of what a gate applies to g."""
+    if KIND == "geglu":
+        act, slope = _gate_parts(g, True)
+    elif KIND == "reglu":
+        act = tl.where(g <= 0, 0.0, g)
+        slope = tl.where(g <= 0, 0.0, 1.0).to(g.dtype)
+    elif KIND == "geglu_tanh":
+        # 0.5 * (1 + tanh(y)) = 1 / (1 + exp(-2 y))
+        s = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * (g + 0.044715 * g * g * g)))
+        act = g * s
+        slope = s + act * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * g * g)
+    elif KIND == "glu":
+        act = 1.0 / (1.0 + tl.exp(-g))
+        slope = act * (1.0 - act)
+    else:
+        s = 1.0 / (1.0 + tl.exp(-ALPHA * g))
+        act = g * s
+        slope = s * (1.0 + ALPHA * g * (1.0 - s))
+    return act, slope
+
+
+@triton.jit
+def _pair_backward_kernel(preact, dh, weights, ends, dpreact, weighted, dots, width, experts, g_at, u_at, step,
+                          KIND: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr,
+                          WIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """One pair: the gradient of g and u, weight * h, and <dh, h>; zeros where no expert has it."""
+    row = tl.program_id(0).to(tl.int64)
+    there = row < tl.load(ends + experts - 1)
+    weight = tl.load(weights + row, mask=there, other=0).to(WIDE)
+    dot = tl.zeros((BLOCK,), dtype=WIDE)
+    for start in range(0, width, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        live = cols < tl.where(there, width, 0)
+        gate, up = row * 2 * width + g_at + cols * step, row * 2 * width + u_at + cols * step
+        g = tl.load(preact + gate, mask=live, other=0.0).to(WIDE)
+        u = tl.load(preact + up, mask=live, other=0.0).to(WIDE)
+        d = tl.load(dh + row * width + cols, mask=live, other=0.0).to(WIDE)
+        through_g = cols >= 0
+        through_u = cols >= 0
+        if LIMIT is not None:
+            through_g = g <= LIMIT
+            through_u = (u <= LIMIT) & (u >= -LIMIT)
+            g = tl.where(g > LIMIT, LIMIT, g).to(WIDE)
+            u = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u)).to(WIDE)
+        act, slope = _act_parts(g, KIND, ALPHA)
+        u = u + BETA
+        h = act * u
+        inside = cols < width
+        to = dpreact.dtype.element_ty
+        tl.store(dpreact + gate, tl.where(through_g, d * weight * u * slope, 0.0).to(to), mask=inside)
+        tl.store(dpreact + up, tl.where(through_u, d * weight * act, 0.0).to(to), mask=inside)
+        tl.store(weighted + row * width + cols, tl.where(live, h * weight, 0.0).to(to), mask=inside)
+        dot += tl.where(live, d * h, 0.0)
+    tl.store(dots + row, tl.sum(dot))
+
+
+def pair_backward(gate, preact, dh, weights, ends):
+    """(gradient of preact, weight * h, <dh, h>) of pairs; all contiguous. `gate` is a problem's."""
+    count, width = dh.shape
+    dpreact, weighted = torch.empty_like(preact), torch.empty_like(dh, dtype=preact.dtype)
+    wide = torch.promote_types(preact.dtype, torch.float32)
+    dots = torch.zeros(count, dtype=wide, device=dh.device)
+    if weighted.numel():
+        starts = {"halves": (0, width, 1), "halves_up_first": (width, 0, 1), "interleaved": (0, 1, 2)}
+        g_at, u_at, step = starts[gate.layout]
+        values = {
+            "preact": preact, "dh": dh, "weights": weights, "ends": ends, "dpreact": dpreact, "weighted": weighted,
+            "dots": dots, "width": width, "experts": ends.shape[0], "g_at": g_at, "u_at": u_at, "step": step,
+            "KIND": gate.kind, "ALPHA": gate.alpha, "BETA": gate.beta, "LIMIT": gate.limit, "WIDE": _wide(preact.dtype),
+            "BLOCK": _block(width, 16, GATE_COLUMNS),
+        }  # fmt: skip
+        _run(dh, (_pair_backward_kernel, (count,), 4, values))
+    return dpreact, weighted, dots
 
 
 # --- rows home: one program owns one token, and sums in a fixed order -------------------------------

@@ -6,7 +6,7 @@ Names and shapes of the weights are those of the MoE blocks of Hugging Face tran
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,15 +14,16 @@ from torch import Tensor, nn
 
 from multigemm.errors import InvalidProblem
 from multigemm.integrations import layer_call
-from multigemm.integrations.layer_ops import geglu, swiglu
+from multigemm.integrations.fused_experts import Network, experts_forward
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.integrations.torch_op import grouped_gemm
 from multigemm.nn.linear import check_layer, init_linear_
 from multigemm.problem import epilogue
+from multigemm.problem.spec import GATES, GLU_LAYOUTS
 from multigemm.settings import settings
 from multigemm.torch_internals import run_while_tracing
 
-GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": swiglu, "geglu": geglu}
+GATED = GATES
 PLAIN = ("relu", "gelu", "gelu_tanh", "silu")
 
 
@@ -35,9 +36,9 @@ def _invariant_unless_told() -> bool:
 class Experts(nn.Module):
     """E feed-forward networks; each token passes through its top k and gets their weighted sum.
 
-    Gated ("swiglu", "geglu"): `gate_up_proj` [E, 2*I, H] holds the gate in its first I rows.
-    Plain ("gelu", "gelu_tanh", "relu", "silu"): `up_proj` [E, I, H], the activation fused into its
-    GEMM. `down_proj` is [E, H, I]. With `bias`, each has a partner `<name>_bias`.
+    Gated ("swiglu", "geglu", "geglu_tanh", "reglu", "glu"): `gate_up_proj` [E, 2*I, H] holds the gate in its first I
+    rows, or where `glu_layout` says. Plain ("gelu", "gelu_tanh", "relu", "silu"): `up_proj` [E, I, H], the activation
+    fused into its GEMM. `down_proj` is [E, H, I]. With `bias`, each has a partner `<name>_bias`.
 
     Args:
         num_experts, hidden_size, intermediate_size: E, H and I.
@@ -45,6 +46,12 @@ class Experts(nn.Module):
         bias: whether the networks have biases.
         backend: a name, names joined by commas, or "auto".
         batch_invariant: as in a problem: a token's result has the same bits whoever else is in the batch.
+        glu_layout, glu_alpha, glu_beta, glu_limit: of a gate, as in a problem (docs/how-to/moe-keywords.md).
+        stacked: weights are [E, in, out], as those of gpt-oss.
+        fused: rows are picked, gated and summed inside the products, by a backend that takes these keywords; for
+            backward the layer keeps the products before the gate, 2 I numbers for each pair of token and expert, and
+            no rows. Ignored over a mesh and in a compiled graph, where the layer runs in steps.
+        recompute: a fused layer keeps not even those, and forms the first products once more.
         device, dtype: of the weights.
 
     Raises:
@@ -68,11 +75,24 @@ class Experts(nn.Module):
         bias: bool = False,
         backend: str = "auto",
         batch_invariant: bool | None = None,
+        glu_layout: str = "halves",
+        glu_alpha: float = 1.0,
+        glu_beta: float = 0.0,
+        glu_limit: float | None = None,
+        stacked: bool = False,
+        fused: bool = False,
+        recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         epilogue.one_of(activation, "activation", (*GATED, *PLAIN))
+        epilogue.one_of(glu_layout, "glu_layout", GLU_LAYOUTS)
+        self.network = Network(
+            activation, glu_layout, glu_alpha, glu_beta, glu_limit, stacked, recompute, backend, batch_invariant
+        )
+        self.network.check()
+        self.fused = fused
         extents = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
         check_layer(backend, dtype, num_experts=num_experts, **extents)
         self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
@@ -82,7 +102,8 @@ class Experts(nn.Module):
         self.first = "gate_up_proj" if activation in GATED else "up_proj"
         width = 2 * intermediate_size if activation in GATED else intermediate_size
         for name, out, inner in ((self.first, width, hidden_size), ("down_proj", hidden_size, intermediate_size)):
-            weight = torch.empty(num_experts, out, inner, device=device, dtype=dtype)
+            shape = (inner, out) if stacked else (out, inner)
+            weight = torch.empty(num_experts, *shape, device=device, dtype=dtype)
             self.register_parameter(name, nn.Parameter(weight))
             vector = nn.Parameter(torch.empty(num_experts, out, device=device, dtype=dtype)) if bias else None
             self.register_parameter(f"{name}_bias", vector)
@@ -91,7 +112,8 @@ class Experts(nn.Module):
     def reset_parameters(self) -> None:
         """Fresh weights, distributed like those of torch.nn.Linear."""
         for name in (self.first, "down_proj"):
-            init_linear_(getattr(self, name), getattr(self, f"{name}_bias"))
+            weight = getattr(self, name)
+            init_linear_(weight.transpose(1, 2) if self.network.stacked else weight, getattr(self, f"{name}_bias"))
 
     def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The weighted sum of each token's experts; over a mesh, every rank calls it.
@@ -106,7 +128,9 @@ class Experts(nn.Module):
         """
         if self.mesh is not None:
             return self._spread(x, top_k_index, top_k_weights)
-        y = layer_call.call(x, top_k_index, top_k_weights, self._networks())
+        if self.fused and not torch.compiler.is_compiling():
+            return self._fused(x, top_k_index, top_k_weights)
+        y = None if self._own_gate else layer_call.call(x, top_k_index, top_k_weights, self._networks())
         if y is not None:
             return y
         routing = route(top_k_index, self.num_experts)
@@ -117,8 +141,20 @@ class Experts(nn.Module):
         gated = self.activation in GATED
         hidden = self._linear(self.first, rows, ends, None if gated else self.activation)
         if gated:
-            hidden = GATED[self.activation](hidden)
+            hidden = self.network.activate(hidden)
         return self._linear("down_proj", hidden, ends, None)
+
+    @property
+    def _own_gate(self) -> bool:
+        """Whether the gate is one that layers in steps have no kernel for."""
+        return self.activation in GATED and not self.network.usual_gate
+
+    def _fused(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        held: Any = self
+        biases = getattr(held, f"{self.first}_bias"), held.down_proj_bias
+        return experts_forward(
+            x, index, weights, getattr(held, self.first), held.down_proj, *biases, **asdict(self.network)
+        )
 
     def _networks(self) -> layer_call.Networks:
         gated, held = self.activation in GATED, self  # type: bool, Any
@@ -127,6 +163,7 @@ class Experts(nn.Module):
             held.down_proj,
             getattr(held, f"{self.first}_bias"),
             held.down_proj_bias,
+            stacked=self.network.stacked,
             gelu=self.activation == "geglu" if gated else None,
             activation=None if gated else self.activation,
             backend=self.backend,
@@ -157,8 +194,8 @@ class Experts(nn.Module):
         if bias is not None and name == "down_proj" and self.mesh is not None:
             bias = self._share(bias)
         return grouped_gemm(
-            rows, weight.transpose(1, 2), ends=ends, bias=bias, activation=activation, backend=self.backend,
-            batch_invariant=self.batch_invariant,
+            rows, weight if self.network.stacked else weight.transpose(1, 2), ends=ends, bias=bias,
+            activation=activation, backend=self.backend, batch_invariant=self.batch_invariant,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
@@ -180,12 +217,13 @@ class MoE(nn.Module):
     Args:
         hidden_size, intermediate_size, num_experts: H, I and E.
         top_k: experts of each token.
-        activation: "swiglu", "geglu", or the plain "gelu", "gelu_tanh", "relu", "silu".
+        activation: "swiglu", "geglu", "geglu_tanh", "reglu", "glu", or the plain "gelu", "gelu_tanh", "relu", "silu".
         normalize: whether the weights of a token's experts sum to one.
         bias: whether the experts have biases.
         backend: a name, names joined by commas, or "auto".
         batch_invariant: the router is a grouped GEMM too, and a token's experts and its result do not depend on the
             batch.
+        glu_layout, glu_alpha, glu_beta, glu_limit, stacked, fused, recompute: as `Experts` has them.
         device, dtype: of the weights.
 
     Raises:
@@ -210,6 +248,13 @@ class MoE(nn.Module):
         bias: bool = False,
         backend: str = "auto",
         batch_invariant: bool | None = None,
+        glu_layout: str = "halves",
+        glu_alpha: float = 1.0,
+        glu_beta: float = 0.0,
+        glu_limit: float | None = None,
+        stacked: bool = False,
+        fused: bool = False,
+        recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -223,8 +268,9 @@ class MoE(nn.Module):
         self.gate = nn.Linear(hidden_size, num_experts, bias=False, device=device, dtype=dtype)
         self.experts = Experts(
             num_experts, hidden_size, intermediate_size,
-            activation=activation, bias=bias, backend=backend, batch_invariant=batch_invariant, device=device,
-            dtype=dtype,
+            activation=activation, bias=bias, backend=backend, batch_invariant=batch_invariant, glu_layout=glu_layout,
+            glu_alpha=glu_alpha, glu_beta=glu_beta, glu_limit=glu_limit, stacked=stacked, fused=fused,
+            recompute=recompute, device=device, dtype=dtype,
         )  # fmt: skip
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -67,8 +67,11 @@ class ExpertParallel(ParallelStyle):
 def _slice(experts: Experts, name: str) -> Any:
     """How the second mesh dimension lies over a weight: along the intermediate features, wherever they are.
 
-    A gated weight holds them twice, gate above up; each rank needs the same slice of both halves.
+    A gated weight holds them twice, as two halves or in turns; each rank needs the same slice of both.
     """
+    bias, stacked, layout = name.endswith("_bias"), experts.network.stacked, experts.network.glu_layout
     if name.startswith("down_proj"):
-        return Replicate() if name.endswith("_bias") else Shard(2)
-    return _StridedShard(1, split_factor=2) if experts.activation in GATED else Shard(1)
+        return Replicate() if bias else Shard(1 if stacked else 2)
+    axis = 2 if stacked and not bias else 1
+    halves = experts.activation in GATED and layout != "interleaved"
+    return _StridedShard(axis, split_factor=2) if halves else Shard(axis)

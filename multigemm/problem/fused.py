@@ -160,14 +160,17 @@ class Fused:
                 b = picked(b, rows.on_host(), axis)
         return a, b
 
-    def gather_scales(self, q: Quantisation) -> Quantisation:
-        """Scales and zero points on the host as the products read them: those of the rows that are picked."""
-        return replace(
-            q,
-            a=_picked_scale(q.a, self.a_rows, 1),
-            b=_picked_scale(q.b, self.b_rows, 2),
-            zero=_picked_scale(q.zero, self.b_rows, 2),
-        )
+    def gather_scales(self, q: Quantisation, a: Any, b: Any) -> Quantisation:
+        """Scales and zero points on the host as the products read them: those of the rows of a and b that are picked.
+
+        A row of zeros is 0 times a scale that all rows share, but not 0 less a zero point that they share.
+        """
+        found = {}
+        for name, x, axis, rows in (("a", a, 0, self.a_rows), ("b", b, 1, self.b_rows), ("zero", b, 1, self.b_rows)):
+            scale: Scale | None = getattr(q, name)
+            if scale is not None and rows is not None and (scale.spec.rows == 1 or name == "zero"):
+                found[name] = _picked_scale(scale, rows, axis + 1, x.shape[axis], 0 if name == "zero" else 1)
+        return replace(q, **found)
 
     def result_elements(self, sizes: Sequence[tuple[int, int, int]]) -> int:
         """Elements of the result of products of these sizes, of which there is one at least."""
@@ -225,20 +228,20 @@ def picked(x: Tensor, rows: Tensor, axis: int) -> Tensor:
     return found
 
 
-def _picked_scale(scale: Scale | None, rows: Index | None, axis: int) -> Scale | None:
-    """A scale with a number for each row, of the rows that are picked; 1 where an index means no row."""
-    if scale is None or rows is None or scale.spec.rows != 1:
-        return scale
+def _picked_scale(scale: Scale, rows: Index, axis: int, extent: int, absent: int) -> Scale:
+    """A scale with a number for each of `extent` rows, of those that are picked; `absent` where there is no row."""
     grid = scale.grid
     assert isinstance(grid, Tensor)
-    bits = grid.detach().cpu().view(torch.uint8) if grid.dtype is E8M0 else grid.detach().cpu()
-    one = torch.full_like(
-        bits.narrow(axis, 0, 0).sum(axis, keepdim=True, dtype=bits.dtype), 127 if grid.dtype is E8M0 else 1
-    )
-    numbers, count = rows.on_host().long(), bits.shape[axis]
-    there = (numbers >= 0) & (numbers < count)
-    found = torch.cat([bits, one], axis).index_select(axis, torch.where(there, numbers, count))
-    return replace(scale, grid=found.view(E8M0) if grid.dtype is E8M0 else found)
+    wide = grid.dtype is E8M0
+    bits = grid.detach().cpu().view(torch.uint8) if wide else grid.detach().cpu()
+    shape = list(bits.shape)
+    shape[axis] = 1
+    none = bits.new_full(shape, 127 if wide else absent)
+    shape[axis] = extent
+    numbers = rows.on_host().long()
+    at = torch.where((numbers >= 0) & (numbers < extent), numbers, extent)
+    found = torch.cat([bits.expand(shape), none], axis).index_select(axis, at)
+    return replace(scale, grid=found.view(E8M0) if wide else found, spec=replace(scale.spec, rows=1))
 
 
 # --- reading the keywords -----------------------------------------------------------------------------

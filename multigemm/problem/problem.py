@@ -505,8 +505,8 @@ class GroupedGemmProblem:
         a, b, c, bias = (_on_host(x) for x in (self.a, self.b, self.c, self.bias))
         q = self.quantisation
         if self.fused is not None:
+            q = None if q is None else self.fused.gather_scales(q, a, b)
             a, b = self.fused.gather(self.form, a, b)
-            q = None if q is None else self.fused.gather_scales(q)
             c = None if self.fused.scatters else c
         cuts = [(0, 0)] * self.spec.groups
         if self.grouping is not None and self.extents is not None:

@@ -72,6 +72,8 @@ class Case:
     "list", "host" or "device". `aligned` says that extents and strides were rounded so that fast
     kernels accept them. With `batch_invariant` relations between problems hold to the last bit, whatever ran.
     Quantised operands: `b_format` says what bytes (`dtype_b` "uint8") hold, `zero_b` is the dtype of zero points.
+    A case of a number `fused`, 0 or more, is that problem of `fused_problems`, but for the keywords `without`, and no
+    other field counts.
     """
 
     form: Form = "jagged_m"
@@ -111,6 +113,8 @@ class Case:
     zero_b: str = ""
     b_format: str = ""
     accumulate: str = "promoted"
+    fused: int = -1
+    without: tuple[str, ...] = ()
 
     @property
     def groups(self) -> int:
@@ -200,8 +204,9 @@ class Case:
         for name in ("scale_a", "scale_b"):
             if name in values:
                 values[name] = Scale(**(values[name] | {"layout": Layout(**values[name].get("layout", {}))}))
-        if "lengths" in values:
-            values["lengths"] = tuple(values["lengths"])
+        for name in ("lengths", "without"):
+            if name in values:
+                values[name] = tuple(values[name])
         if "dims" in values:
             values["dims"] = tuple(tuple(d) for d in values["dims"])
         return Case(**values)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -28,7 +28,10 @@ from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ACTIVATIONS, GATES, GLU_LAYOUTS
 from multigemm.reference.verify import answer, judge
 from multigemm.select import registry
+from multigemm.testing.case import Case
+from multigemm.testing.oracles import Finding, Outcome, short_text
 from multigemm.testing.placed_case import bits
+from multigemm.testing.subject import Subject
 
 FORMS = ("jagged_m", "jagged_m", "jagged_m", "jagged_m", "jagged_k", "jagged_n", "batched", "masked", "per_group")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -266,12 +269,36 @@ def _draw_outputs(draw: _Draw, shape: tuple[int, ...], product: tuple[int, ...])
         draw.keywords["preact_out"] = place("preact_out", product)
 
 
-def random_problem(seed: int, device: torch.device | str = "cpu") -> Drawn:
+LEFT_OUT = (
+    "alpha", "batch_invariant", "bias", "c", "glu_alpha", "glu_beta", "glu_limit", "out", "preact_out", "row_scale",
+    "weights",
+)  # fmt: skip
+"""What a problem may do without, and keep its shapes."""
+
+
+def _leave_out(keywords: dict[str, Any], names: Collection[str]) -> None:
+    for name in names:
+        keywords.pop(name, None)
+    if "c" in names:
+        keywords.pop("beta", None)
+    if "weights" in names and "combine" in keywords:
+        keywords["combine"] = (keywords["combine"][0], None)
+
+
+def simpler_than(case: Case) -> Iterator[Case]:
+    """The fused problem of a case without one more of the keywords that it has."""
+    keywords = random_problem(case.fused, without=case.without).keywords
+    held = {*keywords, *(["weights"] if keywords.get("combine", (None, None))[1] is not None else [])}
+    yield from (replace(case, without=(*case.without, name)) for name in LEFT_OUT if name in held)
+
+
+def random_problem(seed: int, device: torch.device | str = "cpu", without: Collection[str] = ()) -> Drawn:
     """The problem of a seed.
 
     Args:
         seed: another seed, another problem; the same seed, the same numbers on every device.
         device: where the operands lie.
+        without: keywords that are left out, of `LEFT_OUT`.
 
     Returns:
         The problem with its traits, such as "gate:swiglu", "combine:lies", "form:jagged_k".
@@ -291,6 +318,7 @@ def random_problem(seed: int, device: torch.device | str = "cpu") -> Drawn:
     if draw.chance(6):
         draw.keywords["batch_invariant"] = True
         draw.traits.add("batch invariant")
+    _leave_out(draw.keywords, without)
     problem = GroupedGemmProblem(a, b, **draw.keywords)
     return Drawn(problem, frozenset(draw.traits), draw.memory, a, b, draw.keywords)
 
@@ -298,10 +326,15 @@ def random_problem(seed: int, device: torch.device | str = "cpu") -> Drawn:
 # --- judging ------------------------------------------------------------------------------------------
 
 
-def run(backend: Backend, problem: GroupedGemmProblem, config: int = 0) -> Any:
+def _config(backend: Backend, problem: GroupedGemmProblem, config: Any) -> Any:
+    """A config, or the one at a position."""
+    return backend.configs(staged_spec(problem), problem.device)[config] if type(config) is int else config
+
+
+def run(backend: Backend, problem: GroupedGemmProblem, config: Any = 0) -> Any:
     """The result of a problem by a backend that need not be registered, in memory that held NaN."""
     spec = staged_spec(problem)
-    recipe = backend.plan(spec, backend.configs(spec, problem.device)[config], problem.device)
+    recipe = backend.plan(spec, _config(backend, problem, config), problem.device)
     out = allocate(problem)
     if problem.out is None:
         for x in out if isinstance(out, list) else [out]:
@@ -310,7 +343,7 @@ def run(backend: Backend, problem: GroupedGemmProblem, config: int = 0) -> Any:
     return out
 
 
-def check(drawn: Drawn, backend: Backend, config: int = 0) -> list[str]:
+def check(drawn: Drawn, backend: Backend, config: Any = 0) -> list[str]:
     """What is wrong in a backend's result for a problem that was drawn: values, bands, relations to other problems."""
     problem, found = drawn.problem, []
     right = answer(problem)
@@ -329,7 +362,7 @@ def check(drawn: Drawn, backend: Backend, config: int = 0) -> list[str]:
     return found
 
 
-def _same_with_every_row(drawn: Drawn, backend: Backend, config: int, got: Any) -> list[str]:
+def _same_with_every_row(drawn: Drawn, backend: Backend, config: Any, got: Any) -> list[str]:
     """Indices that name every row in order change no bit, under the same config."""
     fused, form = drawn.problem.fused, drawn.problem.form
     if form not in ("jagged_m", "jagged_k") or (fused is not None and fused.indices.keys() & {"a_rows", "b_rows"}):
@@ -340,10 +373,10 @@ def _same_with_every_row(drawn: Drawn, backend: Backend, config: int, got: Any) 
     if fused is not None and fused.preact is not None:
         keywords["preact_out"] = torch.empty_like(cast(Tensor, fused.preact))
     problem = GroupedGemmProblem(drawn.a, drawn.b, a_rows=rows, **keywords)
-    spec, plain = staged_spec(problem), staged_spec(drawn.problem)
+    spec = staged_spec(problem)
     if backend.not_supported_reasons(spec, problem.device):
         return []
-    wanted = backend.configs(plain, problem.device)[config]
+    wanted = _config(backend, drawn.problem, config)
     configs = list(backend.configs(spec, problem.device))
     if wanted not in configs:
         return []
@@ -354,6 +387,22 @@ def _same_with_every_row(drawn: Drawn, backend: Backend, config: int, got: Any) 
 
 def _on_host(x: Any) -> Any:
     return [t.cpu() for t in x] if isinstance(x, list) else x.cpu()
+
+
+def examine(case: Case, subject: Subject, device: torch.device) -> Outcome:
+    """What comes of the fused problem of a case, run by a subject."""
+    drawn = random_problem(case.fused, device, case.without)
+    spec, outcome = staged_spec(drawn.problem), Outcome(subject.name)
+    outcome.refusals = subject.refusals(spec, device)
+    if not outcome.ran:
+        return outcome
+    try:
+        recipe = subject.recipe(spec, device)
+        outcome.kernel, outcome.config = recipe.kernel, recipe.config
+        outcome.findings = [Finding("fused", text) for text in check(drawn, subject.backend, recipe.config)]
+    except Exception as error:  # whatever a backend raises is a finding, never the end of a campaign
+        outcome.findings.append(Finding("exception", short_text(error)))
+    return outcome
 
 
 def findings(backend: Backend, problems: int, device: torch.device | str = "cpu", first: int = 0) -> Iterator[str]:

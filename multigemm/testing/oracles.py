@@ -269,4 +269,8 @@ def check_case(
         >>> check_case(Case(form="batched", m=4, n=5, k=3, lengths=(0, 0)), "cpu").findings
         []
     """
+    if case.fused >= 0:
+        from multigemm.testing import fused_problems  # which reports by what stands here
+
+        return fused_problems.examine(case, Subject(backend, config), torch.device(device))
     return check(DeviceCase.from_case(case, torch.device(device)), Subject(backend, config))

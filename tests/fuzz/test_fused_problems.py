@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
 
+from multigemm.backend import BuiltinBackend
+from multigemm.fuzz.plan import Options, Tally
+from multigemm.fuzz.shrink import shrink
+from multigemm.fuzz.worker import Position, Worker, drawn
 from multigemm.problem.spec import ACTIVATIONS, FORMS, GATES, GLU_LAYOUTS
 from multigemm.select import registry
+from multigemm.testing import Case, Subject, check_case, corpus
 from multigemm.testing.fused_model import FAULTS, model
-from multigemm.testing.fused_problems import DTYPES, KINDS, Memory, findings, main, random_problem
+from multigemm.testing.fused_problems import (
+    DTYPES,
+    KINDS,
+    Memory,
+    examine,
+    findings,
+    main,
+    random_problem,
+    simpler_than,
+)
 
 HUNTED = 400
 """Problems within which each fault has to show."""
@@ -62,3 +82,77 @@ def test_writes_beside_a_tensor_are_seen() -> None:
     assert memory.changed() == ["y"]
     x[0, 0] = 3
     assert memory.changed() == ["x", "y"]
+
+
+# --- as a dimension of a campaign ---------------------------------------------------------------------
+
+
+def test_a_case_may_stand_for_a_fused_problem() -> None:
+    case = Case(fused=3, without=("bias", "out"))
+    assert Case.from_dict(json.loads(json.dumps(case.to_dict()))) == case
+    assert repr(case) == "Case(form='jagged_m', dtype='float32', fused=3, without=('bias', 'out'))"
+    outcome = check_case(case, "cpu")
+    assert outcome.ran and outcome.ok and outcome.kernel
+    assert check_case(case, "cublas").refusals
+
+
+def test_what_is_left_out_was_there() -> None:
+    for seed in range(40):
+        whole = random_problem(seed)
+        for case in simpler_than(Case(fused=seed)):
+            (name,) = case.without
+            assert name == "weights" or name in whole.keywords
+            less = random_problem(seed, without=case.without)
+            assert less.keywords.keys() < whole.keywords.keys() or name == "weights"
+            assert less.problem.out_shape == whole.problem.out_shape
+
+
+class Foreign(BuiltinBackend):
+    """A backend from elsewhere, which says that it knows of fused problems."""
+
+    takes_fused: ClassVar[bool] = True
+
+
+def faulty(fault: str) -> Subject:
+    planted = model(fault)
+    return Subject(Foreign(*(getattr(planted, field.name) for field in fields(planted))))
+
+
+def test_a_failure_is_shrunk_stored_and_replayed(tmp_path: Path) -> None:
+    """What is left of a problem is what the fault needs."""
+    subject = faulty("limit lost")
+
+    def fails(case: Case) -> bool:
+        return bool(examine(case, subject, torch.device("cpu")).findings)
+
+    number = next(n for n in range(200) if fails(Case(fused=n)))
+    small = shrink(Case(fused=number), fails)
+    left = random_problem(small.fused, without=small.without).keywords
+    assert "glu_limit" in left and not left.keys() & {"bias", "row_scale", "preact_out", "alpha"}
+    path = corpus.save(tmp_path, {"case": small.to_dict(), "backend": "cpu", "oracle": "fused"})
+    entry = corpus.load(path)
+    assert entry.case == small and fails(entry.case) and check_case(entry.case, "cpu").ok
+    assert f"fused={number}" in corpus.snippet(small, "cpu", "cpu")
+
+
+def test_a_campaign_draws_one_in_so_many() -> None:
+    options = Options(("cpu",), fused=4, seed=7)
+    cases = [drawn(options, number) for number in range(12)]
+    assert [case.fused for case in cases] == [-1, -1, -1, 10, -1, -1, -1, 14, -1, -1, -1, 18]
+    assert all(drawn(replace(options, fused=0), number).fused < 0 for number in range(12))
+
+
+def test_a_worker_counts_and_reports_them() -> None:
+    told = Tally()
+    worker = Worker(Options(("cpu",), fused=1, seed=3), SimpleNamespace(send=told.add), Position())
+    for number in range(6):
+        worker.problem(number)
+    assert (told.problems, told.fused_checks["cpu"], told.classes["fused"]) == (6, 6, 6)
+    assert not told.failures and any(name.startswith("fused form:") for name in told.classes)
+    worker.subjects["cpu", 0] = faulty("limit lost")
+    for number in range(200):
+        worker.problem(number)
+        if told.failures:
+            break
+    (failure,) = told.failures
+    assert failure.oracle == "fused" and failure.shrunk is not None and failure.case["fused"] == number + 3

@@ -155,7 +155,7 @@ def test_the_launches_in_an_interpreter_are_the_steps() -> None:
         env={**os.environ, "TRITON_INTERPRET": "1", "MULTIGEMM_BIND_LAYERS": "1"}, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["129", "1", "9", "129"]
+    assert done.stdout.split() == ["129", "1", "9", "129", "fused", "9", "fused", "129", "fused", "9"]
 
 
 @pytest.mark.slow

@@ -338,6 +338,14 @@ def test_indices_on_the_device_are_followed_and_those_of_the_host_copied() -> No
     assert all(torch.equal(p(), product(A[:8])) for p in fixed)
 
 
+def test_row_numbers_from_the_host_may_pass_32_bits() -> None:
+    a, row = A[:1].expand(2**31 + 5, 4), 2**31 + 2
+    problem = mg.GroupedGemmProblem(a, B, sizes=[1, 0, 0], a_rows=[row])
+    assert problem.fused is not None and problem.fused.a_rows is not None
+    assert problem.fused.a_rows.values.tolist() == [row]
+    assert torch.allclose(mg.solve(problem), A[:1] @ B[0])
+
+
 def test_any_strides_and_either_width() -> None:
     wide = torch.full((8, 3), 7)
     wide[:, 1] = ROWS
@@ -384,6 +392,8 @@ def test_flops_and_bytes_are_those_of_the_tokens() -> None:
     assert mg.GroupedGemmProblem(A, B, sizes=SIZES, a_rows=ROWS).flops == plain.flops == 2 * 8 * 4 * 6
     gated = mg.GroupedGemmProblem(A[:8], B, sizes=SIZES, activation="swiglu")
     assert plain.bytes - gated.bytes == 8 * 3 * 4
+    both = mg.GroupedGemmProblem(A[:8], B, sizes=SIZES, activation="swiglu", combine=(INDEX, None))
+    assert plain.bytes - both.bytes == (8 * 6 - 4 * 3) * 4
     assert plain.bytes - mg.GroupedGemmProblem(A[:8], B, sizes=SIZES, combine=(INDEX, None)).bytes == 4 * 6 * 4
 
 
@@ -394,7 +404,7 @@ def test_backends_without_kernels_refuse_by_name() -> None:
     from multigemm.select import registry
 
     problem = mg.GroupedGemmProblem(A, B, sizes=SIZES, a_rows=ROWS, activation="swiglu", **SUMS)
-    for name in ("cupy", "triton", "numba", "cublas"):
+    for name in ("cupy", "numba", "cublas"):
         (reason,) = registry.get(name).not_supported_reasons(problem.spec, torch.device("cuda"))
         assert reason.startswith("a_rows, combine, activation='swiglu': ") and "use backend='cpu'" in reason
     assert mg.explain(problem).chosen == "cpu"
@@ -431,6 +441,23 @@ def test_the_torch_operator_refuses_by_name() -> None:
 
 
 # --- quantised operands -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", ["tensor", "group", "row", "1x32"])
+@pytest.mark.parametrize("format", ["int8", "uint4"])
+def test_an_absent_row_of_weights_with_zero_points_is_zero(format: str, scale: str) -> None:
+    """Its bytes are 0, and less a zero point they would not be."""
+    shape = {"tensor": (), "group": (3,), "row": (1, 10), "1x32": (2, 10)}[scale]
+    rows, dtype = (32, torch.uint8) if format == "uint4" else (64, torch.int8)
+    problem = mg.GroupedGemmProblem(
+        torch.ones(3, 5, 64, dtype=torch.bfloat16), torch.full((rows, 10), 3, dtype=dtype), sizes=SIZES, jagged="n",
+        b_rows=ROWS, b_format="uint4" if format == "uint4" else None, scale_b=torch.ones(shape),
+        zero_b=torch.ones(shape, dtype=torch.uint8),
+    )  # fmt: skip
+    each = 64 * 2 if format == "int8" else 32 * (2 - 1)  # 3 - 1; of a byte of 3 the codes 3 and 0
+    want = torch.where((ROWS >= 0) & (ROWS < 10), float(each), 0.0).expand(5, 8)
+    for got in (mg.solve(problem, backend="cpu").float(), torch.from_numpy(mg.expected(problem).astype(np.float32))):
+        assert torch.equal(got, want)
 
 
 def test_scales_of_rows_go_with_the_rows() -> None:

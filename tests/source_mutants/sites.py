@@ -22,7 +22,7 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "generic.py": ("pointer", "hopper", "quantised"), "schedule.py": ("pointer", "hopper", "quantised"),
         "epilogue.py": ("pointer", "hopper", "quantised"), "quantised.py": ("quantised",),
         "hopper.py": ("hopper",), "hopper_tiles.py": ("hopper",), "hopper_shift_b.py": ("hopper",),
-        "lists.py": ("pointer", "hopper"),
+        "lists.py": ("pointer", "hopper"), "fused.py": ("fused",),
     },
     "cupy": {},
     "numba": {

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from multigemm.integrations import grouped_gemm, layer_call
+from multigemm.integrations.fused_experts import experts_forward
 from multigemm.integrations.layer_call import Networks
 from multigemm.integrations.layer_ops import geglu, swiglu
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.nn import Experts
+from multigemm.planning.launch_cache import LAUNCHES
 
 VARIANTS = [
     ("swiglu", torch.bfloat16, False), ("swiglu", torch.float16, True), ("swiglu", torch.float32, True),
@@ -91,6 +93,31 @@ def main() -> None:
                     got = layer_call.call(x, index, weights, nets)
                     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
             print(tokens)
+    for nets in networks(experts, hidden, inner, torch.float32, "cpu"):
+        fused_as_in_steps(nets, 129 if nets.stacked else 9)
+
+
+def fused_as_in_steps(nets: Networks, tokens: int) -> None:
+    """A layer by fused products, whose launches come again, beside the same in steps."""
+    experts, hidden, top_k = nets.up.shape[0], nets.down.shape[2 if nets.stacked else 1], 2
+    kind = nets.activation or ("geglu" if nets.gelu else "swiglu")
+    x, weights = torch.empty(tokens, hidden), torch.rand(tokens, top_k)
+    index = torch.empty(tokens, top_k, dtype=torch.int64)
+    served = []
+    with torch.no_grad():
+        for seed in range(4):
+            torch.manual_seed(seed)
+            x.copy_(torch.randn(tokens, hidden))
+            index.copy_(torch.rand(tokens, experts + 1).topk(top_k).indices)
+            got = experts_forward(
+                x, index, weights, nets.up, nets.down, nets.up_bias, nets.down_bias, activation=kind,
+                stacked=nets.stacked,
+            )  # fmt: skip
+            want = in_steps(x, index, weights, nets)
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+            served.append(len(LAUNCHES))
+    assert served[1] > served[0], "the second call binds"
+    print("fused", tokens)
 
 
 if __name__ == "__main__":

@@ -117,10 +117,10 @@ def narrow(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
         bits = tl.where((back != x) & (x == x), bits | 1, bits)
         x = bits.to(tl.float32, bitcast=True)
     if INTERPRETED and dtype == tl.bfloat16:
-        # the interpreter cuts off; a GPU rounds to the nearest, ties to even
+        # the interpreter cuts off, and misplaces subnormal numbers; a GPU rounds to the nearest, ties to even
         bits = x.to(tl.float32).to(tl.int32, bitcast=True)
-        even = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        x = tl.where(x == x, even.to(tl.float32, bitcast=True), x.to(tl.float32))
+        even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        x = tl.where(x == x, even, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return x.to(dtype)
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from multigemm.backends.triton.kernels.epilogue import finish
-from multigemm.backends.triton.kernels.schedule import locate, pivots, place, range_of
+from multigemm.backends.triton.kernels.schedule import locate, owned_range, pivots, place, range_of
 
 COLUMNS = tl.constexpr(20)
 TABLE_M = tl.constexpr(5)
@@ -82,16 +82,7 @@ def write_zeros(out, row, col, rows, columns, first_row, first_column, BM: tl.co
 def write_outside(out, ends, m, n, groups, head, out_row, out_col, FORM: tl.constexpr, BM: tl.constexpr,
                   BN: tl.constexpr, SIZES: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """Zeros before the first group and behind the last one."""
-    length = m if FORM == "jagged_m" else n
-    if SIZES:
-        lane = tl.arange(0, CHUNK)
-        high = tl.sum(tl.load(ends + lane, mask=lane < groups, other=0).to(tl.int32), 0).to(tl.int64)
-        low = high * 0
-    else:
-        low = tl.load(ends - 1, mask=groups * head > 0, other=0).to(tl.int64)
-        high = tl.load(ends + groups - 1, mask=groups > 0, other=0).to(tl.int64)
-    low = tl.minimum(tl.maximum(low, 0), length).to(tl.int32)
-    high = tl.minimum(tl.maximum(high, 0), length).to(tl.int32)
+    low, high = owned_range(ends, groups, head, m if FORM == "jagged_m" else n, SIZES, CHUNK)
     if FORM == "jagged_m":
         write_zeros(out, out_row, out_col, low, n, 0, 0, BM, BN)
         write_zeros(out, out_row, out_col, m, n, high, 0, BM, BN)

@@ -53,6 +53,21 @@ def range_of(ends, g, head, total, SIZES: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def owned_range(ends, groups, head, total, SIZES: tl.constexpr, CHUNK: tl.constexpr):
+    """From where the first group starts to where the last one ends along the jagged extent."""
+    if SIZES:
+        lane = tl.arange(0, CHUNK)
+        high = tl.sum(tl.load(ends + lane, mask=lane < groups, other=0).to(tl.int32), 0).to(tl.int64)
+        low = high * 0
+    else:
+        low = tl.load(ends - 1, mask=groups * head > 0, other=0).to(tl.int64)
+        high = tl.load(ends + groups - 1, mask=groups > 0, other=0).to(tl.int64)
+    low = tl.minimum(tl.maximum(low, 0), total).to(tl.int32)
+    high = tl.minimum(tl.maximum(high, 0), total).to(tl.int32)
+    return low, high
+
+
+@triton.jit
 def tiles_in(g, ok, ends, table, m, n, groups, head,
              FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, COLUMNS: tl.constexpr,
              TABLE_M: tl.constexpr, TABLE_N: tl.constexpr, SIZES: tl.constexpr = False):  # fmt: skip

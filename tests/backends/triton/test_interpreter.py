@@ -101,6 +101,11 @@ def test_float64_is_rounded_once(dtype: torch.dtype) -> None:
     assert out[0, 0] > out[1, 0] == 1
 
 
+def test_subnormal_results_keep_their_place() -> None:
+    values = torch.tensor([[-6.43e-40], [2.0**-133], [3e-39], [0.0]])
+    assert check(values, torch.ones(1, 1), out_dtype=torch.bfloat16)[1, 0] == 2.0**-133
+
+
 def test_nan_stays_in_its_rows_and_columns() -> None:
     a, b = draw(torch.float32, 110, 37), draw(torch.float32, 5, 37, 20)
     a[3, 0], b[2, 36, 7] = float("nan"), float("inf")

@@ -383,3 +383,46 @@ def test_maps_of_operands_without_elements_lie_where_a_map_may(
     borrowed = [slot for encoded in maps for slot in encoded.slots if slot.operand == OPERANDS.index("out")]
     assert len(borrowed) == (2 if jagged == "k" else 1)
     assert all(slot.distance == -(out.data_ptr() % 16) for slot in borrowed), "they follow the result"
+
+
+ROWS, PLACE = torch.tensor([3, -1, 1, 0, 2, 2], dtype=torch.int32), torch.tensor([[0, 5], [2, 9]])
+FUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "gather and gate": ({"a_rows": ROWS, "activation": "swiglu"}, ["fused_kernel"]),
+    "combine": ({"combine": (PLACE, torch.rand(2, 2))}, ["pointer_kernel", "sum_rows_kernel"]),
+    "gather, gate and combine": (
+        {"a_rows": ROWS, "activation": "glu", "combine": (PLACE, None)},
+        ["fused_kernel", "sum_rows_kernel"],
+    ),
+    "scatter": ({"out_rows": ROWS, "rows": 5}, ["pointer_kernel", "sum_rows_kernel"]),
+    "many groups": ({"a_rows": ROWS, "activation": "relu"}, ["write_prefix", "fused_kernel"]),
+}
+
+
+KERNELS = ("write_prefix", "pointer_kernel", "fused_kernel", "sum_rows_kernel")
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("kind", ["sizes", "ends"])
+def test_launches_of_fused_problems(name: str, kind: str, world: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which kernels run, in which order, with as many arguments as each has."""
+    options, wanted = FUSED[name]
+    groups = 300 if name == "many groups" else 2
+    counts: list[tuple[int, int]] = []
+    whole = compiled.TritonKernel.bound
+
+    def counted(self: Any, values: Any, *more: Any, **rest: Any) -> Any:
+        counts.append((len(values), self.code.params - 2))
+        return whole(self, values, *more, **rest)
+
+    monkeypatch.setattr(compiled.TritonKernel, "bound", counted)
+    cut = torch.full((groups,), 6 if kind == "ends" else 0, dtype=torch.int32)
+    x, b = torch.randn(4 if "a_rows" in options else 6, 16).bfloat16(), torch.randn(groups, 16, 32).bfloat16()
+    keywords: dict[str, Any] = {kind: cut, **options}
+    given = mg.GroupedGemmProblem(x, b, **keywords)
+    spec = staged_spec(given)
+    recipe = BACKEND.plan(spec, GENERIC, GPU)
+    bound = bind(Choice("triton", recipe, spec, ""), given, torch.empty(given.out_shape, dtype=torch.bfloat16))
+    bound.launch()
+    assert [launched.kernel for launched in world.launched if launched.kernel in KERNELS] == wanted
+    assert counts and all(found == expected for found, expected in counts)
+    assert recipe.sums_sizes == (kind == "sizes" and groups <= 256)

@@ -1,0 +1,405 @@
+"""Fused problems: their sources, and how a problem's data is bound to compiled code.
+
+Rows picked by index, gates, `preact_out` and `row_scale` are parts of one kernel that takes any form. Rows are
+summed by a kernel behind the products, which are a problem of their own that any kernel may take: rows in the operands'
+dtype, in memory of the launch. Where `out_rows` says who goes where, the places are sorted first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from multigemm.backend import Launch, Recipe
+from multigemm.backends.triton.build import KernelSource, compile_all, load
+from multigemm.backends.triton.config import Config, columns_of, products_spec
+from multigemm.backends.triton.generic import (
+    ACCUMULATORS,
+    CHUNK,
+    TYPES,
+    argument_types,
+    bits_of,
+    chunk_of,
+    chunks,
+    constants,
+    hints,
+    numbers,
+    prefix_source,
+    programs,
+    sizes_address,
+    sums_sizes,
+    uniform,
+)
+from multigemm.cuda.device import processors, to_device
+from multigemm.cuda.launch import NOTHING, in_turn, without_move
+from multigemm.planning.operands import ABSENT, NO_VIEW, TABLE, Operands, Packed, group_table, packed, strides_of
+from multigemm.planning.tiles import list_tiles, most_packed_tiles, tiles_of
+from multigemm.problem.fused import Fused, Index
+from multigemm.problem.spec import FusedSpec, OperandSpec, ProblemSpec
+
+KEYWORDS = ("a_rows", "b_rows", "preact_out", "row_scale", "combine", "out_rows", "gate")
+"""All of `FusedSpec.keywords`."""
+PREACT, PREACT_ROW = 17, 18
+"""Columns of a list's table that its products leave free."""
+NOT_HERE = ("MULTIPLE", "SPLITS", "INTERPRETED")
+"""Constants of the generic kernel that this one has not, or gets last."""
+SUMMED_COLUMNS = 1024
+"""Columns of a row that one program sums, at most."""
+UNROLLED_TERMS = 16
+"""Terms up to which all of them are on their way at once."""
+
+
+def bits(x: float) -> int:
+    """A number as the bits of a float64."""
+    return int(np.float64(x).view(np.int64))
+
+
+# --- the products of a problem -----------------------------------------------------------------------
+
+
+def _products(ops: Operands, spec: ProblemSpec) -> Operands:
+    """The problem that makes the rows, in memory of its own."""
+    fused = cast(Fused, ops.fused)
+    rest = replace(fused, combine=None, weights=None, out_rows=None, rows=None) if spec.fused else None
+    tokens = view_of_tokens(ops).m
+    rows = torch.empty((tokens, cast(Tensor, ops.out).shape[1]), dtype=spec.out.dtype, device=ops.device)
+    return replace(ops, spec=spec, fused=rest, out=rows, c=None, beta=0.0)
+
+
+def view_of_tokens(ops: Operands) -> Packed:
+    """The formula of a problem: extents are those of tokens, which indices may pick from fewer or more rows, and n is
+    that of the result. Of a list `NO_VIEW`."""
+    if ops.spec.form == "per_group":
+        return NO_VIEW
+    shape, fused = packed(ops), cast(Fused, ops.fused)
+    extents: dict[str, Any] = {"n": columns_of(ops.spec, shape.n)}
+    for rows in (fused.a_rows, fused.b_rows):
+        if rows is not None:
+            extents[cast(str, ops.spec.jagged)] = rows.values.shape[0]
+    return replace(shape, **extents)
+
+
+def table_of(ops: Operands) -> npt.NDArray[np.int64]:
+    """A row for each product of a list, as `view_of_tokens` has the extents."""
+    table = group_table(ops)
+    table[:, TABLE.N] = [columns_of(ops.spec, n) for n in table[:, TABLE.N]]
+    for g, preact in enumerate(cast(Fused, ops.fused).preacts()):
+        s = strides_of(preact)
+        table[g, PREACT], table[g, PREACT_ROW], table[g, PREACT_ROW + 1] = s.ptr, s.row, s.col
+    return table
+
+
+# --- the kernel of products ---------------------------------------------------------------------------
+
+
+def _preact_of(spec: ProblemSpec) -> OperandSpec:
+    return cast(FusedSpec, spec.fused).preact or OperandSpec(spec.out.dtype)
+
+
+def fused_types(spec: ProblemSpec) -> dict[str, str]:
+    """The types of the arguments, in the order in which the kernel takes them."""
+    fused, types = cast(FusedSpec, spec.fused), argument_types(spec)
+    pointers = {name: types.pop(name) for name in ("a", "b", "c", "out", "bias", "ends", "table", "prefix")}
+    pointers["preact"] = "*" + TYPES[_preact_of(spec).dtype]
+    pointers["row_scale"] = "*" + TYPES[fused.row_scale or torch.float32]
+    pointers |= {name: "*" + TYPES[getattr(fused, name) or torch.int32] for name in ("a_rows", "b_rows")}
+    extents = {name: types.pop(name) for name in ("m", "n", "k", "groups", "head")}
+    for name in ("partials", "arrived", "places"):
+        del types[name]
+    own = ("preact_group", "preact_row", "preact_col", "scale_group", "gate_alpha_bits", "gate_beta_bits", "limit_bits")
+    return {**pointers, **extents, "a_extent": "i32", "b_extent": "i32", **types, **dict.fromkeys(own, "i64")}
+
+
+def fused_constants(spec: ProblemSpec, config: Config, chunk: int = CHUNK) -> dict[str, Any]:
+    """The constexpr arguments."""
+    fused, preact = cast(FusedSpec, spec.fused), _preact_of(spec)
+    found = {name: x for name, x in constants(spec, config, 1, chunk).items() if name not in NOT_HERE}
+    return found | {
+        "WIDE": found["WIDE"] or preact.wide,
+        "PREACT_ORDER": preact.order,
+        "PREACT_BYTES": preact.align,
+        "GATE": fused.layout,
+        "GATE_ALPHA": fused.alpha,
+        "GATE_BETA": fused.beta,
+        "LIMIT": fused.limit,
+        "PREACT_OUT": fused.preact is not None,
+        "ROW_SCALE": fused.row_scale is not None,
+        "A_ROWS": fused.a_rows is not None,
+        "B_ROWS": fused.b_rows is not None,
+        "INTERPRETED": False,
+    }
+
+
+def _hints(spec: ProblemSpec) -> tuple[tuple[str, int], ...]:
+    """As `generic.hints`; n is that of the result."""
+    n = None if spec.n is None else columns_of(spec, spec.n)
+    found, preact = dict(hints(replace(spec, n=n))), _preact_of(spec)
+    if spec.form != "per_group":
+        each = preact.align // preact.dtype.itemsize
+        found |= {"preact": preact.align, **dict.fromkeys(("preact_group", "preact_row", "preact_col"), each)}
+    return tuple(hint for hint in found.items() if hint[1] > 1)
+
+
+def fused_source(spec: ProblemSpec, config: Config, chunk: int = CHUNK) -> KernelSource:
+    return KernelSource(
+        module="multigemm.backends.triton.kernels.fused",
+        name="fused_kernel",
+        signature=tuple(fused_types(spec).items()),
+        constants=tuple(fused_constants(spec, config, chunk).items()),
+        divisibility=_hints(spec),
+        warps=config.warps,
+        stages=config.stages,
+    )
+
+
+def result_tile(spec: ProblemSpec, config: Config) -> Config:
+    """The config as the scheduler sees it: columns of the result in a tile."""
+    return replace(config, block_n=columns_of(spec, config.block_n))
+
+
+def fused_sources(spec: ProblemSpec, config: Config) -> dict[str, KernelSource]:
+    """The kernels of a plan: the main one for few groups and for many, and the one that counts tiles."""
+    found = {f"main {chunk}": fused_source(spec, config, chunk) for chunk in chunks(spec, config)}
+    return found if uniform(spec) else {**found, "prefix": prefix_source(spec, result_tile(spec, config))}
+
+
+def most_tiles(ops: Operands, shape: Packed, config: Config) -> int:
+    """At most this many tiles, without knowing device sizes."""
+    rows, columns = config.block_m, columns_of(ops.spec, config.block_n)
+    if ops.spec.form != "per_group":
+        return most_packed_tiles(shape.jagged, shape.groups, shape.m, shape.n, rows, columns)
+    sizes = ((a.shape[0], columns_of(ops.spec, b.shape[1])) for a, b in zip(ops.a, ops.b, strict=True))
+    return list_tiles(sizes, rows, columns)
+
+
+def fused_tensors(ops: Operands) -> dict[str, Tensor | None]:
+    """The operands of this kernel that the generic one has not, by argument name."""
+    fused = cast(Fused, ops.fused)
+    preact = fused.preact if isinstance(fused.preact, Tensor) else None
+    rows = (None if x is None else x.values for x in (fused.a_rows, fused.b_rows))
+    return dict(zip(("preact", "row_scale", "a_rows", "b_rows"), (preact, fused.row_scale, *rows), strict=True))
+
+
+def fused_numbers(ops: Operands, shape: Packed) -> list[int]:
+    """The arguments behind the pointers."""
+    fused, gate, axes = cast(Fused, ops.fused), cast(Fused, ops.fused).gate, {"m": (0, 0), "k": (1, 0), "n": (0, 1)}
+    extents = numbers(ops, shape, ops.spec.groups, 0)
+    del extents[5]  # places
+    picked = [0, 0]
+    if ops.spec.jagged is not None:
+        shapes = cast(Tensor, ops.a).shape, cast(Tensor, ops.b).shape
+        for side, rows in enumerate((fused.a_rows, fused.b_rows)):
+            if rows is not None:
+                picked[side] = shapes[side][axes[ops.spec.jagged][side]]
+    preact = strides_of(fused.preact) if isinstance(fused.preact, Tensor) else ABSENT
+    scale = fused.row_scale
+    by_group = scale.shape[1] if scale is not None and scale.dim() == 2 else 0
+    gate_numbers = [0, 0, 0] if gate is None else [bits(gate.alpha), bits(gate.beta), bits(gate.limit or 0.0)]
+    return [*extents[:5], *picked, *extents[5:], *preact[1:], by_group, *gate_numbers]
+
+
+class FusedPlan:
+    """The kernels of one spec and config, loaded on one device."""
+
+    __slots__ = ("_config", "_count", "_index", "_main")
+
+    def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
+        sources = fused_sources(spec, config)
+        compile_all(sources, index)
+        self._config, self._index, self._main = config, index, load(sources[f"main {chunk_of(spec, config)}"], index)
+        counted = spec.groups > CHUNK and "prefix" in sources
+        self._count = load(sources["prefix"], index) if counted else None
+
+    def bind(self, ops: Operands) -> Launch:
+        """Lays out the arguments of one problem; the tiles of many groups are counted before."""
+        shape, groups, listed = view_of_tokens(ops), ops.spec.groups, ops.spec.form == "per_group"
+        table = to_device(table_of(ops), ops.device) if listed else None
+        prefix = None if self._count is None else torch.empty(groups, dtype=torch.int32, device=ops.device)
+        sizes = 0 if listed else sizes_address(ops, sums_sizes(ops.spec))
+        at, counted = (0 if x is None else x.data_ptr() for x in (table, prefix))
+        grid = programs(most_tiles(ops, shape, self._config), self._config, processors(self._index))
+        own = (0 if x is None else x.data_ptr() for x in fused_tensors(ops).values())
+        data = [shape.a.ptr, shape.b.ptr, (shape.c or ABSENT).ptr, shape.out.ptr, (shape.bias or ABSENT).ptr, sizes, at,
+                counted, *own]  # fmt: skip
+        launch = without_move(self._main.bound([*data, *fused_numbers(ops, shape)], grid, (table, prefix)))
+        if self._count is None:
+            return launch
+        values = [counted, sizes, at, shape.m, shape.n, groups, int(ops.head)]
+        return in_turn([without_move(self._count.bound(values, 1, (table, prefix))), launch])
+
+
+# --- sums of rows -------------------------------------------------------------------------------------
+
+
+def sum_types(spec: ProblemSpec, sums: bool) -> dict[str, str]:
+    """The types of the arguments; `sums`: whether the launch before has read sizes instead of ends."""
+    fused = cast(FusedSpec, spec.fused)
+    pointers = {
+        "y": products_spec(spec).out.dtype,
+        "out": spec.out.dtype,
+        "c": spec.c.dtype if spec.c else spec.out.dtype,
+        "ends": (spec.sizes if sums else spec.index) or torch.int32,
+        "index": fused.combine or fused.out_rows or torch.int32,
+        "weights": fused.weights or torch.float32,
+        "order": torch.int64,
+    }
+    extents = ("tokens", "n", "rows", "groups", "head")
+    strides = ("out_row", "out_col", "c_row", "c_col", "beta_bits")
+    types = {name: "*" + TYPES[dtype] for name, dtype in pointers.items()}
+    return {**types, **dict.fromkeys(extents, "i32"), **dict.fromkeys(strides, "i64")}
+
+
+def sum_constants(spec: ProblemSpec, sums: bool) -> dict[str, Any]:
+    """The constexpr arguments."""
+    fused = cast(FusedSpec, spec.fused)
+    wide = 1 << max(4, (columns_of(spec, cast(int, spec.n)) - 1).bit_length())
+    return {
+        "TERMS": fused.terms,
+        "UNROLLED": fused.terms <= UNROLLED_TERMS,
+        "BLOCK": min(SUMMED_COLUMNS, wide),
+        "OUT_ORDER": spec.out.order,
+        "SCATTERS": fused.out_rows is not None,
+        "HAS_C": spec.c is not None,
+        "WEIGHTED": fused.weights is not None,
+        "ACC": ACCUMULATORS[spec.acc],
+        "SIZES": sums,
+        "CHUNK": CHUNK,
+        "INTERPRETED": False,
+    }
+
+
+def sum_source(spec: ProblemSpec, sums: bool) -> KernelSource:
+    out, each = spec.out, 16 // products_spec(spec).out.dtype.itemsize
+    columns = columns_of(spec, cast(int, spec.n))
+    aligned = {"y": 16, "n": each if columns % each == 0 else 1}
+    if out.order == "row":
+        aligned |= {"out": out.align, "out_row": out.align // out.dtype.itemsize}
+    return KernelSource(
+        module="multigemm.backends.triton.kernels.fused",
+        name="sum_rows_kernel",
+        signature=tuple(sum_types(spec, sums).items()),
+        constants=tuple(sum_constants(spec, sums).items()),
+        divisibility=tuple(hint for hint in aligned.items() if hint[1] > 1),
+    )
+
+
+def sort_step(places: Tensor) -> tuple[Tensor, Tensor, Launch]:
+    """Places in order, who goes there, and the launch that sorts them anew; equal places keep the order of rows."""
+    ordered, order = torch.empty_like(places), torch.empty(places.shape, dtype=torch.int64, device=places.device)
+    if not places.numel():
+        return ordered, order, NOTHING
+    return ordered, order, lambda: torch.sort(places, stable=True, out=(ordered, order))
+
+
+def sum_operands(ops: Operands, rows: Tensor, index: Tensor, order: Tensor | None) -> dict[str, Tensor | None]:
+    """The tensors that a sum of rows reads and writes, but for what cuts the groups."""
+    c = cast("Tensor | None", ops.c)
+    return {"y": rows, "out": cast(Tensor, ops.out), "c": c, "ends": None, "index": index,
+            "weights": cast(Fused, ops.fused).weights, "order": order}  # fmt: skip
+
+
+def sum_numbers(ops: Operands, tokens: int) -> list[int]:
+    """The arguments behind the pointers."""
+    out, c = strides_of(cast(Tensor, ops.out)), ABSENT if ops.c is None else strides_of(cast(Tensor, ops.c))
+    rows, columns = cast(Tensor, ops.out).shape
+    extents = [tokens, columns, rows, ops.spec.groups, int(ops.head)]
+    return [*extents, out.row, out.col, c.row, c.col, bits_of(ops.beta, ops.spec)]
+
+
+def sum_grid(spec: ProblemSpec, ops: Operands) -> int:
+    """A program for each row and block of columns of the result."""
+    rows, columns = cast(Tensor, ops.out).shape
+    return rows * tiles_of(columns, cast(int, sum_constants(spec, False)["BLOCK"]))
+
+
+SumLaunch = Callable[[Operands, dict[str, "Tensor | None"], list[int], int], Launch]
+"""Binds a sum of rows: the problem, the tensors, the numbers, the grid."""
+
+
+class _Summed:
+    """Launches in turn, which share the memory of the rows."""
+
+    def __init__(self, steps: list[Launch], *keep: Tensor | None) -> None:
+        self._launch, self._keep = in_turn(steps), keep
+
+    def __call__(self) -> None:
+        self._launch()
+
+    def workspace_bytes(self) -> int:
+        """Device memory that it owns."""
+        return sum(x.nbytes for x in self._keep if x is not None)
+
+
+def bind_sums(ops: Operands, products: Callable[[Operands], Launch], bind_sum: SumLaunch) -> Launch:
+    """The launch of the products, and of the sums behind it; neither of one that has no elements."""
+    fused, inner = cast(Fused, ops.fused), _products(ops, products_spec(ops.spec))
+    rows = cast(Tensor, inner.out)
+    index, order = cast(Index, fused.combine or fused.out_rows).values, None
+    steps = [products(inner)] if rows.numel() else []
+    if cast(Tensor, ops.out).numel():
+        if fused.out_rows is not None:
+            index, order, sort = sort_step(index)
+            steps.append(sort)
+        tensors = sum_operands(ops, rows, index, order)
+        steps.append(bind_sum(ops, tensors, sum_numbers(ops, rows.shape[0]), sum_grid(ops.spec, ops)))
+    return _Summed(steps, rows, *(() if order is None else (index, order)))
+
+
+class SumPlan:
+    """The kernel that sums rows, behind a recipe that makes them."""
+
+    __slots__ = ("_index", "_inner", "_kernel", "_sums")
+
+    def __init__(self, spec: ProblemSpec, inner: Recipe, index: int) -> None:
+        self._inner, self._index = inner, index
+        self._sums = inner.sums_sizes and spec.sizes is not None
+        self._kernel = load(sum_source(spec, self._sums), index)
+
+    def bind(self, ops: Operands) -> Launch:
+        """Lays out the arguments of one problem."""
+        return bind_sums(ops, self._inner.bind, self._bind_sum)
+
+    def _bind_sum(self, ops: Operands, tensors: dict[str, Tensor | None], values: list[int], grid: int) -> Launch:
+        data = {name: 0 if x is None else x.data_ptr() for name, x in tensors.items()}
+        data["ends"] = sizes_address(ops, self._sums)
+        return without_move(self._kernel.bound([*data.values(), *values], grid))
+
+
+def inside_text(spec: ProblemSpec) -> str:
+    """What the kernel of products does beside them."""
+    fused = cast(FusedSpec, spec.fused)
+    parts = {
+        "gather": fused.a_rows or fused.b_rows,
+        "gate": fused.layout,
+        "preact_out": fused.preact,
+        "row_scale": fused.row_scale,
+    }
+    return ", ".join(name for name, asked in parts.items() if asked)
+
+
+def kernel_text(kernel: str, spec: ProblemSpec) -> str:
+    """The name of the kernel of products, with what it does beside them and what is launched behind it."""
+    fused = spec.fused
+    inside = "" if fused is None else inside_text(spec)
+    behind = [] if fused is None or not fused.scatters else ["sort"] * (fused.out_rows is not None) + ["sum of rows"]
+    return ", then ".join([f"{kernel} with {inside}" if inside else kernel, *behind])
+
+
+def plan_fused(spec: ProblemSpec, config: Config, index: int, why: str, plan: Callable[..., Recipe]) -> Recipe:
+    """Compiles (or loads) the kernels of a fused problem; `plan` makes the recipe of plain products."""
+    products = products_spec(spec)
+    if products.fused is None:
+        inner = plan(products, config, index, why)
+    else:
+        bind, sums = FusedPlan(products, config, index).bind, sums_sizes(products)
+        inner = Recipe("pointer", config, bind, why, sums_sizes=sums)
+    kernel = kernel_text(inner.kernel, spec)
+    if products is spec:
+        return replace(inner, kernel=kernel)
+    return replace(inner, kernel=kernel, bind=SumPlan(spec, inner, index).bind)

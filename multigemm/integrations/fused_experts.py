@@ -1,0 +1,351 @@
+"""The experts of a layer as fused products: rows are picked, gated, weighted and summed inside of them.
+
+Forward: a sort, h = gate(x[rows] @ up), out = the weighted sums of h @ down. For backward only g and u are kept (the
+columns that the gate joins), besides the inputs and two numbers for each pair of token and expert:
+
+    dh     rows of the gradient, picked by token, @ down^T
+    dP     gate'(P) * weight * dh, and the gradient of a weight is <dh, h>, in one pass over P
+    down   (weight * h)^T @ rows of the gradient
+    x      sums of dP @ up^T
+    up     rows of x ^T @ dP
+
+With `recompute` not even P is kept: the first product runs once more. Second derivatives go through the same layer in
+steps. Expert numbers outside of 0..E-1 contribute nothing, and get gradients of zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multigemm.errors import InvalidProblem
+from multigemm.integrations import layer_call, torch_op
+from multigemm.integrations.fused_gradients import gate_by_torch
+from multigemm.integrations.layer_ops import geglu, sort_by_expert, swiglu, triton_kernels
+from multigemm.integrations.routing import combine, dispatch, route
+from multigemm.planning import launch_cache
+from multigemm.problem.fused import Gate
+from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.problem.spec import GATES
+from multigemm.select.choose import choose
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What the two products of an expert are, beside their weights: `stacked` weights are [E, in, out]."""
+
+    activation: str = "swiglu"
+    glu_layout: str = "halves"
+    glu_alpha: float = 1.0
+    glu_beta: float = 0.0
+    glu_limit: float | None = None
+    stacked: bool = False
+    recompute: bool = False
+    backend: str = "auto"
+    batch_invariant: bool | None = None
+
+    @property
+    def gate(self) -> Gate | None:
+        """The gate, if that is what the activation is."""
+        if self.activation not in GATES:
+            return None
+        kind: Any = self.activation
+        layout: Any = self.glu_layout
+        return Gate(kind, layout, self.glu_alpha, self.glu_beta, self.glu_limit)
+
+    @property
+    def usual_gate(self) -> bool:
+        """Whether the gate is SwiGLU or GEGLU of halves, which have kernels of their own beside a product."""
+        return self.gate is not None and self.gate in (Gate("swiglu"), Gate("geglu"))
+
+    def check(self) -> None:
+        """Refuses numbers of a gate that no problem takes."""
+        names = ("activation", "glu_layout", "glu_alpha", "glu_beta", "glu_limit")
+        x, given = np.zeros((1, 2)), {name: getattr(self, name) for name in names}
+        GroupedGemmProblem(x, x.repeat(2, 0), **given)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The keywords of the first product."""
+        if self.gate is None:
+            return {"activation": self.activation}
+        _, layout, alpha, beta, limit = self.gate
+        numbers = {"glu_layout": layout, "glu_alpha": alpha, "glu_beta": beta, "glu_limit": limit}
+        return {"activation": self.activation, **numbers}
+
+    def activate(self, x: Tensor) -> Tensor:
+        """The activation or gate of results of the first product, in steps of torch; rounded once."""
+        if self.usual_gate:
+            return (swiglu if self.activation == "swiglu" else geglu)(x)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return gate_by_torch(wide, self.activation, self.gate).to(x.dtype)
+
+
+def experts_forward(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    activation: str = "swiglu",
+    glu_layout: str = "halves",
+    glu_alpha: float = 1.0,
+    glu_beta: float = 0.0,
+    glu_limit: float | None = None,
+    stacked: bool = False,
+    recompute: bool = False,
+    backend: str = "auto",
+    batch_invariant: bool | None = None,
+) -> Tensor:
+    """The weighted sum of each token's experts, by fused products; in steps in a compiled graph.
+
+    Args:
+        x: [tokens, H].
+        index, weights: [tokens, k], which experts, and their weights.
+        up, down: [E, W, H] and [E, H, I], or `stacked` [E, H, W] and [E, I, H]; W is 2 I with a gate, else I.
+        up_bias, down_bias: [E, W] and [E, H].
+        activation, glu_layout, glu_alpha, glu_beta, glu_limit: as in a problem (docs/how-to/moe-keywords.md).
+        recompute: keep nothing between the products for backward; the first one runs once more.
+        backend: a name, names joined by commas, or "auto": the fastest that takes the fused keywords.
+        batch_invariant: as in a problem.
+
+    Returns:
+        [tokens, H], differentiable in x, weights and all parameters.
+
+    Raises:
+        InvalidProblem: shapes or names have no meaning.
+        BackendUnsupported: no backend that was asked for takes the fused keywords here.
+
+    Example:
+        >>> import torch
+        >>> index = torch.tensor([[0, 3], [3, 1], [2, 0]])
+        >>> up, down = torch.ones(4, 12, 8), torch.ones(4, 8, 6)
+        >>> experts_forward(torch.ones(3, 8), index, torch.full((3, 2), 0.5), up, down).shape
+        torch.Size([3, 8])
+    """
+    net = Network(activation, glu_layout, glu_alpha, glu_beta, glu_limit, stacked, recompute, backend, batch_invariant)
+    if index.dim() != 2 or tuple(weights.shape) != tuple(index.shape) or len(index) != len(x):
+        raise InvalidProblem(
+            f"x {tuple(x.shape)}, index {tuple(index.shape)}, weights {tuple(weights.shape)}: index and weights must "
+            "be [tokens, k] for x [tokens, H]"
+        )
+    if torch.compiler.is_compiling():
+        return experts_in_steps(x, index, weights, up, down, up_bias, down_bias, net)
+    x, up, down, up_bias, down_bias = _in_autocast(x, up, down, up_bias, down_bias)
+    nets = layer_call.Networks(
+        up, down, up_bias, down_bias, stacked, backend=backend, batch_invariant=batch_invariant, fused=net
+    )
+    bound = layer_call.call(x, index, weights, nets)
+    if bound is not None:
+        return bound
+    result: Tensor = _Experts.apply(net, index, x, weights, up, down, up_bias, down_bias)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _in_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """The operands as torch.autocast wants them, as those of the torch operator."""
+    kind = next(x.device.type for x in tensors if x is not None)
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x if x is None or x.dtype is torch.float64 else x.to(dtype) for x in tensors)
+
+
+def experts_in_steps(
+    x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Any, down_bias: Any, net: Network
+) -> Tensor:
+    """The same layer by operators that have gradients of all orders: sort, rows, product, gate, product, sum."""
+    routing = route(index, up.shape[0])
+
+    def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+        return torch_op.grouped_gemm(
+            rows, weight if net.stacked else weight.transpose(1, 2), ends=routing.ends, bias=bias,
+            activation=activation, backend=net.backend, batch_invariant=net.batch_invariant,
+        )  # fmt: skip
+
+    hidden = linear(dispatch(x, routing), up, up_bias, None if net.gate is not None else net.activation)
+    hidden = hidden if net.gate is None else net.activate(hidden)
+    return combine(linear(hidden, down, down_bias, None), weights, routing)
+
+
+# --- the fused way ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Pairs:
+    """Pairs of token and expert, by expert: their tokens [S], where each pair went [T, k], where experts end [E]."""
+
+    rows: Tensor
+    place: Tensor
+    ends: Tensor
+
+
+def _pairs_of(index: Tensor, experts: int) -> _Pairs:
+    top_k = index.shape[1]
+    order, inverse, ends = sort_by_expert(index.reshape(-1), experts)
+    return _Pairs((order // max(top_k, 1)).int(), inverse.int().view(index.shape), ends)
+
+
+def _product(net: Network, a: Tensor, b: Tensor, ends: Tensor, **keywords: Any) -> Tensor:
+    """A grouped product that autograd does not see."""
+    rest: dict[str, Any] = {name: x.detach() if isinstance(x, Tensor) else x for name, x in keywords.items()}
+    problem = GroupedGemmProblem(a.detach(), b.detach(), ends=ends, batch_invariant=net.batch_invariant, **rest)
+    found: Tensor = launch_cache.solve(choose(problem, torch_op.names(net.backend), eager=True), problem)
+    return found
+
+
+def _by_rows(weight: Tensor, stacked: bool) -> Tensor:
+    """Weights as the second operand of rows @ weight."""
+    return weight if stacked else weight.transpose(1, 2)
+
+
+def _first(net: Network, x: Tensor, pairs: _Pairs, up: Tensor, up_bias: Any, preact: Tensor | None) -> Tensor:
+    return _product(net, x, _by_rows(up, net.stacked), pairs.ends, a_rows=pairs.rows, bias=up_bias, preact_out=preact,
+                    **net.keywords)  # fmt: skip
+
+
+def _preact_for(net: Network, x: Tensor, pairs: _Pairs, up: Tensor) -> Tensor:
+    return x.new_empty((pairs.rows.shape[0], up.shape[2 if net.stacked else 1]))
+
+
+def _summable(weights: Tensor, x: Tensor) -> Tensor:
+    """Weights of a dtype that a sum takes."""
+    return weights if weights.dtype in (torch.float32, x.dtype) else weights.float()
+
+
+class _Experts(torch.autograd.Function):
+    """The layer; its tensors are passed one by one so that autograd sees them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, net: Network, index: Tensor, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Any,
+        down_bias: Any,
+    ) -> Tensor:  # fmt: skip
+        pairs = _pairs_of(index, up.shape[0])
+        wanted = any(ctx.needs_input_grad) and not net.recompute
+        preact = _preact_for(net, x, pairs, up) if wanted else None
+        hidden = _first(net, x, pairs, up, up_bias, preact)
+        sums = (pairs.place, _summable(weights, x).detach())
+        out = _product(net, hidden, _by_rows(down, net.stacked), pairs.ends, bias=down_bias, combine=sums)
+        ctx.net = net
+        ctx.save_for_backward(
+            index, x, weights, up, down, up_bias, down_bias, preact, pairs.rows, pairs.place, pairs.ends
+        )
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        net, saved, wanted = ctx.net, ctx.saved_tensors, ctx.needs_input_grad[2:]
+        if torch.is_grad_enabled():
+            return None, None, *_through_steps(net, saved, wanted, grads[0])
+        found = _Backward(net, saved, grads[0].contiguous()).gradients(wanted)
+        return None, None, *found
+
+
+def _through_steps(net: Network, saved: Any, wanted: Any, grad: Tensor) -> list[Tensor | None]:
+    """Gradients that have gradients themselves."""
+    index, *given = saved[:7]
+    inputs = [None if x is None else x.view_as(x) for x in given]
+    x, weights, up, down, up_bias, down_bias = inputs
+    assert x is not None and weights is not None and up is not None and down is not None
+    out = experts_in_steps(x, index, weights, up, down, up_bias, down_bias, net)
+    asked = [x for x, want in zip(inputs, wanted, strict=True) if want and x is not None]
+    found = iter(torch.autograd.grad(out, asked, grad, create_graph=True, materialize_grads=True))
+    return [next(found) if want else None for want in wanted]
+
+
+class _Backward:
+    """First derivatives of one layer."""
+
+    def __init__(self, net: Network, saved: Any, grad: Tensor) -> None:
+        self._net, self._grad = net, grad
+        _, self._x, self._weights, self._up, self._down, self._up_bias, self._down_bias, preact, *pairs = saved
+        self._pairs = _Pairs(*pairs)
+        if preact is None:
+            preact = _preact_for(net, self._x, self._pairs, self._up)
+            _first(net, self._x, self._pairs, self._up, self._up_bias, preact)
+        self._preact = preact
+        place, weights = self._pairs.place.view(-1).long(), _summable(self._weights, self._x)
+        self._by_pair = torch.empty_like(weights.reshape(-1)).scatter_(0, place, weights.reshape(-1))
+
+    def gradients(self, wanted: Any) -> list[Tensor | None]:
+        """Those of x, the routing weights, up, down and the biases that are wanted."""
+        net, x, pairs, grad = self._net, self._x, self._pairs, self._grad
+        dh = _product(net, grad, _by_rows(self._down, not net.stacked), pairs.ends, a_rows=pairs.rows)
+        dpreact, weighted, dweights = gate_backward(net, self._preact, dh, self._by_pair, pairs.ends)
+        found: list[Tensor | None] = [None] * 6
+        if wanted[0]:
+            sums = (pairs.place, None)
+            found[0] = _product(net, dpreact, _by_rows(self._up, not net.stacked), pairs.ends, combine=sums)
+        if wanted[1]:
+            found[1] = self._of_weights(dweights)
+        if wanted[2]:
+            found[2] = self._of_matrix(x, dpreact, turned=not net.stacked)
+        if wanted[3]:
+            found[3] = self._of_matrix(grad, weighted, turned=net.stacked)
+        if wanted[4]:
+            found[4] = self._summed_by_expert(torch.ones_like(self._by_pair), dpreact, None, self._up_bias)
+        if wanted[5]:
+            found[5] = self._summed_by_expert(self._by_pair, grad, pairs.rows, self._down_bias)
+        return found
+
+    def _of_weights(self, dots: Tensor) -> Tensor:
+        """<gradient, row of down> for each pair, of which `dots` are the part without bias."""
+        place = self._pairs.place
+        found = dots[place.long()]
+        if self._down_bias is not None:
+            numbers = torch.arange(place.numel(), device=place.device, dtype=self._pairs.ends.dtype)
+            expert = torch.searchsorted(self._pairs.ends, numbers, right=True)[place.long()]
+            there = expert < self._up.shape[0]
+            every = self._grad.to(dots.dtype) @ self._down_bias.detach().to(dots.dtype).t()
+            found = found + torch.where(there, every.gather(1, torch.where(there, expert, 0)), 0)
+        return found.to(self._weights.dtype)
+
+    def _of_matrix(self, tokens: Tensor, pairs: Tensor, turned: bool) -> Tensor:
+        """tokens[rows]^T @ pairs for each expert, or `turned` its transpose."""
+        rows, ends = self._pairs.rows, self._pairs.ends
+        if turned:
+            return _product(self._net, pairs.t(), tokens, ends, jagged="k", b_rows=rows)
+        return _product(self._net, tokens.t(), pairs, ends, jagged="k", a_rows=rows)
+
+    def _summed_by_expert(self, factors: Tensor, rows: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
+        """The sum of factor * row for each expert; a factor is as many numbers of the rows' dtype as it has digits."""
+        parts, rest = [], factors
+        for _ in range(1 if factors.dtype is rows.dtype else 3):
+            parts.append(rest.to(rows.dtype))
+            rest = rest - parts[-1].to(rest.dtype)
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        found = _product(self._net, torch.stack(parts), rows, self._pairs.ends, jagged="k", b_rows=index,
+                         out_dtype=wide)  # fmt: skip
+        return found.sum(1).to(like.dtype)
+
+
+def gate_backward(
+    net: Network, preact: Tensor, dh: Tensor, weights: Tensor, ends: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradient of preact, weight * h, <dh, h>) of pairs; zeros for those that no expert has.
+
+    preact [S, W], dh [S, I] without the weights [S] of the pairs; the dots are float32 (float64).
+    """
+    kernels = triton_kernels() if preact.is_cuda else None
+    if kernels is not None and net.gate is not None and ends.numel():
+        found: tuple[Tensor, Tensor, Tensor] = kernels.pair_backward(net.gate, preact, dh, weights, ends)
+        return found
+    wide = torch.promote_types(preact.dtype, torch.float32)
+    count = preact.shape[0]
+    last = ends[-1] if ends.numel() else torch.zeros((), dtype=torch.int32, device=preact.device)
+    there = (torch.arange(count, device=preact.device) < last).unsqueeze(1)
+    with torch.enable_grad():
+        x = torch.where(there, preact.detach(), 0).to(wide).requires_grad_()
+        h = gate_by_torch(x, net.activation, net.gate)
+    slope, weight = torch.where(there, dh, 0).to(wide), torch.where(there, weights.to(wide).unsqueeze(1), 0)
+    (dpreact,) = torch.autograd.grad(h, x, slope * weight)
+    h = h.detach()
+    return dpreact.to(preact.dtype), (h * weight).to(preact.dtype), (h * slope).sum(1)

@@ -1,0 +1,320 @@
+"""Fused problems in Triton's interpreter: random ones, corners, planted faults, later calls; and what is compiled."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import multigemm as mg
+from multigemm import quantize as q
+from multigemm.backends.triton import BACKEND, Config, choice
+from multigemm.backends.triton.config import problem_with
+from multigemm.integrations import eager
+from multigemm.integrations.fused_experts import Network, experts_forward, gate_backward
+from multigemm.problem.spec import GATES, GLU_LAYOUTS
+from multigemm.settings import settings
+from multigemm.testing.fused_problems import findings
+
+LATE = "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1"
+pytestmark = pytest.mark.skipif(
+    LATE or torch.cuda.is_available(), reason="the interpreter must be chosen before triton is imported, without a GPU"
+)
+
+CPU = torch.device("cpu")
+KERNEL = Path(choice.__file__).parent / "kernels" / "fused.py"
+TILES = ((16, 32, 16, 4), (32, 64, 32, 4), (128, 32, 64, 8))
+
+
+@pytest.fixture(autouse=True)
+def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
+    settings.cache_clear()
+    yield
+    settings.cache_clear()
+
+
+def with_tile(tile: tuple[int, int, int, int]) -> Any:
+    """The backend with one tile for all problems that do not ask for equal bits."""
+    rows, columns, deep, warps = tile
+    fixed = Config(block_m=rows, block_n=columns, block_k=deep, warps=warps, stages=1, width=2, programs=2)
+
+    def configs(spec: Any, device: torch.device) -> Any:
+        return BACKEND.configs(spec, device) if spec.batch_invariant else [fixed]
+
+    return replace(BACKEND, configs=configs)
+
+
+def test_random_problems() -> None:
+    assert list(findings(BACKEND, 40)) == []
+
+
+@pytest.mark.parametrize("number", range(len(TILES)))
+def test_random_problems_by_other_tiles(number: int) -> None:
+    assert list(findings(with_tile(TILES[number]), 12, first=5000 + 100 * number)) == []
+
+
+@pytest.mark.slow
+def test_many_random_problems() -> None:
+    assert list(findings(BACKEND, 1000, first=10_000)) == []
+
+
+def tokens(count: int, experts: int = 4, top_k: int = 2) -> dict[str, Any]:
+    """Pairs of token and expert in the order of experts, and where each went."""
+    index = torch.stack([torch.randperm(experts)[:top_k] for _ in range(count)])
+    order = index.flatten().argsort(stable=True)
+    return {
+        "rows": (order // top_k).int(),
+        "place": order.argsort().view(count, top_k),
+        "sizes": torch.bincount(index.flatten(), minlength=experts),
+        "weights": torch.rand(count, top_k),
+    }
+
+
+def solved(*operands: Any, config: Any = None, **options: Any) -> Any:
+    problem = mg.GroupedGemmProblem(*operands, **options)
+    out = mg.solve(problem, "triton", config)
+    verdict = mg.verify(problem, out)
+    assert verdict, verdict.text
+    return out
+
+
+def test_a_layer_in_two_calls() -> None:
+    torch.manual_seed(1)
+    t = tokens(19)
+    x, up, down = torch.randn(19, 24), torch.randn(4, 24, 20), torch.randn(4, 10, 24)
+    h = solved(x, up, sizes=t["sizes"], a_rows=t["rows"], activation="swiglu", glu_layout="interleaved")
+    y = solved(h, down, sizes=t["sizes"], combine=(t["place"], t["weights"]))
+    scattered = solved(
+        h, down, sizes=t["sizes"], row_scale=t["weights"].flatten()[t["place"].flatten().argsort()],
+        out_rows=t["rows"], rows=19,
+    )  # fmt: skip
+    torch.testing.assert_close(scattered, y, rtol=1e-5, atol=1e-5)
+
+
+def test_a_plan_follows_indices_weights_and_sizes_in_place() -> None:
+    torch.manual_seed(2)
+    held = tokens(12)
+    x, b = torch.randn(12, 16), torch.randn(4, 16, 8)
+    gather = mg.plan(x, b, sizes=held["sizes"], a_rows=held["rows"], backend="triton")
+    rows = torch.randn(24, 16)
+    combine = mg.plan(rows, b, sizes=held["sizes"], combine=(held["place"], held["weights"]), backend="triton")
+    scatter = mg.plan(rows, b, sizes=held["sizes"], out_rows=held["rows"], rows=12, backend="triton")
+    for seed in range(3):
+        torch.manual_seed(seed)
+        for name, value in tokens(12).items():
+            held[name].copy_(value)
+        held["rows"][seed] = (-1, 12, 2**31 - 1)[seed]
+        product = torch.zeros(24, 8)
+        start = 0
+        for g, size in enumerate(held["sizes"].tolist()):
+            product[start : start + size] = rows[start : start + size] @ b[g]
+            start += size
+        known = torch.where(held["rows"] < 12, held["rows"], -1)
+        assert mg.verify(mg.GroupedGemmProblem(x, b, sizes=held["sizes"], a_rows=held["rows"]), gather())
+        want = (product[held["place"]] * held["weights"][..., None]).sum(1)
+        torch.testing.assert_close(combine(), want, rtol=1e-4, atol=1e-4)
+        want = torch.zeros(13, 8).index_add_(0, known.long() % 13, product)[:12]
+        torch.testing.assert_close(scatter(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_plan_runs_other_problems_of_the_class() -> None:
+    """Other indices, weights and memory, of the same layout."""
+    torch.manual_seed(3)
+    x, b = torch.randn(12, 16), torch.randn(4, 16, 8)
+
+    def posed(held: dict[str, Any]) -> mg.GroupedGemmProblem:
+        sums = (held["place"], held["weights"])
+        return mg.GroupedGemmProblem(x[held["rows"]], b.clone(), sizes=held["sizes"], combine=sums)
+
+    plan = mg.plan(posed(tokens(12)), backend="triton")
+    for _ in range(2):
+        other = posed(tokens(12))
+        assert mg.verify(other, plan.run(other))
+
+
+def test_repeated_calls_take_the_indices_that_they_are_given() -> None:
+    x, b = torch.randn(6, 8), torch.randn(2, 8, 4)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        rows = torch.randint(0, 6, (9,))
+        y = mg.grouped_gemm(x, b, sizes=[4, 5], a_rows=rows, backend="triton")
+        torch.testing.assert_close(y[:4], x[rows[:4]] @ b[0], rtol=1e-4, atol=1e-5)
+
+
+GPT_OSS = {"glu_layout": "interleaved", "glu_alpha": 1.702, "glu_beta": 1.0, "glu_limit": 0.7, "stacked": True}
+
+
+@pytest.mark.parametrize("options", [{}, {"activation": "silu"}, GPT_OSS])
+def test_a_layer_and_its_gradients(options: Any) -> None:
+    """Forward and backward of fused experts, by this backend and by the cpu's."""
+    torch.manual_seed(4)
+    width, stacked = 10 if "activation" in options else 20, "stacked" in options
+    shapes = [(3, 16, width), (3, 10, 16)] if stacked else [(3, width, 16), (3, 16, 10)]
+    x, weights, up, down, up_bias, down_bias = (
+        torch.randn(shape, requires_grad=True) for shape in ((7, 16), (7, 2), *shapes, (3, width), (3, 16))
+    )
+    index = torch.rand(7, 4).argsort(1)[:, :2]  # number 3 is elsewhere
+    found = []
+    for backend in ("triton", "cpu"):
+        y = experts_forward(x, index, weights, up, down, up_bias, down_bias, backend=backend, **options)
+        inputs = (x, weights, up, down, up_bias, down_bias)
+        found.append((y, *torch.autograd.grad(y.square().sum(), inputs)))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", GLU_LAYOUTS)
+@pytest.mark.parametrize("kind", GATES)
+def test_the_pass_between_backward_products(kind: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that layers on a GPU take, beside the same in steps of torch."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    kernels: Any = importlib.import_module("multigemm.integrations.layer_kernels")
+    monkeypatch.setattr(eager, "current_device", lambda: -1)  # which is where tensors on the CPU say that they lie
+    torch.manual_seed(6)
+    for dtype, limit in ((torch.float64, 0.7), (torch.float32, None)):
+        alpha = 1.702 if kind == "swiglu" else 1.0
+        net = Network(kind, layout, alpha, 0.3, limit)
+        preact, dh, weights = (torch.randn(shape, dtype=dtype) for shape in ((9, 40), (9, 20), (9,)))
+        preact[0, :3], ends = limit or 0.0, torch.tensor([2, 2, 7], dtype=torch.int32)
+        preact[7:], weights[8] = torch.nan, torch.nan
+        got = kernels.pair_backward(net.gate, preact, dh, weights, ends)
+        for one, other in zip(got, gate_backward(net, preact, dh, weights, ends), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("groups", [256, 257])
+def test_more_groups_than_are_counted_at_once(groups: int) -> None:
+    sizes = torch.zeros(groups, dtype=torch.int64)
+    sizes[[0, 5, groups - 1]] = torch.tensor([2, 1, 3])
+    options: dict[str, Any] = {"sizes": sizes, "a_rows": torch.tensor([3, 0, 1, 3, -1, 2]), "activation": "geglu"}
+    solved(torch.randn(4, 20), torch.randn(groups, 20, 6), **options)
+    index = torch.tensor([[0, 5], [2, 2], [3, 9]])
+    solved(torch.randn(6, 20), torch.randn(groups, 20, 6), sizes=sizes, combine=(index, None))
+
+
+def test_wide_sums_and_many_terms() -> None:
+    """More columns than one program sums, and more terms than are on their way at once."""
+    index = torch.randint(-1, 20, (5, 40))
+    solved(torch.randn(20, 3), torch.randn(1, 3, 1100), sizes=[20], combine=(index, torch.randn(5, 40)))
+
+
+def test_sums_behind_products_of_quantised_operands() -> None:
+    a, b = q.quantize(torch.randn(9, 64), "e4m3", "row"), q.quantize(torch.randn(2, 64, 5), "e4m3", "row", side="b")
+    options: dict[str, Any] = {"sizes": [4, 5], "scale_a": a.scale, "scale_b": b.scale, "out_dtype": torch.float32}
+    solved(a.data, b.data, combine=(torch.tensor([[0, 8], [3, -1]]), torch.rand(2, 2)), **options)
+    with pytest.raises(mg.BackendUnsupported, match="a_rows: no kernel here has it yet"):
+        mg.plan(a.data, b.data, a_rows=torch.arange(9), backend="triton", **options)
+
+
+def test_what_a_config_is_for() -> None:
+    rows, x, b = torch.arange(9), torch.randn(9, 64).bfloat16(), torch.randn(2, 64, 64).bfloat16()
+    picked = mg.GroupedGemmProblem(x, b, sizes=[4, 5], a_rows=rows, activation="swiglu").spec
+    assert problem_with(Config(), picked) == ""
+    assert "picked rows, gates" in problem_with(Config("hopper"), picked)
+    assert "picked rows, gates" in problem_with(Config(splits=2), picked)
+    assert "a gate joins two columns" in problem_with(Config(block_n=16), picked)
+    summed = mg.GroupedGemmProblem(x, b, sizes=[4, 5], combine=(rows.view(3, 3), None)).spec
+    assert problem_with(Config("hopper", block_n=128, stages=4, warps=4), summed) == "", "products are plain"
+
+
+def test_explain_says_what_runs() -> None:
+    t, x, b = tokens(6), torch.randn(6, 8), torch.randn(4, 8, 8)
+    told = mg.explain(x, b, sizes=t["sizes"], a_rows=t["rows"], activation="glu", backend="triton")
+    assert told.kernel == "pointer (interpreted) with gather, gate"
+    told = mg.explain(torch.randn(12, 8), b, sizes=t["sizes"], out_rows=t["rows"], rows=6, backend="triton")
+    assert told.kernel == "pointer (interpreted), then sort, then sum of rows"
+
+
+# --- planted faults -----------------------------------------------------------------------------------
+
+THERE = "there = (number >= 0) & (number < extent)"
+FAULTS = {
+    "index below 0": (THERE, "there = number < extent"),
+    "index past the end": (THERE, "there = (number >= 0) & (number <= extent)"),
+    "index in 32 bits": ("other=-1).to(tl.int64)", "other=-1).to(tl.int32).to(tl.int64)"),
+    "index of another group": ("picked(a_rows, skip_m + row0 + i, in_rows", "picked(a_rows, row0 + i, in_rows"),
+    "index of the first step": (
+        "skip_k + step * BK + BK + kk, kk < k_left - BK, a",
+        "skip_k + kk, kk < k_left - BK, a",
+    ),
+    "K tail of picked rows": ("kk < k_left - BK, b_extent", "kk < k_left + gk, b_extent"),
+    "gate and up exchanged": ("acc = gated(gate, up,", "acc = gated(up, gate,"),
+    "halves for up first": ("acc = gated(other, acc,", "acc = gated(acc, other,"),
+    "up of the first columns": ("tl.load(b_ptrs + second,", "tl.load(b_ptrs + 0 * second,"),
+    "bias of up left out": ("bias_ptrs + gn * bias_c,", "bias_ptrs,"),
+    "beta before the clamp": (
+        "    if HAS_LIMIT:",
+        "    if HAS_BETA:\n        u = u + scalar_of(beta_bits, u.dtype)\n    if HAS_LIMIT:",
+    ),
+    "gate clamped on both sides": (
+        "g = tl.where(g > limit, limit, g)",
+        "g = tl.where(g > limit, limit, tl.where(g < -limit, -limit, g))",
+    ),
+    "up clamped on one side": ("u = tl.where(u < -limit, -limit, u)", "u = u"),
+    "clamp hides NaN": ("u = tl.where(u > limit, limit, u)", "u = tl.where(u <= limit, u, limit)"),
+    "alpha lost": ("tl.exp(-scalar_of(alpha_bits, g.dtype) * g)", "tl.exp(-g)"),
+    "preact of up where g lies": ("p_ptrs += gn", "p_ptrs += 0 * gn"),
+    "row_scale of the group's first rows": ("scale_group + skip_m + row0 + i", "scale_group + row0 + i"),
+    "row_scale before the gate": (
+        '        if GATE == "halves":',
+        '        if ROW_SCALE:\n            acc = acc * 2.0\n        if GATE == "halves":',
+    ),
+    "rows behind the ends": ("there = (s >= low) & (s < high)", "there = (s >= low) & (s < high + 2)"),
+    "rows before the first group": ("there = (s >= low) & (s < high)", "there = (s >= 0) & (s < high)"),
+    "weight of the neighbour": ("tl.load(weights + at,", "tl.load(weights + at + 1,"),
+    "weight of an absent row": (
+        "mask=there, other=0).to(total.dtype)\n    return tl.where(there, total + term, total)",
+        "mask=at >= 0, other=0).to(total.dtype)\n    return total + term",
+    ),
+    "last term lost": ("for j in tl.static_range(TERMS):", "for j in tl.static_range(TERMS - (TERMS > 1)):"),
+    "last row of a place lost": ("first_from(index, tokens, row + 1)):", "first_from(index, tokens, row + 1) - 1):"),
+    "beta of C lost": ("total += scalar_of(beta_bits, ACC) * given.to(ACC)", "total += given.to(ACC)"),
+}
+"""One thing wrong in the kernels' source: what it says, and what it says then."""
+
+
+def mutant(tmp_path: Path, fault: str) -> Any:
+    """The kernels with a fault, from a file of their own, since the interpreter reads sources."""
+    text, instead = FAULTS[fault]
+    source = KERNEL.read_text()
+    assert text in source, "the kernel no longer says so"
+    path = tmp_path / "faulty.py"
+    path.write_text(source.replace(text, instead))
+    os.environ["TRITON_INTERPRET"] = "1"  # as the backend does when it emulates for the first time
+    spec = importlib.util.spec_from_file_location("faulty", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = mutant(tmp_path, fault)
+    from multigemm.backends.triton.kernels import fused as device_code
+
+    for name in ("fused_kernel", "sum_rows_kernel"):
+        monkeypatch.setattr(device_code, name, getattr(module, name))
+    assert next(findings(with_tile(TILES[0]), 400), None) is not None
+
+
+def test_a_rows_of_nan_stays_out_of_other_rows() -> None:
+    """What is absent is a row of zeros: with bias, its result is the activation of the bias."""
+    x = torch.randn(3, 8)
+    x[1] = torch.nan
+    bias = torch.randn(1, 4)
+    rows: Tensor = torch.tensor([0, -1, 2, 3, 1])
+    y = solved(x, torch.randn(1, 8, 4), sizes=[5], a_rows=rows, bias=bias)
+    assert torch.equal(y[1], bias[0]) and torch.equal(y[3], bias[0])
+    assert y.isnan().any(1).tolist() == [False, False, False, False, True]

@@ -1,0 +1,212 @@
+"""Experts by fused products: the same results and gradients as in steps, less kept for backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import multigemm as mg
+from multigemm.nn import Experts, MoE, experts_forward
+
+NETWORKS: dict[str, dict[str, Any]] = {
+    "swiglu": {},
+    "geglu with biases": {"activation": "geglu", "bias": True},
+    "gpt-oss": {
+        "glu_layout": "interleaved", "glu_alpha": 1.702, "glu_beta": 1.0, "glu_limit": 0.7, "stacked": True,
+        "bias": True,
+    },
+    "up first": {"activation": "reglu", "glu_layout": "halves_up_first", "glu_limit": 0.5},
+    "plain": {"activation": "silu", "bias": True},
+    "plain stacked": {"activation": "gelu_tanh", "stacked": True},
+    "recompute": {"recompute": True},
+}  # fmt: skip
+HERE, TOKENS, TOP_K, HIDDEN, INNER = 5, 11, 2, 8, 6
+
+
+def layer(dtype: torch.dtype = torch.float64, **options: Any) -> Experts:
+    return Experts(HERE, HIDDEN, INNER, fused=True, backend="cpu", dtype=dtype, **options)
+
+
+def drawn(dtype: torch.dtype = torch.float64, tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
+    """x, experts of which number 5 is elsewhere, and weights."""
+    x = torch.randn(tokens, HIDDEN, dtype=dtype, requires_grad=True)
+    index = torch.rand(tokens, HERE + 1).argsort(1)[:, :TOP_K]
+    return x, index, torch.rand(tokens, TOP_K, dtype=dtype, requires_grad=True)
+
+
+def in_steps(experts: Experts, *given: Tensor) -> Tensor:
+    experts.fused = False
+    y: Tensor = experts(*given)
+    experts.fused = True
+    return y
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_results_and_gradients_are_those_of_the_steps(name: str) -> None:
+    torch.manual_seed(1)
+    experts, given = layer(**NETWORKS[name]), drawn()
+    got, want = experts(*given), in_steps(experts, *given)
+    torch.testing.assert_close(got, want)
+    inputs, flow = (given[0], given[2], *experts.parameters()), torch.randn_like(got)
+    for a, b in zip(
+        torch.autograd.grad(got, inputs, flow), torch.autograd.grad(want, inputs, flow), strict=True
+    ):  # fmt: skip
+        assert a.shape == b.shape
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "plain"])
+def test_second_derivatives(name: str) -> None:
+    torch.manual_seed(2)
+    experts, (x, index, weights) = layer(**NETWORKS[name]), drawn(tokens=3)
+
+    def of(x: Tensor, weights: Tensor) -> Tensor:
+        y: Tensor = experts(x, index, weights)
+        return y
+
+    assert torch.autograd.gradcheck(of, (x, weights))
+    assert torch.autograd.gradgradcheck(of, (x, weights))
+
+
+def kept(run: Any) -> tuple[int, Any]:
+    """Bytes that a forward pass keeps, but for its leaves, and its result."""
+    found: dict[tuple[int, int], int] = {}
+
+    def note(x: Tensor) -> Tensor:
+        if not (x.is_leaf and x.requires_grad):
+            found[x.data_ptr(), x.numel()] = x.nbytes
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        result = run()
+    return sum(found.values()), result
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_is_kept_for_backward(recompute: bool) -> None:
+    """4 k I bytes of bf16 for each token, and 16 k of indices; with recompute the indices alone."""
+    tokens, hidden, inner = 64, 96, 80
+    experts = Experts(HERE, hidden, inner, fused=True, backend="cpu", dtype=torch.bfloat16, recompute=recompute)
+    x = torch.randn(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+    index = torch.randint(0, HERE, (tokens, TOP_K), dtype=torch.int32)
+    weights = torch.rand(tokens, TOP_K, requires_grad=True)
+    size, y = kept(lambda: experts(x, index, weights))
+    by_gate = 0 if recompute else 4 * TOP_K * inner
+    assert size <= tokens * (1.0 * by_gate + 16 * TOP_K) + 4 * HERE
+    assert y.grad_fn is not None
+    experts.fused = False
+    assert kept(lambda: experts(x, index, weights))[0] > 1.8 * size
+
+
+def test_nothing_is_kept_without_gradients() -> None:
+    experts, (x, index, weights) = layer(), drawn()
+    with torch.no_grad():
+        assert kept(lambda: experts(x, index, weights))[0] == 0
+
+
+def test_experts_elsewhere_contribute_nothing_whatever_their_weights() -> None:
+    torch.manual_seed(3)
+    experts, (x, index, weights) = layer(bias=True), drawn()
+    elsewhere = index == HERE
+    assert elsewhere.any()
+    flows = []
+    for filler in (0.0, torch.nan):
+        given = torch.where(elsewhere, filler, weights.detach()).requires_grad_()
+        y = experts(x, index, given)
+        flows.append((y, *torch.autograd.grad(y.sum(), (x, given, *experts.parameters()))))
+    for zero, nan in zip(*flows, strict=True):
+        assert torch.equal(zero, nan)
+    assert (flows[1][2][elsewhere] == 0).all()
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_no_tokens_and_one(tokens: int) -> None:
+    experts, given = layer(bias=True), drawn(tokens=tokens)
+    torch.testing.assert_close(experts(*given), in_steps(experts, *given))
+    grads = torch.autograd.grad(experts(*given).sum(), [*experts.parameters()])
+    assert all(x.isfinite().all() for x in grads)
+
+
+def test_weights_in_float32_beside_bfloat16_are_never_rounded() -> None:
+    experts = layer(torch.bfloat16, bias=True)
+    x, index, _ = drawn(torch.bfloat16)
+    weights = torch.rand(TOKENS, TOP_K, requires_grad=True)
+    y = experts(x, index, weights)
+    y.float().square().sum().backward()
+    assert weights.grad is not None and weights.grad.dtype is torch.float32
+    bias = experts.down_proj_bias
+    assert isinstance(bias, Tensor) and bias.grad is not None
+    want = torch.zeros(HERE, HIDDEN, dtype=torch.float64)
+    for t in range(TOKENS):
+        for j, expert in enumerate(index[t].tolist()):
+            if expert < HERE:
+                want[expert] += weights[t, j].double() * (2 * y[t].float()).bfloat16().double()
+    torch.testing.assert_close(bias.grad.double(), want, rtol=2**-8, atol=1e-6)
+
+
+def test_a_change_in_place_before_backward_is_an_error() -> None:
+    experts, (x, index, weights) = layer(), drawn()
+    y = experts(x, index, weights)
+    index.add_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_autocast_multiplies_in_its_dtype() -> None:
+    experts, (x, index, weights) = layer(torch.float32), drawn(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert experts(x, index, weights).dtype is torch.bfloat16
+
+
+def test_a_whole_layer_learns_as_in_steps() -> None:
+    """Some steps of training give the same losses."""
+    losses = []
+    for fused in (False, True):
+        torch.manual_seed(5)
+        moe = MoE(HIDDEN, INNER, 4, activation="swiglu", fused=fused, backend="cpu")
+        optimizer = torch.optim.SGD(moe.parameters(), lr=0.5)
+        x, target = torch.randn(32, HIDDEN), torch.randn(32, HIDDEN)
+        run = []
+        for _ in range(8):
+            loss = (moe(x) - target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.append(loss.item())
+        losses.append(run)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[0][-1] < losses[0][0]
+
+
+def test_a_compiled_layer_runs_in_steps() -> None:
+    moe = MoE(HIDDEN, INNER, 4, fused=True, backend="cpu")
+    x = torch.randn(3, HIDDEN)
+    torch.testing.assert_close(torch.compile(moe, backend="aot_eager", fullgraph=True)(x), moe(x))
+
+
+def test_refusals() -> None:
+    with pytest.raises(mg.InvalidProblem, match="glu_limit without a gate"):
+        layer(activation="gelu", glu_limit=2.0)
+    with pytest.raises(mg.InvalidProblem, match="only swiglu has it"):
+        layer(activation="geglu", glu_alpha=1.702)
+    with pytest.raises(mg.InvalidProblem, match="glu_layout"):
+        layer(glu_layout="thirds")
+    x, index, weights = drawn()
+    up, down = torch.ones(HERE, 2 * INNER, HIDDEN), torch.ones(HERE, HIDDEN, INNER)
+    with pytest.raises(mg.InvalidProblem, match="index and weights must be"):
+        experts_forward(x, index, weights[:, :1], up, down)
+
+
+def test_a_compiled_function_runs_in_steps() -> None:
+    torch.manual_seed(7)
+    x, index, weights = drawn(torch.float32)
+    up, down = torch.randn(HERE, 2 * INNER, HIDDEN), torch.randn(HERE, HIDDEN, INNER)
+
+    def run(x: Tensor, weights: Tensor) -> Tensor:
+        return experts_forward(x, index, weights, up, down, activation="geglu", backend="cpu")
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, weights), run(x, weights))
