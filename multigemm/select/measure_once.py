@@ -37,7 +37,8 @@ from multigemm.settings import settings
 
 LONG_US = 150.0
 """A sequence of such calls keeps a GPU busy without the host's help, up to its power limit."""
-LEAST, ROUNDS = 3, 15
+LEAST, ROUNDS, LONG_ROUNDS = 3, 15, 10
+"""Of samples. Long calls, which differ little from one to the next, get at most the last number, behind a warm-up."""
 BUDGET_MS = 25.0
 HOPELESS, SLOW_US = 3.0, 500.0
 """Times slower than the fastest at a first look, and so slow that it is not the host: not worth a second look."""
@@ -163,7 +164,8 @@ def _timed(choices: Mapping[str, Choice], problem: GroupedGemmProblem, failed: d
     worth = {name: bounds[name].launch for name, us in rough.items() if us <= max(SLOW_US, HOPELESS * least)}
     long = least >= LONG_US and problem.device.type == "cuda"
     mode: Mode = "sustained" if long else "cold"
-    taken = measure(worth, problem.device, mode, reps=ROUNDS, min_reps=LEAST, budget_ms=BUDGET_MS, known_us=rough)
+    reps = LONG_ROUNDS if long else ROUNDS
+    taken = measure(worth, problem.device, mode, reps=reps, min_reps=LEAST, budget_ms=BUDGET_MS, known_us=rough)
     failed.update((name, timing.error) for name, timing in taken.items() if not timing.ok)
     took = {name: taken[name].median if name in taken else us for name, us in rough.items()}
     host = {} if long else {n: _host_time_us(choices[n], problem, scratch, bounds[n]) for n in worth}

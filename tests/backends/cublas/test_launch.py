@@ -129,8 +129,7 @@ def test_numbers_may_lie_and_tokens_may_be_any(
     install: Callable[..., None], fake: Fake, numbers: list[int], kind: str, dtype: torch.dtype
 ) -> None:
     """The launch that an entry for any number of tokens holds: its numbers are clamped as those of a plan are, for
-    which another kernel makes ends of sizes, and no NaN comes from behind the last row. torch's own result is returned,
-    without a dispatch mode."""
+    which another kernel makes ends of sizes, and no NaN comes from behind the last row."""
     install(HostCublas("grouped_mm"))
     b, live = ints(GROUPS, K, N, seed=9), torch.zeros(GROUPS + (kind == "offsets"), dtype=dtype)
     launched, cut = cast(Any, None), cast(dict[str, Any], {kind: live})
@@ -142,9 +141,7 @@ def test_numbers_may_lie_and_tokens_may_be_any(
         live.copy_(torch.tensor([3, *numbers] if kind == "offsets" else numbers))
         want, ends = plan(), live.cumsum(0) if kind == "sizes" else live
         a[min(max(0, int(ends.max())), rows) :] = float("nan")
-        fake.log.clear()
         got = launched(a, b, live, None)
-        assert [entry[0] for entry in fake.log] == ["kernel", "grouped_mm", "kernel"]
         assert torch.equal(got, want)
         assert not got.isnan().any()
 
@@ -389,8 +386,8 @@ def test_the_mode_is_gone_after_an_error(fake: Fake, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("form", "planned", "served"),
     [
-        ("ends", [(132, 0)], [(1, 0), (131, 2)]),
-        ("sizes", [(132, 0)], [(1, 0), (131, 2)]),
+        ("ends", [(132, 0)], [(132, 0)]),
+        ("sizes", [(132, 0)], [(132, 0)]),
         ("offsets", [(132, 0), (131, 1)], [(1, 0), (131, 2)]),
         ("a list of sizes", [], []),
     ],
@@ -398,8 +395,7 @@ def test_the_mode_is_gone_after_an_error(fake: Fake, monkeypatch: pytest.MonkeyP
 def test_launches_beside_torchs(
     install: Callable[..., None], fake: Fake, form: str, planned: list[tuple[int, int]], served: list[tuple[int, int]]
 ) -> None:
-    """One clamps the numbers, and zeroes rows of the result where that is given. Another one behind torch's zeroes rows
-    of torch's own result, and those in front of a first offset that the device knows."""
+    """One clamps the numbers and zeroes rows; another one behind torch's where the device knows a first offset."""
     install(HostCublas("grouped_mm"))
     a, b = ints(ROWS, K), ints(GROUPS, K, N)
     for want in (planned, planned, served):
