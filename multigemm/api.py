@@ -15,7 +15,6 @@ from torch.compiler import is_compiling
 
 from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_text
 from multigemm.planning import binding, launch_cache
-from multigemm.planning.binding import refuse_quantised_gradients
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.launch_key import Call, Key, config_key, key_of, one_cut
 from multigemm.planning.plan import Plan
@@ -158,7 +157,6 @@ def _solve(
     problem: GroupedGemmProblem, backend: Which, config: Any, keys: tuple[Key | None, Key | None], kind: str
 ) -> Any:
     if problem.requires_grad and torch.is_grad_enabled():
-        refuse_quantised_gradients(problem.quantisation is not None)
         from multigemm.integrations import gradients
 
         return gradients.solve(problem, backend, config, grouped_gemm)

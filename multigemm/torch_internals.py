@@ -159,18 +159,18 @@ def only_result_wanted(*tensors: Tensor | None) -> bool:
     return not _any_autocast() and not _function_modes() and _C._get_tracing_state() is None
 
 
-def _redispatched_grouped_mm() -> tuple[Any, ...] | None:
+def _redispatched(name: str) -> tuple[Any, ...] | None:
     try:
-        call = torch.ops.aten._grouped_mm.default._handle.redispatch_boxed
+        call = getattr(torch.ops.aten, name).default._handle.redispatch_boxed
         keys = _Keys(_C.DispatchKey.CUDA)
         return call, keys, _C._push_on_torch_dispatch_stack, _C._pop_torch_dispatch_stack
     except AttributeError:
         return None
 
 
-redispatched_grouped_mm = _redispatched_grouped_mm()
-"""torch's grouped_mm below autograd, its dispatch keys, what sets and ends a mode; None where a name is missing. The
-public way is `torch.nn.functional.grouped_mm`, whose result has to be copied."""
+redispatched_grouped_mm, redispatched_scaled_grouped_mm = map(_redispatched, ("_grouped_mm", "_scaled_grouped_mm"))
+"""torch's grouped_mm and scaled_grouped_mm below autograd, their dispatch keys, what sets and ends a mode; None where a
+name is missing. The public ways are functions of `torch.nn.functional`, whose results have to be copied."""
 
 
 # --- torch.compile -----------------------------------------------------------------------------------

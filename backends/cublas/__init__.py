@@ -1,6 +1,7 @@
 """cuBLAS as torch carries it: every way that the vendor offers, behind one name.
 
-It decides by the sizes where the host has them, and planning costs nothing: `decides_at_bind`.
+It decides by the sizes where the host has them, and planning costs nothing: `decides_at_bind`. Float8 operands with
+scales of rows go to torch's scaled_grouped_mm; other quantised operands are refused.
 """
 
 from __future__ import annotations

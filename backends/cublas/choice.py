@@ -80,10 +80,13 @@ SLOWER, SLOWER_TRANSPOSED = 1.05, 1.15
 ALLOCATES = "takes two small pieces of memory from torch's allocator at each call, which no argument spares"
 EVERY = (Config("auto"), Config("grouped_mm"), Config("batched"), Config("grouped"), Config("streams", 4),
          Config("streams", 2), Config("loop"))  # fmt: skip
+SCALED = Config("scaled_grouped_mm")
 
 
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
     """All configs that can run this spec, the best guess first."""
+    if spec.quantised:
+        return [SCALED]
     return [config for config in EVERY if not problem_with(config, spec, device)]
 
 
@@ -93,6 +96,8 @@ def problem_with(config: Config, spec: ProblemSpec, device: torch.device) -> str
         return f"variant {config.variant!r} is unknown: use one of {', '.join(VARIANTS)}"
     if (config.variant == "streams") != (config.streams > 0):
         return f"streams must be positive for variant 'streams' and 0 for every other, got {config.streams}"
+    if (config.variant == SCALED.variant) != bool(spec.quantised):
+        return f"variant {config.variant!r}: float8 operands take 'scaled_grouped_mm', and no others do"
     if config.variant == "grouped":
         return "; ".join(grouped_reasons(spec))
     return "; ".join(grouped_mm_reasons(spec, device)) if config.variant == "grouped_mm" else ""

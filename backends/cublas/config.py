@@ -1,7 +1,8 @@
 """The ways to call the library, as configs; what each writes and reads; and what its two grouped calls cannot run.
 
 `auto` decides when sizes are known: two problems of one spec, one with even groups and one with
-skewed ones, want different calls. Every other variant is forced.
+skewed ones, want different calls. Every other variant is forced. `scaled_grouped_mm` is the one for float8 operands,
+and for them alone (`multigemm.backends.cublas.scaled_grouped_mm`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from multigemm.problem.spec import OperandSpec, ProblemSpec
 
-Variant = Literal["auto", "loop", "streams", "batched", "grouped", "grouped_mm"]
+Variant = Literal["auto", "loop", "streams", "batched", "grouped", "grouped_mm", "scaled_grouped_mm"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 LARGEST_GROUPED_MM = 1023
 GROUPED_ALIGNMENT = 16

@@ -63,7 +63,7 @@ def grouped_mm_into(a: Tensor, b: Tensor, ends: Tensor, out: Tensor) -> None:
         call, keys, push, pop = redispatched_grouped_mm
         modes = torch_internals.dispatch_modes()
         try:
-            push(_Into(out))
+            push(Into(out))
             result = call(keys, a, b, ends, None, None)
         finally:
             if torch_internals.dispatch_modes() > modes:  # not so where Ctrl-C came before the push
@@ -72,7 +72,7 @@ def grouped_mm_into(a: Tensor, b: Tensor, ends: Tensor, out: Tensor) -> None:
         _copy(result, out)
 
 
-class _Into:
+class Into:
     """A dispatch mode that answers the first request for memory of one shape with a tensor.
 
     It is none of `TorchDispatchMode`'s: what that class does around each operator takes 2 us of 4.5.

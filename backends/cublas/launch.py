@@ -18,7 +18,7 @@ from torch import Tensor
 
 from multigemm import torch_internals
 from multigemm.backend import Launch, Recipe
-from multigemm.backends.cublas import library
+from multigemm.backends.cublas import library, scaled_grouped_mm
 from multigemm.backends.cublas.choice import able, apart_in_a_graph, choose, problem_with, why, work_of
 from multigemm.backends.cublas.config import (
     Config,
@@ -86,6 +86,8 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
     """A recipe for every problem of the spec; raises BackendUnsupported for a config that cannot run it."""
     if problem := problem_with(config, spec, device):
         raise BackendUnsupported({f"cublas ({config.variant})": [problem]})
+    if spec.quantised:
+        return scaled_grouped_mm.plan(config)
     how = method(spec, config, device)
     tell = partial(_tell, how=how) if config.variant == "auto" else None
     said = why(spec, config, how.syncs, how.grouped_mm)

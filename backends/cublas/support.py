@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 
 from multigemm.backend import Availability, fused_reasons, quantised_reasons
-from multigemm.backends.cublas.config import result_type
+from multigemm.backends.cublas.config import LARGEST_GROUPED_MM, aligned, result_type
 from multigemm.backends.cublas.products import FARTHEST_BYTES, FARTHEST_ELEMENTS, countable
 from multigemm.problem.spec import FLOAT_DTYPES, ProblemSpec
 
 INT8_STEP = 4
 """cuBLAS reads int8 in words of four: K, leading dimensions and addresses are multiples of it."""
+
+FLOAT8_STEP = 16
+"""What K, N and the starts of groups along a jagged K are multiples of in torch's scaled_grouped_mm: 16 bytes."""
 
 EXTENT, INT8_EXTENT = 1 << 32, (1 << 31) - 1
 """cuBLAS 13.0 leaves the rows behind the first 2^32 as they were, and says nothing. Extents and leading dimensions past
@@ -37,8 +40,10 @@ def availability() -> Availability:
 
 def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     """Each limit that this spec breaks, with the value seen and the remedy; empty if it can run."""
-    if reasons := quantised_reasons(spec) + fused_reasons(spec):
+    if reasons := quantised_reasons(spec, takes=("float8",)) + fused_reasons(spec):
         return reasons
+    if spec.quantised:
+        return scaled_grouped_mm_reasons(spec, device)
     reasons = []
     if device.type != "cuda":
         reasons.append(f"operands are on {device.type}, cuBLAS needs a CUDA device: move them, or use backend 'cpu'")
@@ -100,4 +105,70 @@ def _int8_reasons(spec: ProblemSpec) -> list[str]:
         )
     if spec.longest > INT8_EXTENT:
         reasons.append(f"an extent of {spec.longest}: cuBLAS has int8 products up to {INT8_EXTENT}: split the problem")
+    return reasons
+
+
+# --- float8 -----------------------------------------------------------------------------------------
+
+
+def scaled_grouped_mm_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
+    """Why torch's scaled_grouped_mm cannot run a spec of float8 operands; empty if it can."""
+    reasons = [] if device.type == "cuda" else [f"operands are on {device.type}, cuBLAS needs a CUDA device: move them"]
+    if spec.a.dtype is not torch.float8_e4m3fn or spec.b.dtype is not torch.float8_e4m3fn:
+        seen = " x ".join(str(x.dtype).removeprefix("torch.") for x in (spec.a, spec.b))
+        reasons.append(f"scaled_grouped_mm multiplies float8_e4m3fn by float8_e4m3fn, not {seen}")
+    if spec.out.dtype is not torch.bfloat16:
+        reasons.append(f"scaled_grouped_mm writes bfloat16, not {spec.out.dtype}")
+    if spec.form not in ("jagged_m", "jagged_k"):
+        reasons.append(f"scaled_grouped_mm runs jagged m and jagged k here, not {spec.form}")
+    if spec.bias is not None or spec.activation or spec.c is not None or spec.alpha == "any":
+        reasons.append("scaled_grouped_mm has no epilogue: apply it to the result")
+    if not 1 <= spec.groups <= LARGEST_GROUPED_MM:
+        reasons.append(f"scaled_grouped_mm takes 1 to {LARGEST_GROUPED_MM} groups, got {spec.groups}")
+    if spec.batch_invariant:
+        reasons.append("batch_invariant=True: scaled_grouped_mm picks its tiles by the shape of the whole problem")
+    reasons += _scale_reasons(spec) + _layout_reasons(spec)
+    if spec.form == "jagged_k" and spec.device_sizes:
+        reasons.append(
+            f"scaled_grouped_mm ends its context where a jagged K is cut off multiples of {FLOAT8_STEP}, and sizes on "
+            "the device may be any: give the sizes on the host"
+        )
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
+        reasons.append("scaled_grouped_mm has its kernel for rows of float8 on compute capability 9.x")
+    return reasons
+
+
+def _scale_reasons(spec: ProblemSpec) -> list[str]:
+    """Scales that are not one number for each row of each group, or for more than that."""
+    reasons = []
+    for name, operand in (("scale_a", spec.a), ("scale_b", spec.b)):
+        scale = operand.scale
+        if scale is None:
+            continue
+        if scale.k or scale.rows not in (0, 1):
+            covers = f"{scale.rows or 'all'} x {scale.k or 'all of K'}"
+            reasons.append(f"{name} covers {covers}: scaled_grouped_mm takes one number for each row of each group")
+        elif name == "scale_a" and spec.form == "jagged_m" and scale.by_group:
+            reasons.append("scale_a covers groups of rows: scaled_grouped_mm takes one number for each row")
+    return reasons
+
+
+def _layout_reasons(spec: ProblemSpec) -> list[str]:
+    if spec.k == 0:  # nothing is read
+        return []
+    reasons = []
+    if (spec.a.order, spec.b.order) != ("row", "col"):
+        reasons.append(
+            "scaled_grouped_mm reads both operands along K (a by rows, b by columns), got "
+            f"{spec.a.order}, {spec.b.order}"
+        )
+    operands = (spec.a, spec.b, spec.out)
+    if spec.out.order != "row" or not all(map(aligned, operands)):
+        reasons.append(
+            "scaled_grouped_mm needs an output by rows, and bases and strides that are multiples of "
+            f"{FLOAT8_STEP} bytes"
+        )
+    for name, extent in (("N", spec.n), ("K", spec.k)):
+        if extent is not None and extent % FLOAT8_STEP:
+            reasons.append(f"scaled_grouped_mm needs {name} to be a multiple of {FLOAT8_STEP}, got {extent}")
     return reasons

@@ -20,8 +20,9 @@ from multigemm.backends.numba.config import (
     SIZE,
     HopperConfig,
     Signature,
-    signature_of,
+    is_plain,
     token_boxes,
+    zeroes,
 )
 from multigemm.cuda import tensor_map
 from multigemm.cuda.arguments import ACTIVATION_CODES, JAGGED_CODES, Fields
@@ -106,14 +107,13 @@ def epilogue_words(spec: ProblemSpec) -> tuple[int, ...]:
     """The epilogue as numbers: kinds and sizes of out, C and bias; activation; whether it only rounds; zeroing."""
     c = None if spec.c is None else spec.c.dtype
     pairs = [(0, 0) if x is None else (KIND[NAMES[x]], x.itemsize) for x in (spec.out.dtype, c, spec.bias)]
-    facts = signature_of(spec)
     return (
         *pairs[0],
         *pairs[1],
         *pairs[2],
         ACTIVATION_CODES[spec.activation],
-        int(facts.plain),
-        int(facts.zero_unowned),
+        int(is_plain(spec)),
+        int(zeroes(spec)),
     )
 
 

@@ -16,12 +16,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from multigemm.backends.numba.config import Config, HopperConfig, MmaConfig, Signature
+from multigemm.backends.numba.config import Config, HopperConfig, MmaConfig, QuantisedConfig, QuantisedSignature
+from multigemm.backends.numba.config import Signature as PlainSignature
 from multigemm.cuda.disk_cache import DiskCache, fingerprint
 from multigemm.errors import CompileError
 from multigemm.settings import settings
 
 Capability = tuple[int, int]
+Signature = PlainSignature | QuantisedSignature
 OVERLAP_MINIMUM = (9, 0)
 """Where a kernel can be started before the one in front of it has ended, and wait for it by itself."""
 COMPILERS = ("numba-cuda", "llvmlite", "nvidia-nvjitlink", "cuda-bindings")
@@ -93,6 +95,10 @@ def kernel_function(config: Config, signature: Signature, capability: Capability
         from multigemm.backends.numba.kernels import mma
 
         return mma.make_kernel(config, signature, capability >= OVERLAP_MINIMUM)  # type: ignore[no-any-return]
+    if isinstance(config, QuantisedConfig):
+        from multigemm.backends.numba.kernels import quantised
+
+        return quantised.make_kernel(config, signature)  # type: ignore[no-any-return]
     from multigemm.backends.numba.kernels import generic
 
     return generic.make_kernel(config, signature)  # type: ignore[no-any-return]
@@ -114,10 +120,12 @@ def to_ltoir(config: Config, signature: Signature, capability: Capability) -> by
 def _compile(config: Config, signature: Signature, capability: Capability, output: str) -> Any:
     from multigemm.backends.numba.arguments import Call
     from multigemm.backends.numba.kernels.runtime import cuda, numpy_names, types
+    from multigemm.backends.numba.quantised import Grids
 
     words = types.NamedUniTuple(types.int64, len(Call._fields), Call)
+    scales = (types.NamedUniTuple(types.int64, len(Grids._fields), Grids),) if config.kernel == "quantised" else ()
     more = (types.int64, types.int64) if config.kernel == "hopper" else ()
-    arguments = types.void(words, types.float64, types.float64, *more)
+    arguments = types.void(words, *scales, types.float64, types.float64, *more)
     major, minor = capability
     cc = (major, minor, "a") if major == 9 else (major, minor)
     with numpy_names(), _compiling_for(cc):

@@ -22,11 +22,15 @@ from multigemm.backends.numba.config import (
     MMA,
     MMA_SMALL,
     MMA_TALL,
+    QUANTISED,
+    QUANTISED_EMULATED,
+    QUANTISED_FEW,
     ROW_BYTES,
     Config,
     GenericConfig,
     HopperConfig,
     MmaConfig,
+    QuantisedConfig,
     signature_of,
     summation_of,
 )
@@ -73,6 +77,8 @@ def variance(config: Config, spec: ProblemSpec, device: torch.device) -> str:
     """
     if not spec.batch_invariant:
         return ""
+    if spec.quantised:
+        return ""  # every tile takes the same steps along k
     general: Config = GENERIC if device.type == "cuda" else GENERIC_EMULATED
     if device.type == "cuda" and not mma_obstacle(spec, device):
         general = _mma_sizes(spec)[-1]
@@ -80,12 +86,22 @@ def variance(config: Config, spec: ProblemSpec, device: torch.device) -> str:
 
 
 def _ranked(spec: ProblemSpec, device: torch.device) -> list[Config]:
+    if spec.quantised:
+        return _quantised(spec, device)
     if device.type != "cuda":
         return [GENERIC_EMULATED]
     hopper, mma = _hopper(spec, device), _mma(spec, device)
     if _is_plain_float32(spec) and min(spec.a.align, spec.b.align) < ROW_ALIGN:
         return _generic(spec) + mma  # element by element, plain loads wait less than asynchronous copies
     return (mma + hopper if mma and _is_small(spec) else hopper + mma) + _generic(spec)
+
+
+def _quantised(spec: ProblemSpec, device: torch.device) -> list[Config]:
+    """The lower tile first where groups have few rows."""
+    if device.type != "cuda":
+        return [QUANTISED_EMULATED]
+    few = rows_per_group(spec) <= QUANTISED.bm // 2
+    return [QUANTISED_FEW, QUANTISED] if few else [QUANTISED, QUANTISED_FEW]
 
 
 def _is_plain_float32(spec: ProblemSpec) -> bool:
@@ -177,6 +193,11 @@ def problem_with(config: Config, spec: ProblemSpec, device: torch.device) -> str
 
 
 def _kernel_obstacle(config: Config, spec: ProblemSpec, device: torch.device) -> str:
+    if isinstance(config, QuantisedConfig) != bool(spec.quantised):
+        return "quantised operands take a QuantisedConfig, and no others do"
+    if isinstance(config, QuantisedConfig):
+        fitting = [QUANTISED, QUANTISED_FEW] if device.type == "cuda" else [QUANTISED_EMULATED]
+        return "" if config in fitting else f"the kernel is made for {', '.join(map(str, fitting))}"
     if isinstance(config, GenericConfig):
         return _generic_obstacle(config, spec)
     if device.type != "cuda":
@@ -213,6 +234,8 @@ def why(config: Config, spec: ProblemSpec, device: torch.device) -> str:
 
 
 def _what(config: Config, spec: ProblemSpec, device: torch.device) -> str:
+    if isinstance(config, QuantisedConfig):
+        return f"{spec.quantised} operands in float32 on plain cores" + ", simulated" * (device.type != "cuda")
     if isinstance(config, HopperConfig):
         return f"{spec.compute} on tensor cores (wgmma, TMA), tiles of up to {config.n_max} rows"
     kind = "plain cores"

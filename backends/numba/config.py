@@ -56,10 +56,10 @@ def signature_of(spec: ProblemSpec) -> Signature:
         c=None if spec.c is None else NAMES[spec.c.dtype],
         bias=None if spec.bias is None else NAMES[spec.bias],
         activation=spec.activation,
-        zero_unowned=spec.zero_unowned and spec.form in ("jagged_m", "jagged_n", "masked"),
+        zero_unowned=zeroes(spec),
         a_order="col" if spec.a.order == "col" else "row",
         b_order="col" if spec.b.order == "col" else "row",
-        plain=spec.alpha == "one" and spec.c is None and spec.bias is None and spec.activation is None,
+        plain=is_plain(spec),
         ragged_k=spec.form == "jagged_k",
         a_aligned=_aligned(spec.a) and not a_inner_jagged(spec),
         b_aligned=_aligned(spec.b) and not b_inner_jagged(spec),
@@ -80,6 +80,34 @@ def _aligned(operand: OperandSpec) -> bool:
     return operand.order != "strided" and operand.align >= VECTOR
 
 
+def is_plain(spec: ProblemSpec) -> bool:
+    """Whether the epilogue only rounds."""
+    return spec.alpha == "one" and spec.c is None and spec.bias is None and spec.activation is None
+
+
+def zeroes(spec: ProblemSpec) -> bool:
+    """Whether the kernel writes zeros where no group owns the result."""
+    return spec.zero_unowned and spec.form in ("jagged_m", "jagged_n", "masked")
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedSignature:
+    """Formats by name: of elements and scales; None for what is absent. The rest is as in `Signature`."""
+
+    a: str
+    b: str
+    scale_a: str | None
+    scale_b: str | None
+    zero: str | None
+    out: str
+    c: str | None
+    bias: str | None
+    activation: str | None
+    zero_unowned: bool
+    a_order: str
+    b_order: str
+
+
 @dataclass(frozen=True, slots=True)
 class GenericConfig:
     """Tiles of bm x bn x bk on plain cores, tm x tn sums for each thread."""
@@ -88,6 +116,22 @@ class GenericConfig:
     bm: int = 64
     bn: int = 64
     bk: int = 16
+    tm: int = 4
+    tn: int = 4
+
+    @property
+    def threads(self) -> int:
+        return (self.bm // self.tm) * (self.bn // self.tn)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedConfig:
+    """Tiles of bm x bn by steps of bk, which divides every block of a scale; tm x tn sums for each thread."""
+
+    kernel: ClassVar[str] = "quantised"
+    bm: int = 64
+    bn: int = 64
+    bk: int = 32
     tm: int = 4
     tn: int = 4
 
@@ -138,15 +182,18 @@ GENERIC = GenericConfig()
 GENERIC_LARGE = GenericConfig(128, 128, 8, 8, 8)
 GENERIC_LOW = GenericConfig(32, 32, 32, 4, 4)
 GENERIC_EMULATED = GenericConfig(8, 8, 8, 4, 4)
+QUANTISED = QuantisedConfig()
+QUANTISED_FEW = QuantisedConfig(16, 64, 32, 2, 2)
+QUANTISED_EMULATED = QuantisedConfig(8, 8, 32, 4, 4)
 
-Config = GenericConfig | MmaConfig | HopperConfig
+Config = GenericConfig | QuantisedConfig | MmaConfig | HopperConfig
 
 
 def summation_of(config: Config, spec: ProblemSpec) -> Summation:
     """How a config sums: no kernel cuts K into parts."""
     if spec.compute == torch.int8:
         return INTEGERS
-    if isinstance(config, GenericConfig):
+    if isinstance(config, GenericConfig | QuantisedConfig):
         return Summation("fused multiply-add", padded=config.bk, epilogue="compiled for the operands")
     if spec.compute == torch.float64 or (isinstance(config, MmaConfig) and not config.tensor):
         return Summation("fused multiply-add", padded=STAGE_BYTES // spec.compute.itemsize)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from multigemm.backend import Bind, Launch, Recipe
@@ -30,11 +31,14 @@ from multigemm.backends.numba.config import (
     HopperConfig,
     Layout,
     MmaConfig,
+    QuantisedConfig,
+    QuantisedSignature,
     Signature,
     effective,
     shared_bytes,
     signature_of,
 )
+from multigemm.backends.numba.quantised import Grids, code_tables, grids_of, quantised_signature_of
 from multigemm.backends.numba.support import capability_of
 from multigemm.cuda import driver
 from multigemm.cuda.arguments import DeviceFields, Fields, join, words
@@ -58,7 +62,7 @@ def zeroing_blocks(call: Call, m: int) -> int:
 
 
 @cache
-def kernel_of(config: Config, signature: Signature, index: int, shared: int) -> Kernel:
+def kernel_of(config: Config, signature: Signature | QuantisedSignature, index: int, shared: int) -> Kernel:
     """The loaded kernel: one for each config, signature and device of this process."""
     made = image(config, signature, capability_of(torch.device("cuda", index)))
     kernel = Kernel(made.cubin, made.entry, index)
@@ -72,7 +76,13 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
     if reason := problem_with(config, spec, device):
         raise InvalidSetting(f"{config} cannot run this problem: {reason}")
     bind: Bind
-    if isinstance(config, GenericConfig) and device.type == "cpu":
+    if isinstance(config, QuantisedConfig):
+        bind = (
+            _emulated_quantised(config, spec)
+            if device.type == "cpu"
+            else bind_quantised(config, spec, index_of(device))
+        )
+    elif isinstance(config, GenericConfig) and device.type == "cpu":
         bind = _emulated(config, spec)
     else:
         bind = bind_for(config, spec, index_of(device))
@@ -126,6 +136,38 @@ def bind_for(config: Config, spec: ProblemSpec, index: int) -> Bind:
     return bind
 
 
+@cache
+def tables_on(signature: QuantisedSignature, device: torch.device) -> torch.Tensor:
+    """The floats of all codes in device memory, uploaded once."""
+    return to_device(code_tables(signature).view(np.int64), device)
+
+
+def bind_quantised(config: QuantisedConfig, spec: ProblemSpec, index: int) -> Bind:
+    """The bind of the kernel of quantised operands on a GPU."""
+    signature, style = quantised_signature_of(spec), epilogue_words(spec)
+    kernel = kernel_of(config, signature, index, 0)
+    most_blocks = processors(index) * kernel.blocks_per_processor(config.threads, 0)
+
+    def bind(ops: Operands) -> Launch:
+        listed, view = spec.form == "per_group", view_of(ops)
+        table = to_device(list_table(ops), ops.device) if listed else None
+        scales, of_list = grids_of(ops)
+        grids = None if of_list is None else to_device(of_list, ops.device)
+        call = call_of(ops, view, style, table)
+        tiles = most_tiles_by_rows(ops, view, config.bm, config.bn)(call.m)
+        grid = min(max(tiles, zeroing_blocks(call, call.m)), most_blocks)
+        if grid == 0:
+            return NOTHING
+        at, tables = 0 if grids is None else grids.data_ptr(), tables_on(signature, ops.device)
+        launch = kernel.bound(
+            words(*call, *scales, at, tables.data_ptr(), float(ops.alpha), float(ops.beta)), grid=grid,
+            threads=config.threads, keep=(tables, table, grids),
+        )  # fmt: skip  # for one number of tokens: strides of scales may be that
+        return without_move(launch) if listed else launch
+
+    return bind
+
+
 def _maps(maps: MapEncoder, call: Call, table: Table | None, index: int) -> Fields:
     """The tensor maps of a problem and, behind them, the counters of the Hopper kernel's scheduler."""
     with driver.on_device(index):
@@ -149,6 +191,31 @@ def _emulated(config: GenericConfig, spec: ProblemSpec) -> Bind:
         def launch(_table: torch.Tensor | None = host) -> None:
             with simulating():
                 kernel[grid, config.threads](call, ops.alpha, ops.beta)
+
+        return launch
+
+    return bind
+
+
+def _emulated_quantised(config: QuantisedConfig, spec: ProblemSpec) -> Bind:
+    from multigemm.backends.numba.kernels.quantised import make_kernel
+    from multigemm.backends.numba.kernels.runtime import simulating
+
+    signature, style = quantised_signature_of(spec), epilogue_words(spec)
+    kernel: Any = make_kernel(config, signature)
+    tables = code_tables(signature)
+
+    def bind(ops: Operands) -> Launch:
+        table, view = torch.from_numpy(list_table(ops)) if ops.spec.form == "per_group" else None, view_of(ops)
+        call = call_of(ops, view, style, table)
+        scales, of_list = grids_of(ops)
+        listed = 0 if of_list is None else of_list.ctypes.data
+        words_of_grids = Grids._make([*scales, listed, tables.ctypes.data])
+        grid = max(1, min(most_tiles_by_rows(ops, view, config.bm, config.bn)(call.m), 2))
+
+        def launch(_kept: Any = (table, of_list)) -> None:
+            with simulating():
+                kernel[grid, config.threads](call, words_of_grids, ops.alpha, ops.beta)
 
         return launch
 

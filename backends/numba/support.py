@@ -86,7 +86,7 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     """Every reason against this problem on this device; empty when it runs."""
-    if reasons := quantised_reasons(spec) + fused_reasons(spec):
+    if reasons := quantised_reasons(spec, takes=("float8", "weights")) + fused_reasons(spec):
         return reasons
     if settings().emulate:
         if device.type != "cpu":

@@ -242,6 +242,8 @@ def ceiling_entry() -> Entry:
 def _dense(tensors: Tensors) -> Prepared:
     workload = tensors.workload
     a, b = tensors.a, tensors.b
+    if workload.recipe is not None:
+        raise Refused("torch has no dense product of operands with these scales")
     if isinstance(a, list) or isinstance(b, list):
         _, n, k = max(workload.products, key=lambda p: p[1] * p[2])
         rows = max(1, round(workload.flops / (2 * max(1, n * k))))

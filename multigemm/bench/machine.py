@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from multigemm.bench.operands import float32_precision
+from multigemm.bench.quantised import RECIPES
 from multigemm.bench.workloads import DTYPES, Rates
 from multigemm.errors import LibraryError, MultigemmError
 from multigemm.select.timing import measure
@@ -184,7 +185,14 @@ COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 
 
 def dense_tflops(device: torch.device, dtype: str) -> float:
-    """The best that torch.mm reaches on large square products of random data."""
+    """The best that torch.mm reaches on large square products of random data; of float8 `torch._scaled_mm`.
+
+    Without float8 products the ceiling is that of bfloat16; it is that of quantised weights, too.
+    """
+    recipe = RECIPES.get(dtype)
+    if recipe is not None and recipe.a and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
+        return _dense_float8_tflops(device)
+    dtype = "bf16" if recipe is not None else dtype
     best = 0.0
     for n in DENSE_SIZES[device.type]:
         values = torch.randn(2, n, n, device=device)
@@ -193,6 +201,18 @@ def dense_tflops(device: torch.device, dtype: str) -> float:
         call = partial(torch._int_mm, a, b) if whole else partial(torch.mm, a, b, out=torch.empty_like(a))
         with float32_precision("high" if dtype == "tf32" else "highest"):
             taken = measure({"dense": call}, device, reps=20, min_reps=5, budget_ms=60.0)["dense"]
+        if taken.ok:
+            best = max(best, 2 * n**3 / taken.median / 1e6)
+    return best
+
+
+def _dense_float8_tflops(device: torch.device) -> float:
+    """With promoted sums, which every entry has to have."""
+    best, one = 0.0, torch.ones((), device=device)
+    for n in DENSE_SIZES["cuda"]:
+        a, b = torch.randn(2, n, n, device=device).to(torch.float8_e4m3fn)
+        call = partial(torch._scaled_mm, a, b.mT, one, one, out_dtype=torch.bfloat16)
+        taken = measure({"dense": call}, device, reps=20, min_reps=5, budget_ms=60.0)["dense"]
         if taken.ok:
             best = max(best, 2 * n**3 / taken.median / 1e6)
     return best

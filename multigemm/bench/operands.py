@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from multigemm.bench import quantised
 from multigemm.bench.workloads import Workload
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.reference.verify import Answer, answer, judge
@@ -85,7 +86,31 @@ def make(workload: Workload, device: torch.device | str, drawn: bool = True) -> 
     """Seeded random tensors of a workload on a device; `out` starts poisoned. Unless `drawn`, nobody writes them."""
     where = torch.device(device)
     maker = _Maker(workload, where, torch.Generator(where).manual_seed(workload.seed + 1), drawn)
+    if workload.recipe is not None:
+        return _make_quantised(workload, maker, workload.recipe)
     return _make_list(workload, maker) if workload.products else _make_packed(workload, maker)
+
+
+def _make_quantised(workload: Workload, maker: _Maker, recipe: quantised.Recipe) -> Tensors:
+    """Operands with scales, as the problem of a user."""
+    w, total = workload, int(workload.sizes.sum())
+    out = maker.empty(*((total, w.n) if w.form == "jagged_m" else (w.groups, w.m, w.n)))
+    offsets, valid, host = _cuts(w, maker.device)
+    cut: dict[str, Any] = {"valid_rows": valid} if valid is not None else {}
+    if offsets is not None:
+        cut = {"offsets": offsets, "jagged": w.form[-1]}
+    source = quantised.Source(recipe, maker.device, maker.source, maker.drawn)
+    given = quantised.problem(w, source, out, cut)
+    return Tensors(w, given.a, given.b, out, None, offsets, valid, host, given)
+
+
+def _cuts(w: Workload, device: torch.device) -> tuple[Tensor | None, Tensor | None, npt.NDArray[np.int64] | None]:
+    """Offsets and valid rows on the device, offsets on the host; None where the form has none."""
+    if w.form.startswith("jagged"):
+        host = np.concatenate([[0], np.cumsum(w.sizes)]).astype(np.int64)
+        return torch.tensor(host, dtype=torch.int32, device=device), None, host
+    valid = torch.tensor(w.sizes, dtype=torch.int32, device=device) if w.form == "masked" else None
+    return None, valid, None
 
 
 def _make_packed(workload: Workload, maker: _Maker) -> Tensors:
@@ -101,12 +126,7 @@ def _make_packed(workload: Workload, maker: _Maker) -> Tensors:
     else:
         b = maker.weights()
     bias = maker.matrix(total if w.form == "jagged_n" else w.n) if w.bias else None
-    host = offsets = valid = None
-    if w.form.startswith("jagged"):
-        host = np.concatenate([[0], np.cumsum(w.sizes)]).astype(np.int64)
-        offsets = torch.tensor(host, dtype=torch.int32, device=maker.device)
-    elif w.form == "masked":
-        valid = torch.tensor(w.sizes, dtype=torch.int32, device=maker.device)
+    offsets, valid, host = _cuts(w, maker.device)
     return Tensors(w, a, b, maker.empty(*out_shape), bias, offsets, valid, host)
 
 
@@ -228,9 +248,17 @@ class Exact:
 
 def reference(tensors: Tensors) -> Truth:
     """The expected answer of a workload with its per-element bounds."""
+    workload, expected, bounds = tensors.workload, [], []
+    if workload.recipe is not None:
+        with float32_precision("highest"):
+            for left, right in quantised.dequantised_groups(tensors, group_inputs(tensors)):
+                want, scale = left @ right, left.abs() @ right.abs()
+                unit = quantised.error_unit(workload, left.shape[1])
+                expected.append(want)
+                bounds.append(scale * unit + want.abs() * (UNIT[workload.out_dtype] * 1.01) + 1e-30)
+        return Reference(tensors, expected, bounds)
     if tensors.own is not None and not is_plain(tensors.own):
         return Exact(answer(tensors.own))
-    expected, bounds = [], []
     pairs = group_inputs(tensors)
     with float32_precision("highest"):
         for (a, b), bias in zip(pairs, _group_biases(tensors, len(pairs)), strict=True):

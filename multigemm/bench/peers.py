@@ -33,6 +33,8 @@ cuda: Any = torch.cuda  # parts of torch.cuda carry no types
 
 def without_epilogue(tensors: Tensors) -> None:
     """Peers run plain products only; an epilogue of their own making would not be a fair copy."""
+    if tensors.workload.recipe is not None:
+        raise Refused("this adapter runs operands without scales")
     if tensors.workload.bias or (tensors.own is not None and not is_plain(tensors.own)):
         raise Refused("this adapter runs products without a bias or another epilogue")
     if tensors.workload.dtype == "tf32":
@@ -47,6 +49,8 @@ def grouped_mm() -> Callable[..., Any]:
 
 
 def _grouped(tensors: Tensors) -> Prepared:
+    if tensors.workload.dtype == "fp8-rows":
+        return _scaled_grouped(tensors)
     without_epilogue(tensors)
     if tensors.offsets is None:
         raise Refused("grouped_mm takes packed groups with offsets, not lists or masks")
@@ -56,6 +60,28 @@ def _grouped(tensors: Tensors) -> Prepared:
         raise Refused("grouped_mm asserts on the device, and ends its context, where groups begin off 16 bytes")
     call, ends, a, b = grouped_mm(), tensors.offsets[1:].contiguous(), tensors.a, tensors.b
     return Prepared(lambda: call(a, b, offs=ends), None, "grouped_mm", why="allocates its result")
+
+
+def _scaled_grouped(tensors: Tensors) -> Prepared:
+    """torch's scaled_grouped_mm, by the operator, whose arguments have not changed since it came."""
+    workload, given = tensors.workload, tensors.own
+    if workload.form != "jagged_m" or tensors.offsets is None:
+        raise Refused("packed rows only")
+    if tensors.offsets.device.type != "cuda":
+        raise Refused("scaled_grouped_mm needs a CUDA device")
+    if workload.n % 16 or workload.k % 16:
+        raise Refused("scaled_grouped_mm takes N and K that are multiples of 16")
+    assert given is not None
+    a, b, scale_a, scale_b = given.a, given.b, given.scale_a, given.scale_b
+    assert isinstance(a, Tensor) and isinstance(b, Tensor) and isinstance(scale_a, Tensor)
+    assert isinstance(scale_b, Tensor)
+    rows, columns = scale_a.reshape(-1).contiguous(), scale_b.reshape(workload.groups, -1).contiguous()
+    ends = tensors.offsets[1:].contiguous()
+
+    def call() -> Tensor:
+        return torch._scaled_grouped_mm(a, b, rows, columns, offs=ends, out_dtype=torch.bfloat16)
+
+    return Prepared(call, None, "_scaled_grouped_mm", why="allocates its result")
 
 
 def _odd_start(workload: Workload) -> int:
@@ -236,28 +262,62 @@ def by_rows(b: Tensor) -> Tensor:
 
 def _deep_gemm(tensors: Tensors) -> Prepared:
     """Rows are padded to the library's alignment beforehand; -1 marks the padding."""
+    if tensors.workload.dtype == "fp8-blocks":
+        return _deep_gemm_float8(tensors)
     a, b, _ = packed_rows(tensors, "bf16")
     deep_gemm: Any = importlib.import_module("deep_gemm")
-    step = int(deep_gemm.get_mk_alignment_for_contiguous_layout())
-    sizes = [int(s) for s in tensors.workload.sizes]
-    starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + -(-size // step) * step)
-    rows = torch.cat([torch.arange(size) + start for size, start in zip(sizes, starts, strict=False)]).to(a.device)
-    padded = a.new_zeros(starts[-1], a.shape[1])
+    padded_rows, rows, owner = _padding(tensors, int(deep_gemm.get_mk_alignment_for_contiguous_layout()))
+    padded = a.new_zeros(padded_rows, a.shape[1])
     padded[rows] = a
-    owner = torch.full((starts[-1],), -1, dtype=torch.int32, device=a.device)
-    owner[rows] = torch.repeat_interleave(
-        torch.arange(len(sizes), dtype=torch.int32), torch.tensor(sizes)
-    ).to(a.device)  # fmt: skip
-    out = a.new_full((starts[-1], b.shape[2]), float("nan"))
+    out = a.new_full((padded_rows, b.shape[2]), float("nan"))
     weights = by_rows(b)
 
     def call() -> object:
         return deep_gemm.m_grouped_bf16_gemm_nt_contiguous(padded, weights, out, owner)
 
-    why = f"rows padded to {step} beforehand"
+    why = "rows padded beforehand"
     return Prepared(call, None, "m_grouped_bf16_gemm_nt_contiguous", why=why, unpack=lambda _: out[rows])
+
+
+def _padding(tensors: Tensors, step: int) -> tuple[int, Tensor, Tensor]:
+    """How many rows there are with every group padded to a multiple of `step`; where each row goes, and whose it is."""
+    assert tensors.offsets is not None
+    device, sizes = tensors.offsets.device, [int(s) for s in tensors.workload.sizes]
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // step) * step)
+    rows = torch.cat([torch.arange(size) + start for size, start in zip(sizes, starts, strict=False)]).to(device)
+    owner = torch.full((starts[-1],), -1, dtype=torch.int32, device=device)
+    owner[rows] = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), torch.tensor(sizes)).to(device)
+    return starts[-1], rows, owner
+
+
+def _deep_gemm_float8(tensors: Tensors) -> Prepared:
+    """Its scales of tokens lie as its kernel wants them, so that the call does not turn them."""
+    given, workload = tensors.own, tensors.workload
+    if workload.form != "jagged_m":
+        raise Refused("packed rows only")
+    if workload.k % 128:
+        raise Refused("takes K that is a multiple of 128")
+    deep_gemm: Any = importlib.import_module("deep_gemm")
+    assert given is not None
+    a, b, scale_a, scale_b = given.a, given.b, given.scale_a, given.scale_b
+    assert isinstance(a, Tensor) and isinstance(b, Tensor) and isinstance(scale_a, Tensor)
+    assert isinstance(scale_b, Tensor)
+    padded_rows, rows, owner = _padding(tensors, int(deep_gemm.get_mk_alignment_for_contiguous_layout()))
+    padded = torch.zeros(padded_rows, a.shape[1], dtype=torch.uint8, device=a.device)
+    padded[rows] = a.view(torch.uint8)
+    tokens = -(-padded_rows // 4) * 4  # what TMA asks of a line of float32
+    scales = torch.ones(scale_a.shape[1], tokens, device=a.device).mT[:padded_rows]
+    scales[rows] = scale_a
+    out = torch.full((padded_rows, b.shape[2]), float("nan"), dtype=torch.bfloat16, device=a.device)
+    left, right = (padded.view(a.dtype), scales), (b.mT, scale_b.mT.contiguous())
+
+    def call() -> object:
+        return deep_gemm.m_grouped_fp8_gemm_nt_contiguous(left, right, out, owner)
+
+    name = "m_grouped_fp8_gemm_nt_contiguous"
+    return Prepared(call, None, name, why="rows padded beforehand", unpack=lambda _: out[rows])
 
 
 def _quack(tensors: Tensors) -> Prepared:

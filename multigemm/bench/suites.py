@@ -6,6 +6,8 @@
 `moe-more`   further models, and the lists of DeepGEMM and Tokamax
 `wgrad`      jagged K: weight gradients
 `decode`     a few rows per group: one step of token generation
+`fp8`        float8 on both sides: the MoE layers by blocks of scales and by rows, weight gradients, mx
+`wonly`      the decode suite's layers with weights of 8 and 4 bits under bfloat16
 `small`      launch and scheduling cost rather than arithmetic
 `ragged-odd` primes and unaligned extents, where most libraries refuse or pad
 `spread`     3200 shapes laid out evenly over forms, layouts, dtypes and extents
@@ -177,6 +179,21 @@ def _decode() -> list[Workload]:
     ]
 
 
+def _fp8() -> list[Workload]:
+    tiny = Workload("fp8_small", "fp8", groups=8, n=256, k=384, total=200, distribution="empty")
+    moe = [*_moe(), tiny]
+    cases = [replace(case, dtype=recipe) for recipe in ("fp8-blocks", "fp8-rows") for case in moe]
+    cases += [replace(case, dtype="fp8-1x128", trans_a=False) for case in _wgrad()]
+    cases += [replace(case, dtype="mxfp8") for case in moe if case.distribution == "zipf" or case is tiny]
+    return [replace(case, suite="fp8") for case in cases]
+
+
+def _wonly() -> list[Workload]:
+    tiny = Workload("wonly_small", "wonly", groups=8, n=256, k=384, total=24, distribution="empty")
+    recipes = ("fp8-weights", "int8-weights", "int4-weights", "mxfp4-weights")
+    return [replace(case, suite="wonly", dtype=recipe) for recipe in recipes for case in (*_decode(), tiny)]
+
+
 def _small() -> list[Workload]:
     cubes = [_cubes(f"small_cube_{n}", "small", [n] * 4, "bf16") for n in (64, 128, 256, 512)]
     packed = [
@@ -335,6 +352,8 @@ SUITES: dict[str, Callable[[], list[Workload]]] = {
     "moe-more": _moe_more,
     "wgrad": _wgrad,
     "decode": _decode,
+    "fp8": _fp8,
+    "wonly": _wonly,
     "small": _small,
     "ragged-odd": _ragged_odd,
     "spread": spread_out,

@@ -26,6 +26,7 @@ import torch
 from multigemm import interrupts
 from multigemm.bench import machine, reports
 from multigemm.bench.entries import available_backends, config_entries
+from multigemm.bench.quantised import RECIPES
 from multigemm.bench.reports import HOST_SIZES, Report, Row, by_case, digits, family
 from multigemm.bench.runner import LATE, DeviceLost, Options, Progress, Runner
 from multigemm.bench.selection import above_zero, add_selection, selected
@@ -139,7 +140,7 @@ def _tune(args: argparse.Namespace, device: torch.device, backends: Sequence[str
 
 def tuner(backends: Sequence[str], device: torch.device, options: Options, configs: int = 0) -> Runner:
     """A run of the benchmark with so many configs of each backend as entries; 0 is all."""
-    report = Report(machine.describe(device), {}, {dtype: asdict(Rates()) for dtype in DTYPES})
+    report = Report(machine.describe(device), {}, {dtype: asdict(Rates()) for dtype in (*DTYPES, *RECIPES)})
     return Runner(lambda case: config_entries(case, backends, configs, device), device, options, report)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from multigemm.bench.quantised import RECIPES, Recipe
 from multigemm.errors import InvalidSetting
 from multigemm.problem.spec import Form
 
@@ -150,8 +151,14 @@ class Workload:
         return "/".join([self.name, self.distribution, self.dtype] + ([layout] if layout != "nn" else []))
 
     @property
+    def recipe(self) -> Recipe | None:
+        """Of quantised operands; None of others."""
+        return RECIPES.get(self.dtype)
+
+    @property
     def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+        """That of the operands; of quantised ones that of activations and results."""
+        return DTYPES["bf16" if self.recipe else self.dtype]
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -187,6 +194,8 @@ class Workload:
     @property
     def bytes(self) -> int:
         """A and C, and the B of every group that has rows, once each (a shared operand once)."""
+        if self.recipe is not None:
+            return self._quantised_bytes(self.recipe)
         width, out = self.torch_dtype.itemsize, self.out_dtype.itemsize
         moved = 0
         for index, (m, n, k) in enumerate(self.extents):
@@ -196,6 +205,12 @@ class Workload:
                 b = 0 if self.shared_b and index else k * n
                 moved += (m * k + b) * width + m * n * out
         return moved
+
+    def _quantised_bytes(self, recipe: Recipe) -> int:
+        """The same with the bytes of codes, and those of scales."""
+        used = [extents for extents in self.extents if self.form == "jagged_k" or all(extents[:2])]
+        results = sum(m * n for m, n, _ in used) * self.out_dtype.itemsize
+        return round(sum(recipe.bytes(extents) for extents in used)) + results
 
     def floor_us(self, rates: Rates | None = None) -> float:
         """max(FLOPs / rate, bytes / bandwidth) in microseconds: a yardstick, not a hard limit."""

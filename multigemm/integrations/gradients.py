@@ -16,21 +16,26 @@ With `out = act(pre)`, `pre = alpha*A@B + beta*C + bias` and D the gradient of `
 Rows that no group owns are constants of the result, so nothing flows through them, whatever the
 incoming gradient holds there (NaN included). Only differentiable operations are used, so second
 derivatives follow from autograd.
+
+Quantised operands and scales are constants as well. Of quantised weights dA multiplies by B^T as it lies in memory,
+with its scales transposed, where one of them covers everything, a group or 128 x 128; else by B^T in the dtype of A.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from multigemm import quantize
 from multigemm.errors import InvalidProblem
 from multigemm.planning import launch_cache
+from multigemm.problem import scales
 from multigemm.problem.problem import GroupedGemmProblem
-from multigemm.problem.spec import Form
+from multigemm.problem.spec import FLOAT8, Form
 from multigemm.select.choose import choose
 
 Gemm = Callable[..., Any]
@@ -42,7 +47,8 @@ class Call:
     """One forward call, as far as its gradients need it. Operands are lists where form is per_group.
 
     `cut` holds the keyword arguments that cut the groups (offsets, sizes, ends or valid_rows);
-    `options` those that every GEMM of the backward pass inherits (precision, deterministic, backend).
+    `options` those that every GEMM of the backward pass inherits (precision, deterministic, backend); `quantised`
+    those of products with a and b as they are (scale_a, scale_b, zero_b, b_format, accumulate).
     """
 
     form: Form
@@ -56,12 +62,13 @@ class Call:
     alpha: float = 1.0
     beta: float = 0.0
     activation: str | None = None
+    quantised: Mapping[str, Any] = field(default_factory=dict)
 
 
 def gradients(call: Call, grad: Tensor, out: Tensor | None, needs: tuple[bool, ...]) -> Gradients:
     """(dA, dB, dC, dbias) of a packed form; None where it is not needed. `out` is read for relu only."""
     d = _through_activation(call, grad, out)
-    exact = d.to(torch.promote_types(call.a.dtype, call.b.dtype))
+    exact = d if call.a.dtype in FLOAT8 else d.to(_operand_dtype(call, call.a, call.b))
     da = _da(call, exact) if needs[0] else None
     db = _db(call, exact) if needs[1] else None
     dc = _dc(call, d) if needs[2] else None
@@ -73,10 +80,12 @@ def list_gradients(call: Call, grads: list[Tensor], outs: list[Tensor], needs: t
     """(dA, dB, dC, dbias) of a list problem, each a list or None."""
     ds = _through_list(call, grads, outs)
     common = dict(alpha=call.alpha, **call.options)
-    exact = [d.to(torch.promote_types(x.dtype, y.dtype)) for d, x, y in zip(ds, call.a, call.b, strict=True)]
     da = db = dc = dbias = None
+    exact = ds
+    if needs[0] or needs[1]:
+        exact = [d.to(_operand_dtype(call, x, y)) for d, x, y in zip(ds, call.a, call.b, strict=True)]
     if needs[0]:
-        da = call.gemm(exact, [y.T for y in call.b], out_dtype=call.a[0].dtype, **common)
+        da = call.gemm(exact, _transposed_list(call), out_dtype=call.a[0].dtype, **common)
     if needs[1]:
         db = call.gemm([x.T for x in call.a], exact, out_dtype=call.b[0].dtype, **common)
     if needs[2]:
@@ -114,12 +123,19 @@ def _through_list(call: Call, grads: list[Tensor], outs: list[Tensor]) -> list[T
 
 def _pre_activation(call: Call, a: torch.dtype, b: torch.dtype) -> Any:
     """Formed again rather than kept: it is as large as the result, and wider."""
-    epilogue: dict[str, Any] = {"alpha": call.alpha}
+    epilogue: dict[str, Any] = {"alpha": call.alpha, "out_dtype": wide_dtype(a, b)}
     if call.bias is not None:
-        epilogue["bias"] = call.bias
+        epilogue["bias"] = _beside(call.bias, a, b)
     if call.beta != 0:
-        epilogue |= {"c": call.c, "beta": call.beta}
-    return call.gemm(call.a, call.b, out_dtype=wide_dtype(a, b), **epilogue, **call.cut, **call.options)
+        epilogue |= {"c": _beside(call.c, a, b), "beta": call.beta}
+    return call.gemm(call.a, call.b, **epilogue, **call.quantised, **call.cut, **call.options)
+
+
+def _beside(x: Any, *inputs: torch.dtype) -> Any:
+    """c or bias as a result in the accumulator's dtype takes it."""
+    if isinstance(x, Tensor):
+        return x if x.dtype in inputs else x.to(wide_dtype(*inputs))
+    return [_beside(t, *inputs) for t in x]
 
 
 def _slope(activation: str, grad: Tensor, pre: Tensor) -> Tensor:
@@ -138,14 +154,14 @@ def _slope(activation: str, grad: Tensor, pre: Tensor) -> Tensor:
 
 def _da(call: Call, d: Tensor) -> Tensor:
     """dA = alpha * D @ B^T."""
-    a, bt = call.a, call.b.transpose(-2, -1)
+    a, (bt, scaled) = call.a, _transposed_b(call)
     if call.form == "jagged_m":
-        return _gemm(call, d, bt, a.dtype, call.cut)
+        return _gemm(call, d, bt, a.dtype, {**call.cut, **scaled})
     if call.form == "jagged_k":
         return _gemm(call, d, bt, a.dtype, {**call.cut, "jagged": "n"})
     if call.form == "jagged_n":
         return _contracted(call, d, bt, a)
-    return _gemm(call, d, bt, a.dtype, call.cut)
+    return _gemm(call, d, bt, a.dtype, {**call.cut, **scaled})
 
 
 def _db(call: Call, d: Tensor) -> Tensor:
@@ -175,6 +191,60 @@ def _contracted(call: Call, x: Tensor, y: Tensor, like: Tensor) -> Tensor:
 def _gemm(call: Call, x: Tensor, y: Tensor, dtype: torch.dtype, cut: Mapping[str, Any]) -> Tensor:
     result: Tensor = call.gemm(x, y, alpha=call.alpha, out_dtype=dtype, **cut, **call.options)
     return result
+
+
+# --- quantised weights ------------------------------------------------------------------------------
+
+
+def _operand_dtype(call: Call, a: Tensor, b: Tensor) -> torch.dtype:
+    """The dtype that D has as an operand."""
+    return a.dtype if call.quantised else torch.promote_types(a.dtype, b.dtype)
+
+
+def _transposed_b(call: Call) -> tuple[Tensor, dict[str, Any]]:
+    """B^T with the keywords of its scales."""
+    if not call.quantised:
+        return call.b.transpose(-2, -1), {}
+    scale, zero, b_format = (call.quantised.get(name) for name in ("scale_b", "zero_b", "b_format"))
+    b, packed = call.b, scales.format_of(call.b.dtype, b_format)
+    cuts_b = call.form in ("jagged_n", "jagged_k")
+    if b.dim() == 2 and not cuts_b and scale is not None and scale.dim() == 1:  # shared, with a number for each group
+        b = b.expand(scale.shape[0], -1, -1)
+    if b.dim() == 3 and not packed and _turns(scale, b):
+        turned = {name: x if x is None or x.dim() < 2 else x.mT for name, x in (("scale_b", scale), ("zero_b", zero))}
+        return b.mT, turned
+    cut = call.cut if cuts_b else {}
+    weights = quantize.dequantized(quantize.Quantized(b, scale, zero), "b", packed, **cut)
+    return weights.to(call.a.dtype).mT, {}
+
+
+def _turns(scale: Tensor | None, b: Tensor) -> bool:
+    """Whether the scale of a stack of weights covers K and columns alike, so that it fits the transposed stack too."""
+    if scale is None or scale.dim() < 2:
+        return True
+    k, n = (-(-extent // scales.ROW_BLOCK) for extent in b.shape[-2:])
+    return tuple(scale.shape[-2:]) in ((1, 1), (k, n))
+
+
+def _transposed_list(call: Call) -> list[Tensor]:
+    """B^T of every group of a list."""
+    if not call.quantised:
+        return [y.T for y in call.b]
+    names, found = ("scale_b", "zero_b"), []
+    b_format = call.quantised.get("b_format")
+    for g, y in enumerate(call.b):
+        own = (_of_matrix(call.quantised.get(name), g) for name in names)
+        weights = quantize.dequantized(quantize.Quantized(y, *own), "b", scales.format_of(y.dtype, b_format))
+        found.append(weights.to(call.a[g].dtype).mT)
+    return found
+
+
+def _of_matrix(scale: Any, g: int) -> Tensor | None:
+    """The scale of one matrix of a list: of a list of grids, a vector, or one number for all."""
+    if scale is None or (isinstance(scale, Tensor) and scale.dim() == 0):
+        return scale
+    found: Tensor = scale[g]
+    return found
 
 
 # --- what no group owns -----------------------------------------------------------------------------
@@ -272,6 +342,11 @@ def solve(problem: GroupedGemmProblem, backend: Any, config: Any, gemm: Gemm) ->
             f"an input requires grad and a is a {problem.kind} array: pass torch tensors, or .detach() the input"
         )
     if problem.fused is not None:
+        if problem.quantisation is not None:
+            raise InvalidProblem(
+                "an input requires grad, and gradients of fused products with quantised operands come later: take the "
+                "fused steps in torch round the product, or use torch.no_grad()"
+            )
         from multigemm.integrations import fused_gradients
 
         return fused_gradients.solve(problem, backend, config, gemm)
@@ -351,7 +426,24 @@ def call_of(problem: GroupedGemmProblem, gemm: Gemm, inputs: list[Any]) -> Call:
         alpha=problem.alpha,
         beta=problem.beta,
         activation=problem.activation,
+        quantised=_quantised(problem),
     )
+
+
+def _quantised(problem: GroupedGemmProblem) -> dict[str, Any]:
+    """The keywords of quantised operands, whose two matrices have become stacks of one."""
+    q = problem.quantisation
+    if q is None:
+        return {}
+    given = {"scale_a": problem.scale_a, "scale_b": problem.scale_b, "zero_b": problem.zero_b}
+    if problem.squeezed:
+        given = {name: stacked(x) for name, x in given.items()}
+    return {**given, "b_format": q.b_format or None, "accumulate": q.accumulate}
+
+
+def stacked(scale: Any) -> Any:
+    """The grid of a matrix as that of a stack of one; numbers and vectors as they are."""
+    return scale.unsqueeze(0) if isinstance(scale, Tensor) and scale.dim() == 2 else scale
 
 
 def _cut(problem: GroupedGemmProblem) -> dict[str, Any]:

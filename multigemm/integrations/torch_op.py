@@ -16,12 +16,12 @@ from torch import Tensor
 
 from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_text
 from multigemm.integrations import eager
-from multigemm.integrations.gradients import Call, gradients
-from multigemm.planning import binding
+from multigemm.integrations.gradients import Call, gradients, stacked
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.launch_key import Call as LaunchCall
 from multigemm.planning.launch_key import Key, key_of, one_cut
 from multigemm.problem import epilogue, forms, scales
+from multigemm.problem.arrays import dtype_name
 from multigemm.problem.fused import refuse_in_operator
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.result import Result
@@ -156,7 +156,7 @@ def _dispatched(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[st
     _refuse_missing(*tensors[:2])
     dispatched, wanted = dispatch_keys(*tensors), grad_enabled() and any_requires_grad(*tensors)
     if wanted:
-        _refuse_quantised_gradients(dict(zip(TENSORS, tensors, strict=True)), options["b_format"])
+        _refuse_quantised_gradients(dict(zip(TENSORS, tensors, strict=True)))
     if dispatched.raw_repr() & SPECIAL or wanted:
         return _general(dispatched, *tensors, **options)  # type: ignore[no-any-return]
     return _solved(keys, kind, tensors, options)
@@ -179,14 +179,17 @@ def _refuse_missing(a: Tensor | None, b: Tensor | None) -> None:
             raise InvalidProblem(f"{name} is None: pass a tensor")
 
 
-def _refuse_quantised_gradients(given: dict[str, Any], b_format: str | None) -> None:
-    """Scales have no gradients; those of the other inputs of quantised products come later."""
-    scaled = {name: given[name] for name in SCALES if given.get(name) is not None}
-    for name, x in scaled.items():
-        if x.requires_grad:
+def _refuse_quantised_gradients(given: dict[str, Any]) -> None:
+    """Quantised operands and scales have no gradients."""
+    for name in SCALES:
+        if (x := given.get(name)) is not None and x.requires_grad:
             raise InvalidProblem(f"{name} asks for a gradient, and scales and zero points have none: detach it")
-    narrow = given["a"].dtype in FLOAT8 or given["b"].dtype in (*FLOAT8, torch.uint8, scales.FLOAT4)
-    binding.refuse_quantised_gradients(bool(scaled) or narrow or b_format is not None)
+    for name in ("a", "b"):
+        if given[name].dtype in (*FLOAT8, scales.FLOAT4) and given[name].requires_grad:
+            raise InvalidProblem(
+                f"{name} asks for a gradient, and {dtype_name(given[name].dtype)} operands give none: pass "
+                f"{name}.detach()"
+            )
 
 
 # --- shapes without data ----------------------------------------------------------------------------
@@ -252,18 +255,19 @@ def _count(groups: int | None, cuts: list[Tensor], head: bool) -> int:
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], given: dict[str, Any], output: Tensor) -> None:
     """What the backward pass reads: the operands; C and bias only to form a pre-activation anew."""
-    a, b, *cuts, c, bias = inputs[:8]  # what has scales has no gradient
+    a, b, *cuts, c, bias, scale_a, scale_b, zero_b = inputs
     options = DEFAULTS | given  # the dispatcher drops what is at its default
     options["beta"] = epilogue.default_beta(options["beta"], c)
     relu = options["activation"] == "relu"
     again = options["activation"] is not None and not relu
-    ctx.save_for_backward(a, b, *cuts, c if again else None, bias if again else None, output if relu else None)
+    extras = c if again else None, bias if again else None, output if relu else None
+    ctx.save_for_backward(a, b, *cuts, *extras, scale_a, scale_b, zero_b)
     ctx.options = options
     ctx.like = [None if x is None else torch.empty_like(x, device="meta") for x in (c, bias)]
 
 
 def _backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
-    a, b, *cuts, c, bias, out = ctx.saved_tensors
+    a, b, *cuts, c, bias, out, scale_a, scale_b, zero_b = ctx.saved_tensors
     c, bias = (like if x is None else x for x, like in zip((c, bias), ctx.like, strict=True))
     cut, o = {name: x for name, x in zip(CUTS, cuts, strict=True) if x is not None}, ctx.options
     squeezed = not cut and a.dim() == 2 and b.dim() == 2
@@ -274,9 +278,16 @@ def _backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
         cut["jagged"] = o["jagged"]
     options = {name: o[name] for name in ("precision", "deterministic", "batch_invariant", "grad_backend")}
     options["backend"] = o["grad_backend"]
+    quantised: dict[str, Any] = {}
+    narrow = a.dtype in FLOAT8 or b.dtype in (*FLOAT8, torch.uint8, scales.FLOAT4)
+    if narrow or scale_b is not None or o["b_format"] is not None:
+        quantised = {"scale_a": scale_a, "scale_b": scale_b, "zero_b": zero_b}
+        if squeezed:
+            quantised = {name: stacked(x) for name, x in quantised.items()}
+        quantised |= {"b_format": o["b_format"], "accumulate": o["accumulate"]}
     call = Call(
         form=form, gemm=grouped_gemm, a=a, b=b, c=c, bias=bias, cut=cut, options=options, alpha=o["alpha"],
-        beta=o["beta"], activation=o["activation"],
+        beta=o["beta"], activation=o["activation"], quantised=quantised,
     )  # fmt: skip
     da, db, dc, dbias = gradients(call, grad, out, tuple(ctx.needs_input_grad[2 + i] for i in (0, 1, 6, 7)))
     if squeezed:

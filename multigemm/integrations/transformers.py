@@ -7,23 +7,38 @@
 The models keep their weights, routers and gates; what is replaced is the forward pass of their
 experts. Compared with transformers' own "grouped_mm": every dtype, no alignment rule, the bias fused
 into the GEMM, and zeros, not stale memory, behind the last group.
+
+Experts with quantised weights run as well: those that `quantize_experts_` makes of a model, those of gpt-oss's
+checkpoints in mxfp4 (`load_mxfp4_experts_`), and transformers' own `FP8Experts` (DeepSeek-V3's blocks of 128 x 128).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from transformers.activations import ACT2FN
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
+from multigemm.errors import InvalidProblem
 from multigemm.integrations import layer_call
 from multigemm.integrations.layer_ops import swiglu
+from multigemm.integrations.quantised_weights import quantize_stack, scale_keywords, turned
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.integrations.torch_op import grouped_gemm
+from multigemm.problem.spec import HALVES
+from multigemm.quantize import Format, Quantized, quantize
 
 NAME = "multigemm"
 SILU = (type(ACT2FN["silu"]),)
+FORMAT = "_multigemm_weight_format"
+"""What an experts module has beside quantised weights, whose scales are buffers `<name>_scale` and `<name>_zero`."""
+PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
+BLOCK = 128
+"""Of K, and of columns, that one number of `FP8Experts` covers."""
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -54,6 +69,8 @@ def _networks(experts: Any) -> layer_call.Networks | None:
     """The layer as one that may be bound; None for what has parts of its own."""
     if getattr(experts, "has_post_expert_norm", False) or getattr(experts, "_is_expert_parallel", False):
         return None
+    if hasattr(experts, FORMAT):
+        return None
     if not _is_swiglu(experts):
         return None
     up_bias, down_bias = (experts.gate_up_proj_bias, experts.down_proj_bias) if experts.has_bias else (None, None)
@@ -73,8 +90,142 @@ def _activated(experts: Any, hidden: Tensor) -> Tensor:
 def _linear(experts: Any, name: str, rows: Tensor, ends: Tensor) -> Tensor:
     weight = getattr(experts, name)
     bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
+    if hasattr(experts, FORMAT):
+        scale, zero = getattr(experts, f"{name}_scale"), getattr(experts, f"{name}_zero", None)
+        half = rows if rows.dtype in HALVES else rows.to(torch.bfloat16)
+        keywords = scale_keywords(getattr(experts, FORMAT), scale, zero)
+        return grouped_gemm(half, weight.mT, ends=ends, bias=bias, out_dtype=rows.dtype, **keywords)
     stacked = weight if experts.is_transposed else weight.transpose(1, 2)
     return grouped_gemm(rows.to(weight.dtype), stacked, ends=ends, bias=bias)
 
 
+# --- quantised weights ------------------------------------------------------------------------------
+
+
+def quantize_experts_(
+    model: nn.Module, format: Format, scale: str, *, scale_dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """Quantises the experts of a model in place, for inference with `experts_implementation="multigemm"`.
+
+    Args:
+        model: a MoE model of transformers.
+        format: "e4m3", "e5m2", "int8", "int4", "uint4" or "e2m1".
+        scale: what one number covers, as in `multigemm.quantize.quantize`: "row", "1x32", "128x128", ...
+        scale_dtype: float32, float8_e8m0fnu or the dtype of activations.
+
+    Returns:
+        The model; it runs with this implementation alone.
+
+    Raises:
+        InvalidProblem: the model has no experts that can be quantised, or their K does not fit the format.
+    """
+    for experts in _expert_modules(model):
+        for name in (name for name in PROJECTIONS if getattr(experts, name, None) is not None):
+            weight = getattr(experts, name).detach()
+            _hold(
+                experts,
+                name,
+                quantize_stack(weight.mT if experts.is_transposed else weight, format, scale, scale_dtype),
+            )
+        setattr(experts, FORMAT, format)
+    return model
+
+
+def load_mxfp4_experts_(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
+    """Gives a gpt-oss model the experts of a checkpoint in mxfp4, as they are: nothing is dequantised.
+
+    Args:
+        model: made from the checkpoint's config, its other weights loaded.
+        state: the checkpoint's tensors by name, of which `<name>_blocks` [E, out, in / 32, 16] and `<name>_scales`
+            [E, out, in / 32] of every layer's experts are read.
+
+    Returns:
+        The model; it runs with `experts_implementation="multigemm"` alone.
+
+    Raises:
+        InvalidProblem: blocks or scales are missing, or have other shapes than the model's experts.
+    """
+    for prefix, experts in model.named_modules():
+        if not _is_experts(experts):
+            continue
+        for name in (name for name in PROJECTIONS if getattr(experts, name, None) is not None):
+            parts = [state.get(f"{prefix}.{name}_{part}") for part in ("blocks", "scales")]
+            if parts[0] is None or parts[1] is None:
+                raise InvalidProblem(f"{prefix}.{name}: the checkpoint has no {name}_blocks or no {name}_scales")
+            weight = getattr(experts, name)
+            out, inner = (weight.shape[2], weight.shape[1]) if experts.is_transposed else weight.shape[1:]
+            codes, scales = parts[0].flatten(-2), parts[1]
+            wanted = (weight.shape[0], out, inner // 2), (weight.shape[0], out, -(-inner // 32))
+            if (tuple(codes.shape), tuple(scales.shape)) != wanted:
+                raise InvalidProblem(
+                    f"{prefix}.{name}: blocks {tuple(parts[0].shape)} and scales {tuple(scales.shape)} do not fit "
+                    f"{out} x {inner}"
+                )
+            where = weight.device if weight.device.type != "meta" else codes.device
+            scale = scales.to(where).view(torch.float8_e8m0fnu)
+            _hold(experts, name, Quantized(codes.to(where, torch.uint8).contiguous(), scale))
+        setattr(experts, FORMAT, "e2m1")
+    if not any(hasattr(module, FORMAT) for module in model.modules()):
+        raise InvalidProblem("the model has no experts that transformers can switch")
+    return model
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """Whether transformers decorates a module's class with `use_experts_implementation`."""
+    return all(hasattr(module, name) for name in ("is_transposed", "has_gate", "num_experts", "down_proj"))
+
+
+def _expert_modules(model: nn.Module) -> list[Any]:
+    found: list[Any] = [module for module in model.modules() if _is_experts(module)]
+    if not found:
+        raise InvalidProblem("the model has no experts that transformers can switch")
+    if any(hasattr(module, FORMAT) or getattr(module, "_is_expert_parallel", False) for module in found):
+        raise InvalidProblem("the experts are quantised or spread over ranks already")
+    return found
+
+
+def _hold(experts: nn.Module, name: str, held: Quantized) -> None:
+    experts.register_parameter(name, nn.Parameter(held.data, requires_grad=False))
+    experts.register_buffer(f"{name}_scale", held.scale)
+    if held.zero is not None:
+        experts.register_buffer(f"{name}_zero", held.zero)
+
+
+# --- transformers' own float8 experts ---------------------------------------------------------------
+
+
+def fp8_experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The forward pass of `FP8Experts`: activations are quantised for each product, as its other ones do.
+
+    Their scales cover 128 of K where those of the weights are blocks, else a row. Weights of four bits multiply
+    bfloat16.
+    """
+    if experts.activation_scheme != "dynamic":
+        raise InvalidProblem(
+            f"activation_scheme={experts.activation_scheme!r}: quantise activations dynamically, or use another "
+            "experts_implementation"
+        )
+    routing = route(top_k_index, experts.num_experts)
+    rows = dispatch(hidden_states, routing)
+    hidden = _float8_linear(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, routing.ends)
+    hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
+    rows = _float8_linear(experts, "down_proj", hidden, routing.ends)
+    if getattr(experts, "_is_expert_parallel", False):  # pairs that another rank computes
+        top_k_weights = top_k_weights.masked_fill(top_k_index >= experts.num_experts, 0)
+    return combine(rows, top_k_weights, routing).to(hidden_states.dtype)
+
+
+def _float8_linear(experts: Any, name: str, rows: Tensor, ends: Tensor) -> Tensor:
+    weight, scale = getattr(experts, name).detach(), getattr(experts, f"{name}_scale_inv").detach()
+    if weight.dtype is torch.int8:
+        half = rows if rows.dtype in HALVES else rows.to(torch.bfloat16)
+        return grouped_gemm(half, weight.mT, ends=ends, out_dtype=rows.dtype, **scale_keywords("e2m1", scale))
+    out = weight.shape[1]
+    if scale.shape[1] == 2 and out <= BLOCK:  # a number for the gate and one for what it lets through
+        scale = scale.repeat_interleave(-(-out // 2), dim=1)[:, :out]
+    q = quantize(rows.detach(), "e4m3", "1x128" if scale.shape[2] > 1 else "row")
+    return grouped_gemm(q.data, weight.mT, ends=ends, scale_a=q.scale, scale_b=turned(scale), out_dtype=rows.dtype)
+
+
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, fp8_experts_forward)

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from multigemm.errors import InvalidProblem
 from multigemm.integrations import layer_call
 from multigemm.integrations.fused_experts import Network, experts_forward
+from multigemm.integrations.quantised_weights import quantize_stack, scale_keywords
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.integrations.torch_op import grouped_gemm
 from multigemm.nn.linear import check_layer, init_linear_
 from multigemm.problem import epilogue
 from multigemm.problem.spec import GATES, GLU_LAYOUTS
+from multigemm.quantize import Format
 from multigemm.settings import settings
 from multigemm.torch_internals import run_while_tracing
 
@@ -97,6 +99,7 @@ class Experts(nn.Module):
         check_layer(backend, dtype, num_experts=num_experts, **extents)
         self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
         self.activation, self.backend, self.batch_invariant = activation, backend, batch_invariant
+        self.weight_format: Format | None = None
         self.mesh: Any = None
         self.chunks = 1
         self.first = "gate_up_proj" if activation in GATED else "up_proj"
@@ -115,6 +118,41 @@ class Experts(nn.Module):
             weight = getattr(self, name)
             init_linear_(weight.transpose(1, 2) if self.network.stacked else weight, getattr(self, f"{name}_bias"))
 
+    def quantize_(self, format: Format, scale: str, *, scale_dtype: torch.dtype = torch.float32) -> Experts:
+        """Quantises the weights in place, for inference: activations stay in bfloat16 or float16.
+
+        Each weight becomes codes [E, out, in] (two in a byte of "int4", "uint4" and "e2m1"; also where the weights were
+        `stacked`), beside a buffer `<name>_scale` and, of "uint4", `<name>_zero`. Such a state dict loads into a layer
+        that was quantised alike.
+
+        Args:
+            format: "e4m3", "e5m2", "int8", "int4", "uint4" or "e2m1".
+            scale: what one number covers, as in `multigemm.quantize.quantize`: "row", "1x32", "128x128", ... mxfp4 is
+                "e2m1" with "1x32" and float8_e8m0fnu.
+            scale_dtype: float32, float8_e8m0fnu or the dtype of activations.
+
+        Returns:
+            The layer.
+
+        Raises:
+            InvalidProblem: a word has no meaning; the layer is quantised already, `fused`, or spread over a mesh.
+        """
+        if self.mesh is not None:
+            raise InvalidProblem("these experts are spread over a mesh: quantise them before")
+        if self.weight_format is not None:
+            raise InvalidProblem(f"these experts hold {self.weight_format} already")
+        if self.fused:
+            raise InvalidProblem("fused=True takes no quantised weights yet: make the experts without it")
+        for name in (self.first, "down_proj"):
+            weight = getattr(self, name).detach()
+            quantised = quantize_stack(weight.mT if self.network.stacked else weight, format, scale, scale_dtype)
+            self.register_parameter(name, nn.Parameter(quantised.data, requires_grad=False))
+            self.register_buffer(f"{name}_scale", quantised.scale)
+            if quantised.zero is not None:
+                self.register_buffer(f"{name}_zero", quantised.zero)
+        self.weight_format = format
+        return self
+
     def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The weighted sum of each token's experts; over a mesh, every rank calls it.
 
@@ -130,9 +168,10 @@ class Experts(nn.Module):
             return self._spread(x, top_k_index, top_k_weights)
         if self.fused and not torch.compiler.is_compiling():
             return self._fused(x, top_k_index, top_k_weights)
-        y = None if self._own_gate else layer_call.call(x, top_k_index, top_k_weights, self._networks())
-        if y is not None:
-            return y
+        if self.weight_format is None and not self._own_gate:
+            y = layer_call.call(x, top_k_index, top_k_weights, self._networks())
+            if y is not None:
+                return y
         routing = route(top_k_index, self.num_experts)
         return combine(self.apply_sorted(dispatch(x, routing), routing.ends), top_k_weights, routing)
 
@@ -193,9 +232,16 @@ class Experts(nn.Module):
         assert weight is not None
         if bias is not None and name == "down_proj" and self.mesh is not None:
             bias = self._share(bias)
+        scales: dict[str, Any] = {}
+        stacked = self.network.stacked and self.weight_format is None
+        if self.weight_format is not None:
+            held: Any = self
+            scales = scale_keywords(
+                self.weight_format, getattr(held, f"{name}_scale"), getattr(held, f"{name}_zero", None)
+            )
         return grouped_gemm(
-            rows, weight if self.network.stacked else weight.transpose(1, 2), ends=ends, bias=bias,
-            activation=activation, backend=self.backend, batch_invariant=self.batch_invariant,
+            rows, weight if stacked else weight.transpose(1, 2), ends=ends, bias=bias, activation=activation,
+            backend=self.backend, batch_invariant=self.batch_invariant, **scales,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
@@ -203,6 +249,7 @@ class Experts(nn.Module):
             f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
             f"intermediate_size={self.intermediate_size}, activation={self.activation!r}, "
             f"bias={self.down_proj_bias is not None}"
+            + (f", weight_format={self.weight_format!r}" if self.weight_format else "")
         )
 
 

@@ -127,15 +127,6 @@ def refuse_gradients(problem: GroupedGemmProblem) -> None:
         )
 
 
-def refuse_quantised_gradients(quantised: bool) -> None:
-    """Gradients through quantised operands come later."""
-    if quantised:
-        raise InvalidProblem(
-            "an input requires grad, and gradients of products with quantised operands come later: use "
-            "torch.no_grad(), .detach() the input, or dequantise with multigemm.quantize.dequantize"
-        )
-
-
 def scratch(problem: GroupedGemmProblem) -> Operand:
     """Memory for a result that nobody needs, laid out as the problem's `out`."""
     out = allocate(problem)

@@ -50,6 +50,18 @@ def test_gradcheck_and_second_derivatives_through_activations(activation: str | 
         assert gradgradcheck(call, inputs, fast_mode=True)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_c_and_bias_of_the_dtype_of_the_result(way: str) -> None:
+    """A pre-activation is formed anew in float32, which takes no float16 beside bfloat16 operands."""
+    a, b = torch.ones(5, 4, dtype=torch.bfloat16, requires_grad=True), torch.ones(3, 4, 2, dtype=torch.bfloat16)
+    c, bias = torch.ones(5, 2, dtype=torch.float16), torch.ones(2, dtype=torch.float16)
+    sizes = torch.tensor([2, 0, 3])
+    y = WAYS[way](a, b, sizes=sizes, c=c, bias=bias, beta=1.0, activation="silu", out_dtype=torch.float16)
+    pre = torch.full((), 6.0, dtype=torch.float64, requires_grad=True)
+    slope = grad(torch.nn.functional.silu(pre), pre)[0]
+    torch.testing.assert_close(grad(y.sum(), a)[0].double(), (2 * slope).expand(5, 4), rtol=0.01, atol=0.0)
+
+
 @pytest.mark.parametrize("kind", ["sizes", "ends"])
 @pytest.mark.parametrize("where", [torch.tensor, list])
 def test_each_way_to_cut_has_gradients(kind: str, where: Any) -> None:

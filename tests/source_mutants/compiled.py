@@ -66,8 +66,7 @@ def compiler_key(backend: str, spec: Any, config: Any) -> dict[str, Any]:
     if backend == "cupy":
         return dict(_cuda_sources(spec, config)[1][0].defines)
     if backend == "numba":
-        configs = import_module("multigemm.backends.numba.config")
-        return asdict(configs.effective(config, configs.signature_of(spec)))
+        return asdict(_numba_signature(spec, config))
     made = next(iter(triton_sources(spec, config).values()))
     kinds = {name: kind for name, kind in made.signature if kind.startswith("*")}
     return dict(made.constants) | kinds
@@ -154,9 +153,15 @@ def _cuda_tables(spec: Any, config: Any) -> list[str]:
     return found
 
 
+def _numba_signature(spec: Any, config: Any) -> Any:
+    configs, quantised = (import_module(f"multigemm.backends.numba.{name}") for name in ("config", "quantised"))
+    if spec.quantised:
+        return quantised.quantised_signature_of(spec)
+    return configs.effective(config, configs.signature_of(spec))
+
+
 def _numba_arguments(spec: Any, config: Any) -> tuple[Any, tuple[Any, Any, tuple[int, int]]]:
-    build, configs = (import_module(f"multigemm.backends.numba.{name}") for name in ("build", "config"))
-    return build, (config, configs.effective(config, configs.signature_of(spec)), (9, 0))
+    return import_module("multigemm.backends.numba.build"), (config, _numba_signature(spec, config), (9, 0))
 
 
 def _numba_codes(spec: Any, config: Any) -> list[bytes]:

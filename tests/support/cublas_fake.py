@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from multigemm import torch_internals
 from multigemm.backend import Availability, Launch, Recipe
-from multigemm.backends.cublas import grouped_mm, launch, library, run, support
+from multigemm.backends.cublas import grouped_mm, launch, library, run, scaled_grouped_mm, support
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.library import Batch, Call
 from multigemm.backends.cublas.products import Shape
@@ -229,6 +229,38 @@ class Fake:
 
         return type("Kernel", (), {"bound": staticmethod(bound)})
 
+    def scaled_grouped_mm(
+        self, keys: Any, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor, *rest: Any
+    ) -> Tensor:
+        """torch's operation on float8: its own checks, those of its kernel, and memory and rows as in `grouped_mm`."""
+        self.log.append(("scaled_grouped_mm", rest[-1]))
+        given = (a, b, scale_a, scale_b, ends)
+        with _disable_current_modes():
+            described: list[Any] = [_on_meta(x) for x in given]
+            torch._scaled_grouped_mm(*described, *rest)
+        cuts, jagged_m = [0, *ends.tolist()], b.dim() == 3
+        assert a.shape[-1] % 16 == b.shape[-2] % 16 == b.shape[-1] % 16 == 0
+        assert all(x.data_ptr() % 16 == 0 for x in given[:2])
+        assert cuts == sorted(cuts)
+        assert cuts[-1] <= a.shape[0 if jagged_m else 1]
+        assert jagged_m or not any(cut % 16 for cut in cuts), "the kernel asserts on the device"
+        shape = (a.shape[0], b.shape[2]) if jagged_m else (len(ends), a.shape[0], b.shape[1])
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        out = torch.empty_strided(shape, strides, dtype=torch.bfloat16)
+        fresh = not torch_internals.dispatch_modes()
+        with _disable_current_modes():
+            if fresh:
+                out.fill_(float("nan"))
+            a, b, rows, columns = a.double(), b.double(), scale_a.double(), scale_b.double()
+            for g, (start, end) in enumerate(pairwise(cuts)):
+                if jagged_m:
+                    product = (a[start:end] @ b[g]) * rows[start:end, None] * columns[g]
+                    out[start:end] = product.to(out.dtype)
+                else:
+                    product = (a[:, start:end] @ b[start:end]) * rows.view(len(ends), -1, 1)[g]
+                    out[g] = (product * columns.view(len(ends), -1)[g]).to(out.dtype)
+        return out
+
     def grouped_mm(self, keys: Any, a: Tensor, b: Tensor, ends: Tensor, bias: None, dtype: None) -> Tensor:
         """torch's operation: it asks for memory, trusts the ends, and leaves rows behind the last one as they are."""
         self.log.append(("grouped_mm", CURRENT))
@@ -250,6 +282,10 @@ class Fake:
         return out
 
 
+def _on_meta(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path | None = None) -> Fake:
     """A fake in the places of the library, the driver, torch's handle and grouped_mm. Without a folder to compile them
     in, kernels do nothing."""
@@ -269,6 +305,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path | None = None) -> Fake
     monkeypatch.setattr(driver, "use_context", lambda device: None)
     monkeypatch.setattr(nvrtc, "kernel", fake.kernel)
     monkeypatch.setattr(grouped_mm, "redispatched_grouped_mm", (fake.grouped_mm, *known[1:]))
+    monkeypatch.setattr(scaled_grouped_mm, "redispatched_scaled_grouped_mm", (fake.scaled_grouped_mm, *known[1:]))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch_internals, "empty_cuda", lambda *x: torch.empty_strided(*x[:2], dtype=x[2]))
     monkeypatch.setattr(torch_internals, "is_capturing", lambda: CURRENT in fake.capture_of)
@@ -395,6 +432,8 @@ class HostCublas:
                 return lambda: None
             live = ops.host_offsets is None and ops.host_valid_rows is None
             seen = replace(ops, spec=replace(spec, device_sizes=live))  # on a CPU, live sizes count as the host's
+            if spec.quantised:
+                return scaled_grouped_mm.plan(config).bind(seen)
             how = launch.method(seen.spec, config, CUDA)
             if how.syncs and (spec.jagged or spec.form == "masked"):
                 return lambda: launch.bound(seen, how, *launch.fetched(seen))()

@@ -26,8 +26,9 @@ if not SIMULATED:
 
     from multigemm.backends.numba.kernels.ptx import assembly
 
-BYTES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8, "i8": 1, "i32": 4, "i64": 8}
-ACCUMULATOR = {"f16": "f32", "bf16": "f32", "f32": "f32", "f64": "f64", "i8": "i32"}
+BYTES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8, "i8": 1, "u8": 1, "i32": 4, "i64": 8}
+BYTES |= {"e4m3": 1, "e5m2": 1, "e8m0": 1}
+ACCUMULATOR = {"f16": "f32", "bf16": "f32", "f32": "f32", "f64": "f64", "i8": "i32", "u8": "i32"}
 GLOBAL_SPACE = 1
 
 
@@ -40,7 +41,7 @@ def numpy_type(name):
 
 if SIMULATED:
     _C = {"f16": ctypes.c_uint16, "bf16": ctypes.c_uint16, "f32": ctypes.c_float, "f64": ctypes.c_double,
-          "i8": ctypes.c_int8, "i32": ctypes.c_int32, "i64": ctypes.c_int64}  # fmt: skip
+          "i8": ctypes.c_int8, "u8": ctypes.c_uint8, "i32": ctypes.c_int32, "i64": ctypes.c_int64}  # fmt: skip
     _BITS = np.arange(65536, dtype=np.uint32)
     _WIDE = {
         "f16": _BITS.astype(np.uint16).view(np.float16).astype(np.float32),
@@ -107,7 +108,7 @@ if SIMULATED:
 
 else:
     _LLVM = {"f16": ir.HalfType(), "bf16": ir.IntType(16), "f32": ir.FloatType(), "f64": ir.DoubleType(),
-             "i8": ir.IntType(8), "i32": ir.IntType(32), "i64": ir.IntType(64)}  # fmt: skip
+             "i8": ir.IntType(8), "u8": ir.IntType(8), "i32": ir.IntType(32), "i64": ir.IntType(64)}  # fmt: skip
     _NUMBA = {"f32": types.float32, "f64": types.float64, "i32": types.int32, "i64": types.int64}
 
     def element_pointer(builder, name, address, index):
@@ -121,6 +122,8 @@ else:
         if name == "bf16":
             bits = builder.shl(builder.zext(value, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
             return builder.bitcast(bits, ir.FloatType())
+        if name == "u8":
+            return builder.zext(value, ir.IntType(32))
         return builder.sext(value, ir.IntType(32)) if name == "i8" else value
 
     @cache

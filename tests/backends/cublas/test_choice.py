@@ -178,7 +178,7 @@ def test_every_candidate_is_valid_and_auto_comes_first() -> None:
     spec = _spec()
     found = choice.candidates(spec, CUDA)
     assert found[0] == Config("auto")
-    assert {c.variant for c in found} == set(config.VARIANTS)
+    assert {c.variant for c in found} == set(config.VARIANTS) - {"scaled_grouped_mm"}
     assert not any(choice.problem_with(c, spec, CUDA) for c in found)
     assert choice.problem_with(Config("loop", 2), spec, CUDA)
     assert "positive" in choice.problem_with(Config("streams"), spec, CUDA)
