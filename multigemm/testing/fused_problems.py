@@ -339,7 +339,10 @@ def run(backend: Backend, problem: GroupedGemmProblem, config: Any = 0) -> Any:
     if problem.out is None:
         for x in out if isinstance(out, list) else [out]:
             x.fill_(torch.nan)
-    bind(Choice(backend.name, recipe, spec, ""), problem, out).launch()
+    bound = bind(
+        Choice(backend.name, recipe, spec, ""), problem, out
+    )  # holds the ends that it made of sizes on the host
+    bound.launch()
     return out
 
 

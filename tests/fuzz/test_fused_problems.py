@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import weakref
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
 import torch
 
-from multigemm.backend import BuiltinBackend
+from multigemm.backend import Backend, BuiltinBackend, Recipe
 from multigemm.fuzz.plan import Options, Tally
 from multigemm.fuzz.shrink import shrink
 from multigemm.fuzz.worker import Position, Worker, drawn
+from multigemm.planning.operands import Operands
+from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ACTIVATIONS, FORMS, GATES, GLU_LAYOUTS
 from multigemm.select import registry
 from multigemm.testing import Case, Subject, check_case, corpus
@@ -28,6 +32,7 @@ from multigemm.testing.fused_problems import (
     findings,
     main,
     random_problem,
+    run,
     simpler_than,
 )
 
@@ -156,3 +161,29 @@ def test_a_worker_counts_and_reports_them() -> None:
             break
     (failure,) = told.failures
     assert failure.oracle == "fused" and failure.shrunk is not None and failure.case["fused"] == number + 3
+
+
+class Watching:
+    """A backend whose launch keeps nothing, and looks whether the ends that were made for it are still there."""
+
+    name = "watching"
+
+    def __init__(self) -> None:
+        self.alive: list[bool] = []
+
+    def configs(self, spec: Any, device: torch.device) -> list[Any]:
+        return [None]
+
+    def plan(self, spec: Any, config: Any, device: torch.device) -> Recipe:
+        return Recipe("watching", config, self._bind)
+
+    def _bind(self, ops: Operands) -> Callable[[], None]:
+        ends = weakref.ref(cast(torch.Tensor, ops.ends))
+        return lambda: self.alive.append(ends() is not None)
+
+
+def test_ends_that_were_made_of_sizes_on_the_host_live_until_the_launch() -> None:
+    """Else a launch that allocates (a sort of `out_rows`) overwrites them before the next one reads them."""
+    backend, a, b = Watching(), torch.randn(30, 8), torch.randn(3, 8, 5)
+    run(cast(Backend, backend), GroupedGemmProblem(a, b, sizes=[10, 0, 20]))
+    assert backend.alive == [True]
