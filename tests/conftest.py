@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,15 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
     yield put
     forget_tunings()
+
+
+@pytest.fixture
+def interpreter(setting: Callable[..., None]) -> None:
+    """Triton's kernels run in its interpreter, which is chosen for a process before triton is imported: tests of other
+    files import it to compile, at any time before these."""
+    if torch.cuda.is_available() or ("triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1"):
+        pytest.skip("the interpreter must be chosen before triton is imported, without a GPU: run this file alone")
+    setting(MULTIGEMM_EMULATE=1)
 
 
 @pytest.fixture

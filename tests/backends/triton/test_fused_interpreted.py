@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,25 +20,13 @@ from multigemm.backends.triton.config import problem_with
 from multigemm.integrations import eager
 from multigemm.integrations.fused_experts import Network, experts_forward, gate_backward
 from multigemm.problem.spec import GATES, GLU_LAYOUTS
-from multigemm.settings import settings
 from multigemm.testing.fused_problems import findings
 
-LATE = "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1"
-pytestmark = pytest.mark.skipif(
-    LATE or torch.cuda.is_available(), reason="the interpreter must be chosen before triton is imported, without a GPU"
-)
+pytestmark = pytest.mark.usefixtures("interpreter")
 
 CPU = torch.device("cpu")
 KERNEL = Path(choice.__file__).parent / "kernels" / "fused.py"
 TILES = ((16, 32, 16, 4), (32, 64, 32, 4), (128, 32, 64, 8))
-
-
-@pytest.fixture(autouse=True)
-def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
-    settings.cache_clear()
-    yield
-    settings.cache_clear()
 
 
 def with_tile(tile: tuple[int, int, int, int]) -> Any:

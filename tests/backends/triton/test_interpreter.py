@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -30,16 +28,7 @@ if TYPE_CHECKING:
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 DTYPES = [*FLOATS, torch.int8]
-LATE = "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1"
-
-pytestmark = pytest.mark.skipif(
-    LATE or torch.cuda.is_available(), reason="the interpreter must be chosen before triton is imported, without a GPU"
-)
-
-
-@pytest.fixture(autouse=True)
-def emulation(setting: Callable[..., None]) -> None:
-    setting(MULTIGEMM_EMULATE=1)
+pytestmark = pytest.mark.usefixtures("interpreter")
 
 
 def draw(dtype: torch.dtype, *shape: int) -> torch.Tensor:

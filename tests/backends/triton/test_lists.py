@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -39,13 +37,6 @@ SMALL = Config(block_m=16, block_n=16, block_k=16, warps=4, stages=1, programs=0
 @pytest.fixture(autouse=True)
 def emulation(setting: Callable[..., None]) -> None:
     setting(MULTIGEMM_EMULATE=1)
-
-
-@pytest.fixture
-def interpreter() -> None:
-    """Tests of other files may import triton to compile, at any time before these."""
-    if torch.cuda.is_available() or ("triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1"):
-        pytest.skip("the interpreter must be chosen before triton is imported, without a GPU: run this file alone")
 
 
 def listed(shapes: list[tuple[int, int, int]], turned: bool = False, dtype: torch.dtype = torch.float32,

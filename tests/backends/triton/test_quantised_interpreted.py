@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,20 +24,12 @@ from multigemm.testing.placed_case import DeviceCase
 from multigemm.testing.strategies import EMULATED
 from tests.support.quantised_rows import GRAINS, rows_alone_have_the_same_bits
 
-LATE = "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1"
-pytestmark = pytest.mark.skipif(
-    LATE or torch.cuda.is_available(), reason="the interpreter must be chosen before triton is imported, without a GPU"
-)
+pytestmark = pytest.mark.usefixtures("interpreter")
 
 CPU = torch.device("cpu")
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 SMALL = replace(EMULATED, quantised=1, longest=140, work=1 << 13, groups=12)
 KERNEL = Path(choice.__file__).parent / "kernels" / "quantised.py"
-
-
-@pytest.fixture(autouse=True)
-def emulation(setting: Callable[..., None]) -> None:
-    setting(MULTIGEMM_EMULATE=1)
 
 
 TILES = ((64, 64, 4), (16, 32, 4), (16, 128, 4), (128, 64, 8), (32, 16, 4))
