@@ -75,7 +75,10 @@ def quantised_reasons(spec: ProblemSpec, takes: Collection[str] = ()) -> list[st
     if not found or found in takes:
         return []
     held = spec.b.packed or dtype_name(spec.b.dtype if found == "weights" else spec.a.dtype)
-    return [f"{QUANTISED_TEXT[found]} ({held}): use backend='cpu', or dequantise with multigemm.quantize.dequantize"]
+    return [
+        f"{QUANTISED_TEXT[found]} ({held}): use backend='triton', 'cupy', 'numba' or 'cpu', or dequantise with "
+        "multigemm.quantize.dequantize"
+    ]
 
 
 def fused_reasons(spec: ProblemSpec, takes: Collection[str] = ()) -> list[str]:
@@ -87,7 +90,12 @@ def fused_reasons(spec: ProblemSpec, takes: Collection[str] = ()) -> list[str]:
     if not asked:
         return []
     names = ", ".join(f"activation={spec.activation!r}" if name == "gate" else name for name in asked)
-    return [f"{names}: no kernel here has it yet: use backend='cpu', or take these steps in torch round the product"]
+    others = "'cpu'" if spec.quantised else "'triton' or 'cpu'"
+    quantised = " beside quantised operands" if spec.quantised else ""
+    return [
+        f"{names}{quantised}: this backend has no kernel for it: use backend={others}, or take these steps in torch "
+        "around the product"
+    ]
 
 
 @runtime_checkable
