@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,6 +144,19 @@ def test_planted_faults_of_the_triton_kernel_are_seen(name: str, root: Path, mon
     fate = hunt.run_one(offered[0], Hunt("triton"), root)
     if fate.state == "stillborn" and "unavailable" in fate.text:
         pytest.skip(fate.text)
+    assert fate.state == "killed", fate
+
+
+@pytest.mark.slow
+def test_a_lost_stride_of_scales_along_k_is_seen(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It survived where K was one block, or scales along K lay side by side, in all problems that reached the line."""
+    if find_spec("numba") is None:  # imported here, it would run without a simulator in the tests that follow
+        pytest.skip("numba is not installed")
+    monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
+    lost = "at = (i >> line_shift_a) * line_a + (k0 >> k_shift_a)"
+    offered = [s for s in sites.possible_changes("numba", root, emulated=True) if s.after.strip() == lost]
+    assert offered, "the kernel has no such place any more: choose another"
+    fate = hunt.run_one(offered[0], Hunt("numba"), root)
     assert fate.state == "killed", fate
 
 

@@ -24,7 +24,7 @@ import torch
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.arrays import dtype_name
 from multigemm.testing import corpus, fused_problems
-from multigemm.testing.case import Case, Layout, classes
+from multigemm.testing.case import Case, Layout, Scale, classes
 from multigemm.testing.oracles import bind
 from multigemm.testing.placed_case import DeviceCase
 from multigemm.testing.strategies import (
@@ -126,6 +126,7 @@ def pool(backend: str) -> list[tuple[Case, int]]:
         found += _of_triton(edges, shared_b, side)
         found += [(case, i % 3) for i, case in enumerate(fused_cases())]
     found += [(evenly(shared_b, count), PLAIN) for count in CHUNKS]
+    found += [(case, PLAIN) for case in scaled_along_k()]
     return [*found, (very_many_groups(shared_b, RandomChooser(0), LIMITS), PLAIN)]
 
 
@@ -133,6 +134,18 @@ def fused_cases() -> list[Case]:
     """Problems with picked rows, gates, weights and sums of rows: most new traits first."""
     cases = [Case(fused=seed) for seed in range(FUSED_SEEDS)]
     return list(most_new_first(cases, lambda case: fused_problems.random_problem(case.fused).traits))[:FUSED]
+
+
+def scaled_along_k() -> list[Case]:
+    """Quantised problems with few rows and columns, and several scales along K, which lie in rows or in columns."""
+    plain = Case(n=3, k=300, lengths=(2, 1), mode="uniform", b=Layout("col"))
+    found = []
+    for layout in (Layout(), Layout("col"), Layout(step=2)):
+        scale = Scale("1x128", layout=layout)
+        both = replace(plain, dtype="float8_e4m3fn", dtype_b="float8_e4m3fn", scale_a=scale, scale_b=scale)
+        weights = replace(plain, dtype="bfloat16", dtype_b="int8", scale_b=scale, zero_b="uint8")
+        found += [legal(case) for case in (both, weights)]
+    return found
 
 
 def kernels_meeting(case: Case) -> set[str]:
