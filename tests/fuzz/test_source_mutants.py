@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,9 +118,13 @@ def test_what_a_variant_is_compiled_to_is_known_without_a_gpu(backend: str, monk
 
 
 CHOSEN = {
-    "the K mask of A": ("mask conjunct lost", "x = tl.load(a_ptrs", "k_left"),
-    "the mask of the stored rows": ("wider comparison", "owned = (i < rows_left)", "i <="),
-    "the last step of K": ("rounded down", "(gk + BK - 1) // BK", "(gk) // BK"),
+    "the K mask of A": ("generic.py", "mask conjunct lost", "x = tl.load(a_ptrs", "k_left"),
+    "the mask of the stored rows": ("generic.py", "wider comparison", "owned = (i < rows_left)", "i <="),
+    "the last step of K": ("generic.py", "rounded down", "(gk + BK - 1) // BK", "(gk) // BK"),
+    "the K mask of A, fused": ("fused.py", "mask conjunct lost", "x = tl.load(a_ptrs", "k_left"),
+    "the last step of K, fused": ("fused.py", "rounded down", "(gk + BK - 1) // BK", "(gk) // BK"),
+    "the row behind the last that may be picked": ("fused.py", "wider comparison", "(number < extent)", "<= extent"),
+    "the last row that a group owns": ("fused.py", "wider comparison", "(s < high)", "s <= high"),
 }
 
 
@@ -127,11 +132,11 @@ CHOSEN = {
 @pytest.mark.parametrize("name", CHOSEN)
 def test_planted_faults_of_the_triton_kernel_are_seen(name: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
-    operator, line, mark = CHOSEN[name]
+    file, operator, line, mark = CHOSEN[name]
     offered = [
         s
-        for s in sites.possible_changes("triton", root)
-        if s.operator == operator and line in s.before and mark in f"{s.before}{s.after}"
+        for s in sites.possible_changes("triton", root, emulated=True)
+        if Path(s.file).name == file and s.operator == operator and line in s.before and mark in f"{s.before}{s.after}"
     ]
     if operator == "mask conjunct lost":
         offered = [s for s in offered if "k_left" not in s.after]
@@ -139,6 +144,19 @@ def test_planted_faults_of_the_triton_kernel_are_seen(name: str, root: Path, mon
     fate = hunt.run_one(offered[0], Hunt("triton"), root)
     if fate.state == "stillborn" and "unavailable" in fate.text:
         pytest.skip(fate.text)
+    assert fate.state == "killed", fate
+
+
+@pytest.mark.slow
+def test_a_lost_stride_of_scales_along_k_is_seen(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It survived where K was one block, or scales along K lay side by side, in all problems that reached the line."""
+    if find_spec("numba") is None:  # imported here, it would run without a simulator in the tests that follow
+        pytest.skip("numba is not installed")
+    monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
+    lost = "at = (i >> line_shift_a) * line_a + (k0 >> k_shift_a)"
+    offered = [s for s in sites.possible_changes("numba", root, emulated=True) if s.after.strip() == lost]
+    assert offered, "the kernel has no such place any more: choose another"
+    fate = hunt.run_one(offered[0], Hunt("numba"), root)
     assert fate.state == "killed", fate
 
 
@@ -162,16 +180,32 @@ def test_problems_that_reach_a_line_are_known(name: str, monkeypatch: pytest.Mon
 
 def test_hunts_go_on_with_problems_like_those_that_reach_the_line() -> None:
     list_of = Variant(Case(form="per_group", dims=((3, 4, 5),)).to_dict(), "emulated", "3")
-    drawn = [emulated.problem("triton", [list_of], number) for number in range(1, 40)]
-    assert emulated.problem("triton", [list_of], 0) == (Case(form="per_group", dims=((3, 4, 5),)), 3)
+    kernels = sites.kernels_by_file("triton")["generic.py"]
+    drawn = [emulated.problem("triton", kernels, [list_of], number) for number in range(1, 40)]
+    assert emulated.problem("triton", kernels, [list_of], 0) == (Case(form="per_group", dims=((3, 4, 5),)), 3)
     assert sum(case.form == "per_group" for case, _ in drawn) >= 20
     assert {emulated.UNLISTED, emulated.SHARED} <= {chosen for _, chosen in drawn}
 
 
+@pytest.mark.parametrize("kernel", ["fused", "quantised"])
+def test_a_kernel_of_some_problems_meets_those(kernel: str) -> None:
+    """Faults in the kernel of fused products survived whatever was planted, for no problem of the hunt reached it."""
+    drawn = [emulated.problem("triton", (kernel,), [], number) for number in range(40)]
+    assert all(kernel in emulated.kernels_meeting(case) for case, _ in drawn)
+    fused = [each for each in emulated.pool_of("triton", ("fused", "pointer")) if each[0].fused >= 0]
+    assert len(fused) == emulated.FUSED and not any(case.fused >= 0 for case, _ in emulated.pool("numba"))
+
+
+def test_the_kernel_of_fused_products_is_hunted_in_emulation_only() -> None:
+    files = {on: {Path(s.file).name for s in sites.possible_changes("triton", emulated=on)} for on in (True, False)}
+    assert "fused.py" in files[True] and "fused.py" not in files[False]
+
+
 @pytest.mark.slow
-def test_the_unchanged_kernel_survives(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("file", ["epilogue.py", "fused.py"])
+def test_the_unchanged_kernel_survives(file: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
-    site = sites.possible_changes("triton", root)[0]
+    site = next(s for s in sites.possible_changes("triton", root, emulated=True) if Path(s.file).name == file)
     fate = hunt.run_one(replace(site, after=site.before), Hunt("triton", seconds=5.0), root)
     assert fate.state == "survived", fate
 

@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Collection, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
@@ -23,8 +23,8 @@ import torch
 
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.arrays import dtype_name
-from multigemm.testing import corpus
-from multigemm.testing.case import Case, Layout, classes
+from multigemm.testing import corpus, fused_problems
+from multigemm.testing.case import Case, Layout, Scale, classes
 from multigemm.testing.oracles import bind
 from multigemm.testing.placed_case import DeviceCase
 from multigemm.testing.strategies import (
@@ -55,6 +55,12 @@ CHUNKS = (32, 256)
 """Numbers of groups that a schedule counts at once: as many, and not one less."""
 SLOW = 12.0
 """Seconds above which a problem is left to lines that no other one reaches."""
+FUSED = 48
+"""Fused problems of the pool, which show most of what can be drawn."""
+FUSED_SEEDS = 400
+"""Seeds that they are chosen from."""
+FUSED_TURN = 8
+"""One random problem in so many is a fused one, where the change is part of other kernels as well."""
 HANDLING_SECONDS = 0.5
 """Of a problem, besides its launch."""
 
@@ -118,8 +124,40 @@ def pool(backend: str) -> list[tuple[Case, int]]:
     found = [(case, PLAIN) for case in edges] + [(case, i % 3) for i, case in enumerate(stored_cases())]
     if backend == "triton":
         found += _of_triton(edges, shared_b, side)
+        found += [(case, i % 3) for i, case in enumerate(fused_cases())]
     found += [(evenly(shared_b, count), PLAIN) for count in CHUNKS]
+    found += [(case, PLAIN) for case in scaled_along_k()]
     return [*found, (very_many_groups(shared_b, RandomChooser(0), LIMITS), PLAIN)]
+
+
+def fused_cases() -> list[Case]:
+    """Problems with picked rows, gates, weights and sums of rows: most new traits first."""
+    cases = [Case(fused=seed) for seed in range(FUSED_SEEDS)]
+    return list(most_new_first(cases, lambda case: fused_problems.random_problem(case.fused).traits))[:FUSED]
+
+
+def scaled_along_k() -> list[Case]:
+    """Quantised problems with few rows and columns, and several scales along K, which lie in rows or in columns."""
+    plain = Case(n=3, k=300, lengths=(2, 1), mode="uniform", b=Layout("col"))
+    found = []
+    for layout in (Layout(), Layout("col"), Layout(step=2)):
+        scale = Scale("1x128", layout=layout)
+        both = replace(plain, dtype="float8_e4m3fn", dtype_b="float8_e4m3fn", scale_a=scale, scale_b=scale)
+        weights = replace(plain, dtype="bfloat16", dtype_b="int8", scale_b=scale, zero_b="uint8")
+        found += [legal(case) for case in (both, weights)]
+    return found
+
+
+def kernels_meeting(case: Case) -> set[str]:
+    """The kernels that a problem can reach; the products of a fused one may be those of the pointer kernel."""
+    if case.fused >= 0:
+        return {"fused"}
+    return {"quantised"} if case.quantised else {"pointer", "generic"}
+
+
+def pool_of(backend: str, kernels: Collection[str]) -> list[tuple[Case, int]]:
+    """What of the pool can reach one of these kernels."""
+    return [(case, chosen) for case, chosen in pool(backend) if kernels_meeting(case) & set(kernels)]
 
 
 def _of_triton(edges: list[Case], shared_b: Case, side: int) -> list[tuple[Case, int]]:
@@ -196,19 +234,30 @@ def trace(backend: str, variants: list[Variant], device: torch.device) -> list[V
     """The variants with the lines that one launch reaches and the seconds that it takes."""
     seen, subjects = [], subjects_of(backend)
     for variant in variants:
-        device_case, subject = (
-            DeviceCase.from_case(Case.from_dict(variant.case), device),
-            subjects[int(variant.config)],
-        )
-        if subject.refusals(staged_spec(device_case.problem), device):
-            continue
+        case, subject = Case.from_dict(variant.case), subjects[int(variant.config)]
         choose_listing(backend, int(variant.config))
+        launch = _launch_of(case, subject, device)
+        if launch is None:
+            continue
         begin = time.monotonic()
         with traced(backend) as lines:
-            bind(device_case, subject)[0]()
+            launch()
         reached = {name: sorted(found) for name, found in lines.items()}
         seen.append(replace(variant, lines=reached, seconds=round(time.monotonic() - begin, 2)))
     return seen
+
+
+def _launch_of(case: Case, subject: Subject, device: torch.device) -> Callable[[], Any] | None:
+    """The launch of a problem; None where the backend refuses it."""
+    if case.fused < 0:
+        device_case = DeviceCase.from_case(case, device)
+        refused = subject.refusals(staged_spec(device_case.problem), device)
+        return None if refused else lambda: bind(device_case, subject)[0]()
+    problem = fused_problems.random_problem(case.fused, device, case.without).problem
+    spec = staged_spec(problem)
+    if subject.refusals(spec, device):
+        return None
+    return lambda: fused_problems.run(subject.backend, problem, subject.recipe(spec, device).config)
 
 
 def reaching(variants: list[Variant], file: str, line: int) -> list[Variant]:
@@ -227,22 +276,28 @@ def reaching(variants: list[Variant], file: str, line: int) -> list[Variant]:
 
 def _traits(variant: Variant) -> set[str]:
     case = Case.from_dict(variant.case)
+    if case.fused >= 0:
+        return {f"fused {trait}" for trait in fused_problems.random_problem(case.fused).traits}
     met, subject = classes(case), f"{variant.config} {case.form}"
     return met | {f"{subject} {word}" for word in met if word.startswith(("groups:", "empty:", "alias"))}
 
 
-def problem(backend: str, variants: list[Variant], number: int) -> tuple[Case, int]:
+def problem(backend: str, kernels: Collection[str], variants: list[Variant], number: int) -> tuple[Case, int]:
     """The problem of a number and the position of its subject: those that reach the line first, then in turn one
-    like them with other sizes and a random one."""
+    like them with other sizes and a random one. All are such as the changed kernels may take."""
     if number < len(variants):
         return Case.from_dict(variants[number].case), int(variants[number].config)
-    if not variants and number < len(pool(backend)):
-        return pool(backend)[number]
+    if not variants and number < len(offered := pool_of(backend, kernels)):
+        return offered[number]
+    if set(kernels) == {"fused"} or ("fused" in kernels and number % FUSED_TURN == FUSED_TURN - 2):
+        return Case(fused=FUSED_SEEDS + number), number % 3
     choose = RandomChooser(number)
     if variants and number % 2:
         kind = Case.from_dict(choose.choice(variants).case)
+        if kind.fused >= 0:
+            return Case(fused=FUSED_SEEDS + number), number % 3
         if kind.groups < LIMITS.groups:
             near = at_edges(kind, tile_of(backend), choose, LIMITS)
             return near, choose.choice((PLAIN, UNLISTED, SINGLE, SHARED if near.groups <= MANY else PLAIN))
-    case = random_case(number, LIMITS)
+    case = random_case(number, replace(LIMITS, quantised=1) if set(kernels) == {"quantised"} else LIMITS)
     return (at_edges(case, tile_of(backend), choose, LIMITS) if number % 3 == 0 else case), number % 3

@@ -90,7 +90,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
      "all roles agree on the bytes of a stage, and these hold its rows"),
     *(("pipeline.cuh", "(rows + STEP - 1)", f"({more})", "a larger stage, as all roles see it")
       for more in ("rows + STEP", "rows + STEP + 1")),
-    ("hopper.cu", "s.schedule.total <= clusters", "s.schedule.total < clusters",
+    ("announce.cuh", "s.schedule.total <= clusters", "s.schedule.total < clusters",
      "the counter is asked, and answers that no tile is left"),
     ("hopper.cu", "i < (X_K ? 16 : 1)", "i <= (X_K ? 16 : 1)", "a prefetch changes no result"),
     ("schedule.cuh", "if (rows <= most)", "if (rows < most)", "one piece of as many rows either way"),
@@ -154,7 +154,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
 )  # fmt: skip
 """(file, text, what it becomes, reason); a text that begins with ^ is a whole line with its indentation."""
 ON_GPU: tuple[tuple[str, str, str, str], ...] = (
-    ("epilogue.py", "even = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536", ANY, "done in emulation only"),
+    ("epilogue.py", "even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16", ANY, "done in emulation only"),
 )
 """The same for what a GPU never runs."""
 

@@ -3,7 +3,8 @@
 All processes are forked from a server that has imported everything but the backend, so that each can take the backend
 from a changed copy. A mutant that hangs, or that ends its process, is killed by its parent.
 
-In emulation, the problems that reach the changed line come first, then others like them and random ones. On a GPU a
+In emulation, the problems that reach the changed line come first, then others like them and random ones, all of which
+the changed kernels may take: fused problems for the kernel of fused products. On a GPU a
 compilation costs seconds and a problem costs milliseconds: a few variants that hold the changed line, and whose machine
 code the change alters, are compiled one after the other, and each meets many problems.
 """
@@ -19,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
@@ -30,6 +31,7 @@ import torch
 
 import multigemm.backends
 from multigemm.errors import BackendUnsupported, CompileError, InvalidSetting
+from multigemm.testing import fused_problems
 from multigemm.testing.case import Case
 from multigemm.testing.deep_oracles import changed_sizes, edge_of_memory, lying_sizes, other_contents, run_oracles
 from multigemm.testing.model_mutants import examine_device_case
@@ -40,7 +42,7 @@ from tests.source_mutants import emulated
 from tests.source_mutants.compiled import Variant, codes_of, compile_once, compiler_key
 from tests.source_mutants.equivalents import excuse
 from tests.source_mutants.problems import SPAN, compiled_problem
-from tests.source_mutants.sites import Site, plant
+from tests.source_mutants.sites import Site, kernels_of, plant
 
 DOES_NOT_COMPILE = ("CompilationError", "CompileError", "SyntaxError", "NameError", "TypingError", "CompileException",
           "IndentationError", "UnsupportedLanguageConstruct", "AttributeError", "LoweringError")  # fmt: skip
@@ -72,11 +74,13 @@ _hang_retries = Semaphore(4)
 
 @dataclass(frozen=True, slots=True)
 class Hunt:
-    """How mutants of a backend are hunted: where, and for how long each."""
+    """How mutants of a backend are hunted: where, and for how long each. `kernels` are those that the changed file is
+    part of, once a mutant is chosen."""
 
     backend: str
     device: str = "cpu"
     seconds: float = 45.0
+    kernels: tuple[str, ...] = ()
 
     @property
     def emulated(self) -> bool:
@@ -110,7 +114,7 @@ def prepare_processes(hunt: Hunt) -> None:
 
 def run_one(site: Site, hunt: Hunt, root: Path, variants: Sequence[Variant] = ()) -> Result:
     """Plants one mutant and hunts it in a process of its own, on a GPU in these variants."""
-    begin = time.monotonic()
+    begin, hunt = time.monotonic(), replace(hunt, kernels=kernels_of(site, hunt.backend))
     with tempfile.TemporaryDirectory() as name:
         plant(site, Path(name), root)
         data, code = _attempt(hunt, name, variants)
@@ -216,15 +220,18 @@ def hunt_emulated(hunt: Hunt, device: torch.device, variants: list[Variant], rep
             break
         if not further and spent > hunt.seconds / 2:
             continue
-        case, chosen = emulated.problem(hunt.backend, variants, number)
+        case, chosen = emulated.problem(hunt.backend, hunt.kernels, variants, number)
         subject = subjects[chosen]
         emulated.choose_listing(hunt.backend, chosen)
         deep = further and number % DEEP == DEEP - 1 and case.groups <= DEEP_GROUPS
         report("runs")
-        device_case = DeviceCase.from_case(case, device)
-        outcome = examine_device_case(device_case, subject, deep=deep, seed=number)
-        if outcome.ok and outcome.ran and further:
-            _look_further(device_case, subject, outcome, chosen, None if deep else number)
+        if case.fused >= 0:
+            outcome = fused_problems.examine(case, subject, device)
+        else:
+            device_case = DeviceCase.from_case(case, device)
+            outcome = examine_device_case(device_case, subject, deep=deep, seed=number)
+            if outcome.ok and outcome.ran and further:
+                _look_further(device_case, subject, outcome, chosen, None if deep else number)
         if outcome.findings:
             return verdict(outcome)
         met += 1

@@ -19,8 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "triton": {
-        "generic.py": ("pointer", "hopper", "quantised"), "schedule.py": ("pointer", "hopper", "quantised"),
-        "epilogue.py": ("pointer", "hopper", "quantised"), "quantised.py": ("quantised",),
+        "generic.py": ("pointer", "hopper", "quantised", "fused"),
+        "schedule.py": ("pointer", "hopper", "quantised", "fused"),
+        "epilogue.py": ("pointer", "hopper", "quantised", "fused"), "quantised.py": ("quantised",),
         "hopper.py": ("hopper",), "hopper_tiles.py": ("hopper",), "hopper_shift_b.py": ("hopper",),
         "lists.py": ("pointer", "hopper"), "fused.py": ("fused",),
     },
@@ -39,8 +40,12 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
 COPIES = ("packed", "hopper_shift_b")
 """Kernels that may run behind a copy of an operand."""
 
-EMULATED = ("pointer", "quantised", "generic")
+EMULATED = ("pointer", "quantised", "generic", "fused")
 """Kernels that run without a GPU."""
+
+EMULATED_ONLY = ("fused",)
+"""Kernels that are hunted without a GPU only: on a GPU, a variant meets many problems that need what is compiled for
+it, and hardly two random fused problems need the same. The interpreter runs the same source."""
 
 DEVICE_CODE_AFTER = {"memory.py": "else:"}
 """Files whose device code begins behind such a line; before it stands the version for emulation."""
@@ -172,11 +177,14 @@ def kernels_of(site: Site, backend: str) -> tuple[str, ...]:
 
 
 def possible_changes(backend: str, root: Path = ROOT, *, emulated: bool = False) -> list[Site]:
-    """Every change that the operators offer for a backend's kernels; `emulated`: that runs without a GPU."""
+    """Every change that the operators offer for a backend's kernels; `emulated`: that runs without a GPU. A file of
+    EMULATED_ONLY kernels has none for a GPU."""
     found: list[Site] = []
     for path in sorted(device_code(backend, root).iterdir()):
-        kernels = kernels_by_file(backend, root).get(path.name, ())
-        if not kernels or (emulated and (path.name in DEVICE_CODE_AFTER or not set(kernels) & set(EMULATED))):
+        kernels = set(kernels_by_file(backend, root).get(path.name, ()))
+        if not (kernels & set(EMULATED) if emulated else kernels - set(EMULATED_ONLY)):
+            continue
+        if emulated and path.name in DEVICE_CODE_AFTER:
             continue
         never_called = (*GPU_ONLY, *GLUON.findall(path.read_text())) if emulated else ()
         for number, line in code_lines(path, never_called):
