@@ -124,6 +124,7 @@ def test_deep_gemm_gets_padded_rows_and_its_result_is_checked(deep_gemm: None) -
         PEERS["deep_gemm"].prepare(make(FORMS["masked"], CPU))
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "report.json"
     arguments = ["--suite", "fp8", "--only", "fp8_small/empty/fp8-blocks", "--backends", "cpu", "--peers", "none"]

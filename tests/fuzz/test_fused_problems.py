@@ -51,6 +51,7 @@ def test_every_kind_is_drawn() -> None:
     assert not wanted - seen
 
 
+@pytest.mark.slow
 def test_the_cpu_backend_is_right() -> None:
     assert list(findings(registry.get("cpu"), 150)) == []
 
@@ -68,6 +69,7 @@ def test_the_command_says_who_is_wrong_and_who_takes_nothing(capsys: pytest.Capt
     assert "cublas: 0 findings; it takes 0" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_model_is_right() -> None:
     assert list(findings(model(), 150)) == []
 

@@ -187,6 +187,7 @@ def test_hunts_go_on_with_problems_like_those_that_reach_the_line() -> None:
     assert {emulated.UNLISTED, emulated.SHARED} <= {chosen for _, chosen in drawn}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["fused", "quantised"])
 def test_a_kernel_of_some_problems_meets_those(kernel: str) -> None:
     """Faults in the kernel of fused products survived whatever was planted, for no problem of the hunt reached it."""

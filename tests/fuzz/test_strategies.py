@@ -88,6 +88,7 @@ def test_a_kind_keeps_what_kernels_are_compiled_for() -> None:
                 assert getattr(other, name) == getattr(kind, name)
 
 
+@pytest.mark.slow
 def test_kinds_cover_pairs_better_than_chance() -> None:
     def covered(found: Any) -> Any:
         return {(x, y) for case in found for x in classes(case) for y in classes(case)}

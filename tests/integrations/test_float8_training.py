@@ -144,6 +144,7 @@ def test_refusals() -> None:
             float8_grouped_mm(a, b, **keywords)
 
 
+@pytest.mark.slow
 def test_inside_torch_compile() -> None:
     x, w, dy = operands()
     want = grad(float8_grouped_mm(x, w, sizes=SIZES), (x, w), dy)

@@ -58,6 +58,7 @@ def test_results_and_gradients_are_those_of_the_steps(name: str) -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt-oss", "plain"])
 def test_second_derivatives(name: str) -> None:
     torch.manual_seed(2)
@@ -181,6 +182,7 @@ def test_a_whole_layer_learns_as_in_steps() -> None:
     assert losses[0][-1] < losses[0][0]
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_runs_in_steps() -> None:
     moe = MoE(HIDDEN, INNER, 4, fused=True, backend="cpu")
     x = torch.randn(3, HIDDEN)

@@ -223,6 +223,7 @@ def test_rows_on_the_cpu_ignore_their_neighbours(seed: int) -> None:
     assert count.differing == 0, count.examples
 
 
+@pytest.mark.slow
 def test_the_comparison_sees_a_backend_that_does_not_keep_it() -> None:
     """BLAS multiplies one row by another kernel than many."""
     kind = batch_invariance.Kind("float32", 1000, 64, "float32", 1.0, 0.0, False, None, "normal", 1)
