@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -11,6 +11,8 @@ import torch
 from multigemm.backends.cupy.support import (
     MAX_GROUPS,
     fp8_reasons,
+    gather_reasons,
+    has_gate,
     has_odd_lines,
     hopper_reasons,
     packed_reasons,
@@ -47,10 +49,19 @@ class Config:
     anywhere. `small_list` gives a thread block to each tile of a list or batch, laid out by the host; `rows` 0 leaves
     their height to it, which knows all sizes. `quantised` takes any quantised operands, in tiles of 64 squared;
     `hopper_fp8` is `hopper` for float8, with 128 of k in a stage.
+    Of rows that are picked by index, `hopper` loads each as a box of its own; `hopper_gather` lets two warps copy them.
     """
 
     kernel: Literal[
-        "generic", "hopper", "packed", "hopper_shift_b", "small", "small_list", "quantised", "hopper_fp8"
+        "generic",
+        "hopper",
+        "packed",
+        "hopper_shift_b",
+        "small",
+        "small_list",
+        "quantised",
+        "hopper_fp8",
+        "hopper_gather",
     ] = "generic"
     blocks_per_sm: int = 2
     tile: int = 128
@@ -77,7 +88,8 @@ class Config:
     @property
     def _bookkeeping(self) -> int:
         """Bytes of the schedule, of tiles and barriers."""
-        return 16 * self.groups_at_most + 1024 + 768
+        picked = 4 * self.rows if self.kernel == "hopper_gather" else 0
+        return 16 * self.groups_at_most + 1024 + 768 + picked
 
     @property
     def weight_stages(self) -> int:
@@ -191,6 +203,20 @@ FP8_NARROW = Config("hopper_fp8", rows=64, stages=7, cluster=2)
 FP8_SINGLE = Config("hopper_fp8", rows=128, stages=5, cluster=1)
 FP8_ALONE = Config("hopper_fp8", rows=192, stages=4, cluster=1)
 FP8 = (FP8_WIDE, FP8_MIDDLE, FP8_NARROW, FP8_SINGLE, FP8_ALONE)
+GATED = tuple(
+    Config("hopper", rows=rows, stages=stages, cluster=cluster, pingpong=True)
+    for rows, stages in ((192, 5), (128, 6), (64, 8))
+    for cluster in (2, 1)
+)
+"""For gates: a warpgroup multiplies all columns of a tile, those of g and of u."""
+GATHERED = tuple(replace(c, kernel="hopper_gather") for c in GATED if c.cluster == 1)
+"""For picked rows, with a gate or plain."""
+GATHERED_TOGETHER = tuple(
+    Config("hopper_gather", rows=rows, stages=stages, cluster=1) for rows, stages in ((192, 4), (128, 6), (64, 8))
+)
+"""For picked rows, without a gate: both warpgroups share a tile."""
+FUSED_TOGETHER = (TURNS, WIDE, ALONE, MIDDLE, SINGLE, NARROW, SLIM)
+"""For preact_out, row_scale, and picked rows as boxes, without a gate."""
 STAGES = 4
 """Blocks of k that the small kernel has in flight, if a config does not say it."""
 BLOCK_K = 64
@@ -203,7 +229,10 @@ REASONS = {
     "small": small_reasons,
     "small_list": small_list_reasons,
     "hopper_fp8": fp8_reasons,
+    "hopper_gather": gather_reasons,
 }
+FOR_FUSED = ("generic", "hopper", "hopper_gather")
+"""Kernels that take picked rows, gates, preact_out and row_scale."""
 FOR_QUANTISED = ("quantised", "hopper_fp8")
 """Kernels that take quantised operands, and no others."""
 
@@ -239,8 +268,8 @@ def variance(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> 
 def reasons_against(kernel: str, spec: ProblemSpec) -> list[str]:
     """Why a kernel cannot run a spec, whatever its config; of plain operands the generic one runs all."""
     spec = products_spec(spec)
-    if spec.fused is not None and kernel != "generic":
-        return ["rows picked by index, a gate, preact_out or row_scale: the generic kernel takes them"]
+    if spec.fused is not None and kernel not in FOR_FUSED:
+        return [f"rows picked by index, a gate, preact_out or row_scale: {', '.join(FOR_FUSED)} take them"]
     if bool(spec.quantised) != (kernel in FOR_QUANTISED):
         takers = " and ".join(FOR_QUANTISED)
         return [f"operands are quantised: {takers} take them" if spec.quantised else "operands are not quantised"]
@@ -263,7 +292,21 @@ def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -
         return False
     if capability != (9, 0) or config.kernel == "small_list":
         return capability == (9, 0) and config in SMALL_LISTS
-    return _runs_clusters(config, plain_kind(spec) > 0) and spec.groups <= config.groups_at_most
+    if config.kernel == "hopper_gather" and config.cluster > 1:
+        return False
+    if has_gate(spec) and not (config.pingpong and config.rows <= most_gated_rows(spec)):
+        return False
+    return _runs_clusters(config, stages_halves(spec)) and spec.groups <= config.groups_at_most
+
+
+def most_gated_rows(spec: ProblemSpec) -> int:
+    """Rows of a tile with a gate, for which a thread has registers: fewer where g and u leave as well."""
+    return 192 if spec.fused is None or spec.fused.preact is None else 128
+
+
+def stages_halves(spec: ProblemSpec) -> bool:
+    """Whether results lie in the staging in 16 bits, not in float32 as for any epilogue."""
+    return plain_kind(spec) > 0 or has_gate(spec)
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -12,13 +13,13 @@ import torch
 from torch import Tensor
 
 from multigemm.backend import Launch
-from multigemm.backends.cupy.arguments import TYPES
+from multigemm.backends.cupy.arguments import TYPES, problem_bytes
 from multigemm.backends.cupy.build import Source, load
-from multigemm.cuda.arguments import ACTIVATION_CODES
+from multigemm.cuda.arguments import ACTIVATION_CODES, Argument
 from multigemm.cuda.device import to_device
 from multigemm.cuda.launch import without_move
 from multigemm.planning.fused import bind_sums, columns_of, products_spec
-from multigemm.planning.operands import ABSENT, TABLE, Operands, group_table, strides_of
+from multigemm.planning.operands import ABSENT, TABLE, Operands, Packed, group_table, strides_of
 from multigemm.problem.fused import PICKED, Fused
 from multigemm.problem.spec import ProblemSpec
 
@@ -80,6 +81,14 @@ def table_with_preacts(ops: Operands) -> Tensor | None:
         at = strides_of(preact)
         table[g, PREACT : PREACT + 3] = at.ptr, at.row, at.col
     return to_device(table, ops.device)
+
+
+def problem_argument(ops: Operands, table: Tensor | None, view: Packed) -> Argument:
+    """The first argument of a kernel of products: `Problem`, or `FusedProblem` in kernels/fused.cuh."""
+    if ops.fused is None:
+        return problem_bytes(ops, table, view)
+    plain = ops if ops.fused.gate is None else replace(ops, spec=replace(ops.spec, activation=None))
+    return (problem_bytes(plain, table, view), fused_bytes(ops))
 
 
 # --- sums of rows -------------------------------------------------------------------------------------

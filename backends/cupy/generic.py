@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -11,7 +10,7 @@ from multigemm.backend import Launch
 from multigemm.backends.cupy.arguments import problem_bytes, table_of
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import Config, generic_bytes, kind_of, shapes_of
-from multigemm.backends.cupy.fused import fused_bytes, table_with_preacts
+from multigemm.backends.cupy.fused import problem_argument, table_with_preacts
 from multigemm.cuda.arguments import Argument
 from multigemm.cuda.device import processors
 from multigemm.cuda.launch import Kernel, without_move
@@ -85,5 +84,4 @@ class Generic:
         if ops.fused is None:
             return self._blocks.bound(ops)
         table, view = table_with_preacts(ops), view_of_tokens(ops)
-        plain = ops if ops.fused.gate is None else replace(ops, spec=replace(ops.spec, activation=None))
-        return self._blocks.bound_as(ops, table, view, [(problem_bytes(plain, table, view), fused_bytes(ops))])
+        return self._blocks.bound_as(ops, table, view, [problem_argument(ops, table, view)])

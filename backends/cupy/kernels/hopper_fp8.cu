@@ -28,11 +28,6 @@ struct SideGrids { Grid x, w; i64 columns; };      // columns of the weight side
 __device__ __forceinline__ void copy_number(u32 to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
-// This thread arrives when all of its copies are there.
-__device__ __forceinline__ void arrive_when_copied(u32 barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // A warp's lanes copy the scales of 32 lines at a time; without blocks of k those of a tile's last stage only. Lines that do
 // not exist keep what was there: their sums are never stored. So do sides without a scale: ones.
 __device__ __forceinline__ void load_scales(const SideGrids& grids, Shared& s, u32 scales, u32 rank) {
