@@ -282,7 +282,7 @@ def _fused_rules(layout: Layout, counts: Counts) -> list[Rule]:
     """Of picked rows and gates, on Hopper: tiles as high as the average group needs. Nothing is fitted yet: copies of
     picked rows by warps come first, because the copy engine takes as long for a row as for many."""
     rows, gated = _rows(layout, counts), has_gate(layout.spec)
-    copied, boxed = (GATHERED, GATED) if gated else ((*GATHERED, *GATHERED_TOGETHER), FUSED_TOGETHER)
+    copied, boxed = (GATHERED, GATED) if gated else ((*GATHERED_TOGETHER, *GATHERED), FUSED_TOGETHER)
     heights = (rows <= 48, (rows > 48) & (rows <= 128), rows > 128)
     found = list[Rule]()
     for height, holds in zip((64, 128, 192), heights, strict=True):

@@ -16,6 +16,7 @@ from multigemm.backends.cupy.support import (
     has_odd_lines,
     hopper_reasons,
     packed_reasons,
+    picks_rows,
     plain_kind,
     shift_b_reasons,
     small_list_reasons,
@@ -212,7 +213,8 @@ GATED = tuple(
 GATHERED = tuple(replace(c, kernel="hopper_gather") for c in GATED if c.cluster == 1)
 """For picked rows, with a gate or plain."""
 GATHERED_TOGETHER = tuple(
-    Config("hopper_gather", rows=rows, stages=stages, cluster=1) for rows, stages in ((192, 4), (128, 6), (64, 8))
+    Config("hopper_gather", rows=rows, stages=stages, cluster=1)
+    for rows, stages in ((256, 4), (192, 4), (128, 6), (64, 8))
 )
 """For picked rows, without a gate: both warpgroups share a tile."""
 FUSED_TOGETHER = (TURNS, WIDE, ALONE, MIDDLE, SINGLE, NARROW, SLIM)
@@ -293,6 +295,8 @@ def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -
     if capability != (9, 0) or config.kernel == "small_list":
         return capability == (9, 0) and config in SMALL_LISTS
     if config.kernel == "hopper_gather" and config.cluster > 1:
+        return False
+    if spec.form == "jagged_k" and picks_rows(spec) and config.kernel != "hopper_gather":
         return False
     if has_gate(spec) and not (config.pingpong and config.rows <= most_gated_rows(spec)):
         return False

@@ -22,7 +22,7 @@ from multigemm.backends.cupy.arguments import Side, table_of
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import COLUMNS, Config, stages_halves
 from multigemm.backends.cupy.fused import GATE_CODES, problem_argument
-from multigemm.backends.cupy.support import is_swapped, packed_spec, plain_kind, sends
+from multigemm.backends.cupy.support import is_swapped, packed_spec, picks_rows, plain_kind, sends
 from multigemm.cuda.arguments import Argument, fields, join, slot_of
 from multigemm.cuda.counters import Words, ready
 from multigemm.cuda.device import processors, to_device
@@ -82,6 +82,8 @@ class FusedLayout(NamedTuple):
     """What a kernel for fused problems is compiled for."""
 
     gathers: bool
+    of_w: bool
+    """Whether the rows that are picked are those of the weight side."""
     gate: int
     act: int
     preact: bool
@@ -94,7 +96,8 @@ def fused_layout_of(spec: ProblemSpec) -> FusedLayout | None:
     apart = spec.b.order == "row" and fused.layout == "interleaved"
     gate = 0 if not fused.layout else SIDE_BY_SIDE if apart else IN_TWO_BOXES
     act = GATE_CODES[spec.activation] if gate and spec.activation else 0
-    return FusedLayout(fused.a_rows is not None, gate, act, bool(gate) and fused.preact is not None)
+    of_w = fused.a_rows is not None if is_swapped(spec) else fused.b_rows is not None
+    return FusedLayout(picks_rows(spec), of_w, gate, act, bool(gate) and fused.preact is not None)
 
 
 def _fused_defines(fused: FusedLayout | None, config: Config) -> tuple[tuple[str, int], ...]:
@@ -102,7 +105,8 @@ def _fused_defines(fused: FusedLayout | None, config: Config) -> tuple[tuple[str
         return ()
     gather = 0 if not fused.gathers else 2 if config.kernel == "hopper_gather" else 1
     return (
-        ("FUSED", 1), ("GATHER", gather), ("GATE", fused.gate), ("ACT", fused.act), ("PREACT", int(fused.preact)),
+        ("FUSED", 1), ("GATHER", gather), ("PICKS_W", int(fused.of_w)), ("GATE", fused.gate), ("ACT", fused.act),
+        ("PREACT", int(fused.preact)),
     )  # fmt: skip
 
 
@@ -246,13 +250,16 @@ class Hopper:
     def _bound_fused(self, ops: Operands) -> BoundKernel:
         """The launch of a fused problem: maps of rows that are picked one by one, or of columns of g and u."""
         view, fused = view_of_tokens(ops), cast(Fused, ops.fused)
+        # An address must be there, though nothing is read.
+        if fused.a_rows is not None and not cast(Tensor, ops.a).numel():
+            view = replace(view, a=Strided(view.b.ptr, 0, 0, 0))
+        if fused.b_rows is not None and not cast(Tensor, ops.b).numel():
+            view = replace(view, b=Strided(view.a.ptr, 0, 0, 0))
         x, w = sides_of(view, self._role, self._dtype)
-        rows = int(cast(Tensor, ops.a).shape[-2])
-        if fused.a_rows is not None and rows == 0:  # an address must be there, though nothing is read
-            view, x = replace(view, a=Strided(view.b.ptr, 0, 0, 0)), x._replace(ptr=w.ptr)
         with on_device(self._index):
             maps = list(self._maps(view, x, w))
-            if fused.a_rows is not None:
+            if fused.a_rows is not None and not self._ragged:
+                rows = int(cast(Tensor, ops.a).shape[-2])
                 maps[1:2] = arguments.plain_map(x._replace(mn=max(rows, 1)), 1), arguments.BLANK_ROWS
             if fused.gate is not None and self._fused is not None and self._fused.gate == IN_TWO_BOXES:
                 maps[0] = arguments.gate_map(w, fused.gate.layout == "interleaved")

@@ -133,8 +133,14 @@ GATED_FORMS = ("jagged_m", "batched", "masked")
 def _hopper_fused_reasons(spec: ProblemSpec, fused: FusedSpec) -> list[str]:
     """What else the Hopper kernel has against picked rows, gates, preact_out and row_scale."""
     reasons = []
+    if spec.form == "jagged_k":
+        if fused.a_rows is not None and fused.b_rows is not None:
+            reasons.append("picked rows of both operands: it picks those of one")
+        if fused.preact is not None:
+            reasons.append("preact_out of jagged k")
+        return reasons
     if fused.b_rows is not None or (fused.a_rows is not None and (spec.form != "jagged_m" or spec.a.order != "row")):
-        reasons.append("picked rows of b, of jagged k, or without contiguous k: it picks rows of a in jagged m")
+        reasons.append("picked rows of b, or without contiguous k: it picks rows of a in jagged m")
     if spec.form not in GATED_FORMS or is_swapped(spec):
         reasons.append(f"{spec.form} with results in order {spec.out.order}: it fuses {', '.join(GATED_FORMS)} by rows")
     if not fused.layout:
@@ -149,8 +155,12 @@ def _hopper_fused_reasons(spec: ProblemSpec, fused: FusedSpec) -> list[str]:
 
 def gather_reasons(spec: ProblemSpec) -> list[str]:
     """Why the Hopper kernel whose warps copy picked rows cannot, or need not, run a spec."""
-    picks = spec.fused is not None and spec.fused.a_rows is not None
-    return hopper_reasons(spec) + ([] if picks else ["no rows are picked by index"])
+    return hopper_reasons(spec) + ([] if picks_rows(spec) else ["no rows are picked by index"])
+
+
+def picks_rows(spec: ProblemSpec) -> bool:
+    """Whether rows of an operand are picked by index."""
+    return spec.fused is not None and (spec.fused.a_rows is not None or spec.fused.b_rows is not None)
 
 
 def has_gate(spec: ProblemSpec) -> bool:

@@ -31,78 +31,124 @@ class AlignedMemory(Memory):
         return found
 
 
-def layer_problem(seed: int, device: torch.device | str = "cpu", largest: int = 260) -> Drawn:
-    """The problem of a seed: jagged m, batched or masked, mostly with picked rows and a gate."""
-    rng = np.random.default_rng(seed)
-    memory, pick = AlignedMemory(rng, torch.device(device)), lambda options: options[int(rng.integers(len(options)))]
-    dtype, whole = pick((torch.bfloat16, torch.float16)), bool(rng.integers(2))
-    groups, k = int(rng.integers(1, 6)), 8 * int(rng.integers(1, 26))
-    form = pick(("jagged_m", "jagged_m", "jagged_m", "batched", "masked"))
-    gate = pick((*GATES, "swiglu", "reglu" if whole else "swiglu", None))
-    n = 2 * int(rng.integers(1, 150)) if gate and rng.integers(3) == 0 else 16 * int(rng.integers(1, 36))
-    by_columns = bool(n % 8) or bool(rng.integers(2))
-    traits = {f"form:{form}", f"dtype:{dtype}", f"gate:{gate}", f"weights:{'col' if by_columns else 'row'}"}
+class _Draw:
+    """The choices of one seed."""
 
-    def numbers(*shape: int) -> Tensor:
-        found = rng.integers(-2, 3, shape) if whole else rng.standard_normal(shape)
-        return torch.from_numpy(np.asarray(found, dtype=np.float64)).to(dtype)
+    def __init__(self, seed: int, device: torch.device | str) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.device, self.memory = device, AlignedMemory(self.rng, torch.device(device))
+        self.dtype, self.whole = self.pick((torch.bfloat16, torch.float16)), bool(self.rng.integers(2))
+        self.traits, self.keywords = {f"dtype:{self.dtype}"}, dict[str, Any]()
 
-    keywords: dict[str, Any] = {}
-    sizes = [int(pick((0, 1, 7, 8, 31, 64, 65, 130, 200, largest))) for _ in range(groups)]
-    tokens, m = sum(sizes), int(rng.integers(1, largest))
-    shape: tuple[int, ...] = (tokens, n)
-    if form == "jagged_m":
-        keywords["sizes" if rng.integers(2) else "ends"] = sizes
-        if "ends" in keywords:
-            ends = np.cumsum(sizes)
-            shape = (int(rng.integers(0, 9)) + tokens, n)
-            keywords["ends"] = torch.from_numpy(ends).to(device)
-        rows = int(pick((0, 1, 40, 300)))
-        if rng.integers(4):
-            traits.add("a_rows")
-            index = rng.integers(0, max(rows, 1), shape[0])
-            if rng.integers(2) or not rows:
-                wrong = rng.integers(0, 3, shape[0]) == 0 if rows else np.ones(shape[0], bool)
-                index[wrong] = rng.choice((*LIES, rows), int(wrong.sum()))
-            kind = pick((torch.int32, torch.int64))
-            keywords["a_rows"] = memory.place("a_rows", torch.from_numpy(index).to(kind))
-        else:
-            rows = shape[0]
-        a = memory.place("a", numbers(rows, k))
-    else:
-        shape = (groups, m, n)
-        a = memory.place("a", numbers(groups, m, k))
-        if form == "masked":
-            keywords["valid_rows"] = [int(x) for x in rng.integers(0, m + 1, groups)]
-    b = numbers(groups, k, n)
-    b = memory.place("b", b.mT.contiguous()).mT if by_columns else memory.place("b", b)
-    if gate:
-        layout = pick(GLU_LAYOUTS)
-        traits.add(f"layout:{layout}")
-        keywords |= {"activation": gate, "glu_layout": layout}
-        if rng.integers(2):
-            keywords |= {"glu_beta": 1.0, "glu_limit": pick((2.0, 7.0))}
-        if gate == "swiglu" and rng.integers(2):
-            keywords["glu_alpha"] = 1.702
-    elif rng.integers(3) == 0:
-        keywords["activation"] = pick(ACTIVATIONS)
+    def pick(self, options: Any) -> Any:
+        return options[int(self.rng.integers(len(options)))]
+
+    def numbers(self, *shape: int) -> Tensor:
+        found = self.rng.integers(-2, 3, shape) if self.whole else self.rng.standard_normal(shape)
+        return torch.from_numpy(np.asarray(found, dtype=np.float64)).to(self.dtype)
+
+    def put(self, name: str, x: Tensor, written: bool = False) -> Tensor:
+        """A tensor in guarded memory as the keyword of this name."""
+        self.traits.add(name)
+        self.keywords[name] = self.memory.place(name, x, written)
+        return self.keywords[name]
+
+    def index(self, name: str, tokens: int) -> int:
+        """Row numbers for so many tokens; how many rows there are to be picked."""
+        rows, rng = int(self.pick((0, 1, 40, 300))), self.rng
+        index = rng.integers(0, max(rows, 1), tokens)
+        if rng.integers(2) or not rows:
+            wrong = rng.integers(0, 3, tokens) == 0 if rows else np.ones(tokens, bool)
+            index[wrong] = rng.choice((*LIES, rows), int(wrong.sum()))
+        self.put(name, torch.from_numpy(index).to(self.pick((torch.int32, torch.int64))))
+        return rows
+
+
+def _cut(draw: _Draw, largest: int) -> int:
+    """Sizes of groups, or ends with rows behind them that no group owns; the number of tokens."""
+    rng, groups = draw.rng, int(draw.rng.integers(1, 6))
+    sizes = [int(draw.pick((0, 1, 7, 8, 31, 64, 65, 130, 200, largest))) for _ in range(groups)]
     if rng.integers(2):
-        traits.add("bias")
-        keywords["bias"] = memory.place("bias", numbers(groups, n).to(pick((dtype, torch.float32))))
+        draw.keywords["sizes"] = sizes
+        return sum(sizes)
+    draw.keywords["ends"] = torch.from_numpy(np.cumsum(sizes)).to(draw.device)
+    return sum(sizes) + int(rng.integers(0, 9))
+
+
+def _weight_gradient(draw: _Draw, largest: int) -> tuple[Tensor, Tensor]:
+    """Tokens are a jagged k, and rows of one operand are picked."""
+    tokens, m, n = _cut(draw, largest), 8 * int(draw.rng.integers(1, 40)), 8 * int(draw.rng.integers(1, 40))
+    draw.keywords["jagged"] = "k"
+    name = draw.pick(("a_rows", "b_rows"))
+    rows = draw.index(name, tokens)
+    a = draw.memory.place("a", draw.numbers(rows if name == "a_rows" else tokens, m)).mT
+    b = draw.memory.place("b", draw.numbers(rows if name == "b_rows" else tokens, n))
+    groups = len(draw.keywords.get("sizes", draw.keywords.get("ends")))
+    if draw.rng.integers(2):
+        turned = bool(draw.rng.integers(2))
+        out = draw.put(
+            "out", torch.full((groups, n, m) if turned else (groups, m, n), torch.nan, dtype=draw.dtype), True
+        )
+        draw.keywords["out"] = out.mT if turned else out
+    return a, b
+
+
+def layer_problem(seed: int, device: torch.device | str = "cpu", largest: int = 260) -> Drawn:
+    """The problem of a seed: jagged m, batched or masked, mostly with picked rows and a gate; or a weight gradient."""
+    draw = _Draw(seed, device)
+    form = draw.pick(("jagged_m", "jagged_m", "jagged_m", "batched", "masked", "jagged_k"))
+    draw.traits.add(f"form:{form}")
+    a, b = _weight_gradient(draw, largest) if form == "jagged_k" else _layer(draw, form, largest)
+    return Drawn(GroupedGemmProblem(a, b, **draw.keywords), frozenset(draw.traits), draw.memory, a, b, draw.keywords)
+
+
+def _gate(draw: _Draw) -> bool:
+    rng, gate = draw.rng, draw.pick((*GATES, "swiglu", "reglu" if draw.whole else "swiglu", None))
+    draw.traits.add(f"gate:{gate}")
+    if not gate:
+        draw.keywords["activation"] = draw.pick((None, None, *ACTIVATIONS))
+        return False
+    layout = draw.pick(GLU_LAYOUTS)
+    draw.traits.add(f"layout:{layout}")
+    draw.keywords |= {"activation": gate, "glu_layout": layout}
+    if rng.integers(2):
+        draw.keywords |= {"glu_beta": 1.0, "glu_limit": draw.pick((2.0, 7.0))}
+    if gate == "swiglu" and rng.integers(2):
+        draw.keywords["glu_alpha"] = 1.702
+    return True
+
+
+def _layer(draw: _Draw, form: str, largest: int) -> tuple[Tensor, Tensor]:
+    rng, k = draw.rng, 8 * int(draw.rng.integers(1, 26))
+    gated = _gate(draw)
+    n = 2 * int(rng.integers(1, 150)) if gated and rng.integers(3) == 0 else 16 * int(rng.integers(1, 36))
+    if form == "jagged_m":
+        tokens = _cut(draw, largest)
+        groups, shape = len(draw.keywords.get("sizes", draw.keywords.get("ends"))), (tokens, n)
+        a = draw.memory.place("a", draw.numbers(draw.index("a_rows", tokens) if rng.integers(4) else tokens, k))
+    else:
+        groups, m = int(rng.integers(1, 6)), int(rng.integers(1, largest))
+        shape = (groups, m, n)
+        a = draw.memory.place("a", draw.numbers(groups, m, k))
+        if form == "masked":
+            draw.keywords["valid_rows"] = [int(x) for x in rng.integers(0, m + 1, groups)]
+    by_columns, b = bool(n % 8) or bool(rng.integers(2)), draw.numbers(groups, k, n)
+    draw.traits.add(f"weights:{'col' if by_columns else 'row'}")
+    b = draw.memory.place("b", b.mT.contiguous()).mT if by_columns else draw.memory.place("b", b)
+    if rng.integers(2):
+        draw.put("bias", draw.numbers(groups, n).to(draw.pick((draw.dtype, torch.float32))))
     if form != "batched" and rng.integers(2):
-        traits.add("row_scale")
-        keywords["row_scale"] = memory.place("row_scale", numbers(*shape[:-1]).to(pick((dtype, torch.float32))))
+        draw.put("row_scale", draw.numbers(*shape[:-1]).to(draw.pick((draw.dtype, torch.float32))))
     if rng.integers(4) == 0:
-        keywords["alpha"] = -0.5
-    if keywords.get("activation") and rng.integers(2):
-        traits.add("preact_out")
-        keywords["preact_out"] = memory.place("preact_out", torch.full(shape, torch.nan, dtype=dtype), True)
-    width = n // 2 if gate else n
+        draw.keywords["alpha"] = -0.5
+    if draw.keywords.get("activation") and rng.integers(2):
+        draw.put("preact_out", torch.full(shape, torch.nan, dtype=draw.dtype), True)
     if form == "jagged_m" and rng.integers(3) == 0:
-        traits.add("combine")
+        draw.traits.add("combine")
         index = torch.from_numpy(rng.integers(-2, shape[0] + 2, (19, 3)))
-        keywords["combine"] = (index.to(device), torch.from_numpy(rng.integers(-2, 3, (19, 3))).float().to(device))
+        weights = torch.from_numpy(rng.integers(-2, 3, (19, 3))).float()
+        draw.keywords["combine"] = (index.to(draw.device), weights.to(draw.device))
     elif rng.integers(2):
-        traits.add("out")
-        keywords["out"] = memory.place("out", torch.full((*shape[:-1], width), torch.nan, dtype=dtype), True)
-    return Drawn(GroupedGemmProblem(a, b, **keywords), frozenset(traits), memory, a, b, keywords)
+        width = n // 2 if gated else n
+        draw.put("out", torch.full((*shape[:-1], width), torch.nan, dtype=draw.dtype), True)
+    return a, b

@@ -69,6 +69,12 @@ hopper(const __grid_constant__ Given p, const __grid_constant__ Launch l, const 
     if (warpgroup == CONSUMERS) {
         registers_down<56>();
         const int role = warp - CONSUMERS * 4;
+#if GATHER == BY_COPIES && RAGGED_K
+        if (role == 0 && PICKS_W) copy_picked_tokens(p, l, s, stages, 0);
+        else if (role == 0) load_weights(p, l, maps, s, stages, rank);
+        else if (role == 1 && PICKS_W) load_rows(p, l, maps, s, stages, rank);
+        else if (role == 1) copy_picked_tokens(p, l, s, stages, 0);
+#else
         if (role == 0) load_weights(p, l, maps, s, stages, rank);
 #if GATHER == BY_BOXES
         else if (role == 1) load_picked_boxes(p, maps, s, stages, rank);
@@ -77,11 +83,16 @@ hopper(const __grid_constant__ Given p, const __grid_constant__ Launch l, const 
 #else
         else if (role == 1) load_rows(p, l, maps, s, stages, rank);
 #endif
+#endif
         else if (role == 2) {
             if ((threadIdx.x & 31) == 0) announce_tiles(p, l, s, rank);
         } else {
 #if GATHER == BY_COPIES
+#if RAGGED_K
+            copy_picked_tokens(p, l, s, stages, 1);
+#else
             copy_picked_rows(p, s, stages, 1);
+#endif
             __syncwarp();
 #endif
 #if GATE

@@ -64,7 +64,7 @@ struct Launch {
 struct Shared {
     u64 full[PLACES], empty[PLACES], tile_full[SLOTS], tile_empty[SLOTS];
     u64 ask;                    // the next tile is wanted (hopper.cu)
-#if GATHER == BY_COPIES
+#if GATHER == BY_COPIES && !RAGGED_K
     int picked[ROWS];           // numbers of a tile's rows (picked_rows.cuh)
 #endif
     u32 begins[LOADERS][PLACES];   // where each stage in flight begins (load.cuh), for each of the warps that load
