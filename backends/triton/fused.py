@@ -38,7 +38,17 @@ from multigemm.backends.triton.generic import (
 )
 from multigemm.cuda.device import processors, to_device
 from multigemm.cuda.launch import NOTHING, in_turn, without_move
-from multigemm.planning.operands import ABSENT, NO_VIEW, TABLE, Operands, Packed, group_table, packed, strides_of
+from multigemm.planning.operands import (
+    ABSENT,
+    NO_VIEW,
+    TABLE,
+    Operands,
+    Packed,
+    address_of,
+    group_table,
+    packed,
+    strides_of,
+)
 from multigemm.planning.tiles import list_tiles, most_packed_tiles, tiles_of
 from multigemm.problem.fused import Fused, Index
 from multigemm.problem.spec import FusedSpec, OperandSpec, ProblemSpec
@@ -69,7 +79,7 @@ def _products(ops: Operands, spec: ProblemSpec) -> Operands:
     rest = replace(fused, combine=None, weights=None, out_rows=None, rows=None) if spec.fused else None
     tokens = view_of_tokens(ops).m
     rows = torch.empty((tokens, cast(Tensor, ops.out).shape[1]), dtype=spec.out.dtype, device=ops.device)
-    return replace(ops, spec=spec, fused=rest, out=rows, c=None, beta=0.0)
+    return replace(ops, spec=spec, fused=rest, out=rows, c=None, beta=0.0, out_place="work")
 
 
 def view_of_tokens(ops: Operands) -> Packed:
@@ -224,14 +234,15 @@ class FusedPlan:
         sizes = 0 if listed else sizes_address(ops, sums_sizes(ops.spec))
         at, counted = (0 if x is None else x.data_ptr() for x in (table, prefix))
         grid = programs(most_tiles(ops, shape, self._config), self._config, processors(self._index))
-        own = (0 if x is None else x.data_ptr() for x in fused_tensors(ops).values())
+        own = (address_of(x, name) for name, x in fused_tensors(ops).items())
         data = [shape.a.ptr, shape.b.ptr, (shape.c or ABSENT).ptr, shape.out.ptr, (shape.bias or ABSENT).ptr, sizes, at,
                 counted, *own]  # fmt: skip
-        launch = without_move(self._main.bound([*data, *fused_numbers(ops, shape)], grid, (table, prefix)))
+        main = self._main.bound([*data, *fused_numbers(ops, shape)], grid, (table, prefix))
         if self._count is None:
-            return launch
+            return without_move(main) if listed else main
         values = [counted, sizes, at, shape.m, shape.n, groups, int(ops.head)]
-        return in_turn([without_move(self._count.bound(values, 1, (table, prefix))), launch])
+        count = self._count.bound(values, 1, (table, prefix))
+        return in_turn([without_move(count), without_move(main)] if listed else [count, main])
 
 
 # --- sums of rows -------------------------------------------------------------------------------------
@@ -322,33 +333,26 @@ SumLaunch = Callable[[Operands, dict[str, "Tensor | None"], list[int], int], Lau
 """Binds a sum of rows: the problem, the tensors, the numbers, the grid."""
 
 
-class _Summed:
-    """Launches in turn, which share the memory of the rows."""
-
-    def __init__(self, steps: list[Launch], *keep: Tensor | None) -> None:
-        self._launch, self._keep = in_turn(steps), keep
-
-    def __call__(self) -> None:
-        self._launch()
-
-    def workspace_bytes(self) -> int:
-        """Device memory that it owns."""
-        return sum(x.nbytes for x in self._keep if x is not None)
-
-
 def bind_sums(ops: Operands, products: Callable[[Operands], Launch], bind_sum: SumLaunch) -> Launch:
     """The launch of the products, and of the sums behind it; neither of one that has no elements."""
     fused, inner = cast(Fused, ops.fused), _products(ops, products_spec(ops.spec))
     rows = cast(Tensor, inner.out)
     index, order = cast(Index, fused.combine or fused.out_rows).values, None
     steps = [products(inner)] if rows.numel() else []
-    if cast(Tensor, ops.out).numel():
-        if fused.out_rows is not None:
-            index, order, sort = sort_step(index)
-            steps.append(sort)
-        tensors = sum_operands(ops, rows, index, order)
-        steps.append(bind_sum(ops, tensors, sum_numbers(ops, rows.shape[0]), sum_grid(ops.spec, ops)))
-    return _Summed(steps, rows, *(() if order is None else (index, order)))
+    if not cast(Tensor, ops.out).numel():
+        return _keeping(rows, in_turn(steps))
+    if fused.out_rows is not None:
+        index, order, sort = sort_step(index)
+        steps.append(sort)
+    tensors = sum_operands(ops, rows, index, order)
+    steps.append(bind_sum(ops, tensors, sum_numbers(ops, rows.shape[0]), sum_grid(ops.spec, ops)))
+    return in_turn(steps)
+
+
+def _keeping(rows: Tensor, launch: Launch) -> Launch:
+    """A launch as a callable that keeps the memory of rows which nothing sums."""
+    kept = [rows]
+    return lambda: (launch(), kept)
 
 
 class SumPlan:
@@ -366,9 +370,18 @@ class SumPlan:
         return bind_sums(ops, self._inner.bind, self._bind_sum)
 
     def _bind_sum(self, ops: Operands, tensors: dict[str, Tensor | None], values: list[int], grid: int) -> Launch:
-        data = {name: 0 if x is None else x.data_ptr() for name, x in tensors.items()}
+        named = {"y": "work", "order": ""}
+        data = {name: _address(x, named.get(name, name)) for name, x in tensors.items()}
         data["ends"] = sizes_address(ops, self._sums)
-        return without_move(self._kernel.bound([*data.values(), *values], grid))
+        order, keep = tensors["order"], tuple[Tensor | None, ...]()
+        if order is not None:  # sorted anew by each launch, in memory of its own
+            data["index"], keep = cast(Tensor, tensors["index"]).data_ptr(), (tensors["index"], order)
+        return self._kernel.bound([*data.values(), *values], grid, keep, lent=tensors["y"])
+
+
+def _address(x: Tensor | None, operand: str) -> int:
+    """Where a tensor lies, as the operand of that name, if it is one."""
+    return address_of(x, operand) if operand else 0 if x is None else x.data_ptr()
 
 
 def inside_text(spec: ProblemSpec) -> str:

@@ -122,6 +122,7 @@ class Kernel:
         keep: Sequence[object] = (),
         on_capture: Callable[[], object] | None = None,
         grid_for: Callable[[int], Grid] | None = None,
+        lent: torch.Tensor | None = None,
     ) -> BoundKernel:
         """A launch with these arguments: one by one, or as `Fields` where the kernel takes 64-bit words only.
 
@@ -129,11 +130,12 @@ class Kernel:
         follow the operands in device memory. `keep` lives as long as the launch: the workspaces, and no operand, which
         whoever launches keeps alive. `on_capture` is called whenever a launch becomes part of a CUDA graph. `grid_for`
         gives the grid for another number of tokens of a class (`spec.half_octave`), where nothing else but what
-        `Tokens` and `CountedMaps` are depends on that number.
+        `Tokens` and `CountedMaps` are depends on that number. `lent` is the memory at the address of `work`, which
+        lives until the launch moves: whoever moves it lends as many bytes.
         """
         config = _config(grid, threads, shared, cluster, overlap)
         block = PackedArguments(arguments) if isinstance(arguments, Fields) else ArgumentBlock(arguments)
-        return BoundKernel(self, block, config, on_capture, tuple(keep), fields, grid_for)
+        return BoundKernel(self, block, config, on_capture, tuple(keep), fields, grid_for, lent)
 
 
 @cache
@@ -159,8 +161,8 @@ class BoundKernel:
     """A launch of a kernel on its device's current stream."""
 
     __slots__ = (
-        "_block", "_call", "_counted", "_fields", "_grid_for", "_handle", "_keep", "_kernel", "_records", "index",
-        "on_capture",
+        "_block", "_call", "_counted", "_fields", "_grid_for", "_handle", "_keep", "_kernel", "_lent", "_records",
+        "index", "on_capture", "work_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -172,8 +174,11 @@ class BoundKernel:
         keep: tuple[object, ...],
         fields: DeviceFields | None = None,
         grid_for: Callable[[int], Grid] | None = None,
+        lent: torch.Tensor | None = None,
     ) -> None:
-        self._fields, self._grid_for = fields, grid_for
+        self._fields, self._grid_for, self._lent = fields, grid_for, lent
+        self.work_bytes = 0 if lent is None else lent.nbytes
+        """Bytes that whoever moves it lends it, at the address of `work`."""
         self._counted = block.counted or (fields is not None and fields.counted)
         self._kernel, self._block, self.on_capture, self._keep = kernel, block, on_capture, keep
         self._call, self._handle, self.index = library().cuLaunchKernelEx, kernel.handle, kernel.index
@@ -202,6 +207,7 @@ class BoundKernel:
 
     def move(self, addresses: Addresses) -> None:
         """Gives the launch, which comes next on this thread's current stream, other addresses of its operands."""
+        self._lent = None
         if self._fields is not None:
             addresses = (*addresses, self._fields.follow(addresses))
         self._block.move(addresses)
@@ -236,7 +242,7 @@ class BoundKernel:
         return self._block.stays_behind(spans) or (self._fields is not None and self._fields.stays_behind(spans))
 
     def workspace_bytes(self) -> int:
-        """Device memory that it owns."""
+        """Device memory that it owns, without what it is lent."""
         own = sum(x.nbytes for x in self._keep if isinstance(x, torch.Tensor))
         return own + (0 if self._fields is None else self._fields.nbytes)
 
@@ -301,6 +307,11 @@ class LaunchSequence(_Steps):
         """Makes every launch one for another number of tokens."""
         for step in self._steps:
             step.resize(before, after, regrid)
+
+    @property
+    def work_bytes(self) -> int:
+        """Bytes that whoever moves the launches lends them, at the address of `work`."""
+        return max((step.work_bytes for step in self._steps if hasattr(step, "work_bytes")), default=0)
 
     def workspace_bytes(self) -> int:
         """Device memory that the launches own; what they share counts more than once."""

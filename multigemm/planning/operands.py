@@ -68,6 +68,7 @@ class Operands:
     that `sums_sizes` reads them, and then nobody writes `ends`.
     `fused` is what `spec.fused` describes, with dense indices and numbers on the device. There `a` and `b` are the
     operands whose rows are picked, `c` has the shape of `out`, and what cuts T tokens need not fit their extents.
+    `out_place`: which of `cuda.arguments.OPERANDS` the result's memory is: `work` for one that a later launch reads.
     """
 
     spec: ProblemSpec
@@ -89,6 +90,7 @@ class Operands:
     scale_b: Tensor | list[Tensor] | None = None
     zero_b: Tensor | list[Tensor] | None = None
     fused: Fused | None = None
+    out_place: Literal["out", "work"] = "out"
 
 
 class Strided(NamedTuple):
@@ -175,7 +177,7 @@ def packed(ops: Operands) -> Packed:
         jagged=jagged,
         a=strides_of(a, "a"),
         b=strides_of(b, "b"),
-        out=strides_of(out, "out"),
+        out=strides_of(out, ops.out_place),
         c=None if c is None else strides_of(c, "c"),
         bias=None if bias is None else _bias_strides(bias, ops.spec.groups),
     )
