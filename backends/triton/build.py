@@ -193,9 +193,8 @@ class TritonKernel:
         keep: Sequence[object] = (),
         on_capture: Callable[[], object] | None = None,
         grid_for: Callable[[int], int] | None = None,
-        lent: torch.Tensor | None = None,
     ) -> BoundKernel:
-        """A launch of `grid` programs with these arguments; `keep`, `grid_for` and `lent` as in `Kernel.bound`.
+        """A launch of `grid` programs with these arguments; `keep` and `grid_for` as in `Kernel.bound`.
 
         Triton appends parameters of its own behind the kernel's: a scratch buffer in global memory, which is
         allocated here, and a profile buffer.
@@ -209,7 +208,7 @@ class TritonKernel:
             keep, grid_for = (*keep, scratch), None  # of more programs the buffer would be larger
         return self._kernel.bound(
             [*values, *own], grid=grid, threads=code.threads, shared=code.shared, keep=keep, on_capture=on_capture,
-            grid_for=grid_for, lent=lent,
+            grid_for=grid_for,
         )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from multigemm.backend import Launch, Recipe
 from multigemm.backends.triton.build import KernelSource, compile_all, load
-from multigemm.backends.triton.config import Config, columns_of, products_spec
+from multigemm.backends.triton.config import Config, products_spec
 from multigemm.backends.triton.generic import (
     ACCUMULATORS,
     CHUNK,
@@ -37,7 +37,8 @@ from multigemm.backends.triton.generic import (
     uniform,
 )
 from multigemm.cuda.device import processors, to_device
-from multigemm.cuda.launch import NOTHING, in_turn, without_move
+from multigemm.cuda.launch import in_turn, without_move
+from multigemm.planning.fused_steps import columns_of, plan_in_steps, product_spec, sort_step
 from multigemm.planning.operands import (
     ABSENT,
     NO_VIEW,
@@ -79,7 +80,7 @@ def _products(ops: Operands, spec: ProblemSpec) -> Operands:
     rest = replace(fused, combine=None, weights=None, out_rows=None, rows=None) if spec.fused else None
     tokens = view_of_tokens(ops).m
     rows = torch.empty((tokens, cast(Tensor, ops.out).shape[1]), dtype=spec.out.dtype, device=ops.device)
-    return replace(ops, spec=spec, fused=rest, out=rows, c=None, beta=0.0, out_place="work")
+    return replace(ops, spec=spec, fused=rest, out=rows, c=None, beta=0.0, lent=rows)
 
 
 def view_of_tokens(ops: Operands) -> Packed:
@@ -300,14 +301,6 @@ def sum_source(spec: ProblemSpec, sums: bool) -> KernelSource:
     )
 
 
-def sort_step(places: Tensor) -> tuple[Tensor, Tensor, Launch]:
-    """Places in order, who goes there, and the launch that sorts them anew; equal places keep the order of rows."""
-    ordered, order = torch.empty_like(places), torch.empty(places.shape, dtype=torch.int64, device=places.device)
-    if not places.numel():
-        return ordered, order, NOTHING
-    return ordered, order, lambda: torch.sort(places, stable=True, out=(ordered, order))
-
-
 def sum_operands(ops: Operands, rows: Tensor, index: Tensor, order: Tensor | None) -> dict[str, Tensor | None]:
     """The tensors that a sum of rows reads and writes, but for what cuts the groups."""
     c = cast("Tensor | None", ops.c)
@@ -370,18 +363,16 @@ class SumPlan:
         return bind_sums(ops, self._inner.bind, self._bind_sum)
 
     def _bind_sum(self, ops: Operands, tensors: dict[str, Tensor | None], values: list[int], grid: int) -> Launch:
-        named = {"y": "work", "order": ""}
-        data = {name: _address(x, named.get(name, name)) for name, x in tensors.items()}
-        data["ends"] = sizes_address(ops, self._sums)
-        order, keep = tensors["order"], tuple[Tensor | None, ...]()
+        order, rows = tensors["order"], cast(Tensor, tensors["y"])
+        data = {name: address_of(x, name, rows) for name, x in tensors.items() if name != "order"}
+        data |= {"ends": sizes_address(ops, self._sums), "order": 0}
+        keep: tuple[object, ...] = ()
         if order is not None:  # sorted anew by each launch, in memory of its own
-            data["index"], keep = cast(Tensor, tensors["index"]).data_ptr(), (tensors["index"], order)
-        return self._kernel.bound([*data.values(), *values], grid, keep, lent=tensors["y"])
-
-
-def _address(x: Tensor | None, operand: str) -> int:
-    """Where a tensor lies, as the operand of that name, if it is one."""
-    return address_of(x, operand) if operand else 0 if x is None else x.data_ptr()
+            keep, index = (tensors["index"], order), cast(Tensor, tensors["index"])
+            data |= {"index": index.data_ptr(), "order": order.data_ptr()}
+        launch = self._kernel.bound([*data.values(), *values], grid, keep)
+        launch.lend(rows)
+        return launch
 
 
 def inside_text(spec: ProblemSpec) -> str:
@@ -407,6 +398,8 @@ def kernel_text(kernel: str, spec: ProblemSpec) -> str:
 def plan_fused(spec: ProblemSpec, config: Config, index: int, why: str, plan: Callable[..., Recipe]) -> Recipe:
     """Compiles (or loads) the kernels of a fused problem; `plan` makes the recipe of plain products."""
     products = products_spec(spec)
+    if products.fused is not None and config.kernel == "hopper":
+        return plan_in_steps(spec, plan(product_spec(spec), config, index, why), index)
     if products.fused is None:
         inner = plan(products, config, index, why)
     else:

@@ -122,7 +122,6 @@ class Kernel:
         keep: Sequence[object] = (),
         on_capture: Callable[[], object] | None = None,
         grid_for: Callable[[int], Grid] | None = None,
-        lent: torch.Tensor | None = None,
     ) -> BoundKernel:
         """A launch with these arguments: one by one, or as `Fields` where the kernel takes 64-bit words only.
 
@@ -130,12 +129,11 @@ class Kernel:
         follow the operands in device memory. `keep` lives as long as the launch: the workspaces, and no operand, which
         whoever launches keeps alive. `on_capture` is called whenever a launch becomes part of a CUDA graph. `grid_for`
         gives the grid for another number of tokens of a class (`spec.half_octave`), where nothing else but what
-        `Tokens` and `CountedMaps` are depends on that number. `lent` is the memory at the address of `work`, which
-        lives until the launch moves: whoever moves it lends as many bytes.
+        `Tokens` and `CountedMaps` are depends on that number.
         """
         config = _config(grid, threads, shared, cluster, overlap)
         block = PackedArguments(arguments) if isinstance(arguments, Fields) else ArgumentBlock(arguments)
-        return BoundKernel(self, block, config, on_capture, tuple(keep), fields, grid_for, lent)
+        return BoundKernel(self, block, config, on_capture, tuple(keep), fields, grid_for)
 
 
 @cache
@@ -174,10 +172,10 @@ class BoundKernel:
         keep: tuple[object, ...],
         fields: DeviceFields | None = None,
         grid_for: Callable[[int], Grid] | None = None,
-        lent: torch.Tensor | None = None,
     ) -> None:
-        self._fields, self._grid_for, self._lent = fields, grid_for, lent
-        self.work_bytes = 0 if lent is None else lent.nbytes
+        self._fields, self._grid_for = fields, grid_for
+        self._lent: torch.Tensor | None = None
+        self.work_bytes = 0
         """Bytes that whoever moves it lends it, at the address of `work`."""
         self._counted = block.counted or (fields is not None and fields.counted)
         self._kernel, self._block, self.on_capture, self._keep = kernel, block, on_capture, keep
@@ -211,6 +209,10 @@ class BoundKernel:
         if self._fields is not None:
             addresses = (*addresses, self._fields.follow(addresses))
         self._block.move(addresses)
+
+    def lend(self, memory: torch.Tensor) -> None:
+        """Keeps the memory at the address of `work` until the launch moves: whoever moves it lends as much."""
+        self._lent, self.work_bytes = memory, memory.nbytes
 
     def can_resize(self, before: int, after: int) -> bool:
         """Whether `resize` gives the launch that a bind for another number of tokens would give."""

@@ -166,11 +166,11 @@ class Fused:
         row_scale: Tensor | None = None, index: Tensor | None = None, weights: Tensor | None = None, *, squeezed: bool,
     ) -> Fused:  # fmt: skip
         """The same for these tensors; `index` is that of combine or out_rows, `squeezed`: preact is a matrix of one."""
-        picks = [None if x is None else Index(x, True) for x in (a_rows, b_rows)]
+        a_at, b_at = (None if x is None else Index(x, True) for x in (a_rows, b_rows))
         at = None if index is None else Index(index, True)
         combine, out_rows = (at, None) if self.combine is not None else (None, at)
         held = preact.unsqueeze(0) if squeezed and preact is not None else preact
-        return Fused(self.gate, held, row_scale, *picks, combine, weights, out_rows, self.rows, preact)
+        return Fused(self.gate, held, row_scale, a_at, b_at, combine, weights, out_rows, self.rows, preact)
 
     def columns(self, n: int) -> int:
         """Columns of the result of products of n columns."""

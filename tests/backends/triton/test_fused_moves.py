@@ -13,7 +13,9 @@ from torch import Tensor
 
 import multigemm as mg
 from multigemm.backends.triton import choice, launch
+from multigemm.cuda import nvrtc
 from multigemm.cuda.arguments import FUSED_OPERANDS, PLAIN_OPERANDS, Addresses
+from multigemm.cuda.launch import Kernel
 from multigemm.planning.operands import Operands
 from multigemm.planning.staging import allocate, stage, staged_spec
 from tests.support.cuda_driver import steps_of
@@ -22,6 +24,11 @@ from tests.support.triton_world import GPU, world
 __all__ = ["world"]
 
 TOKENS, PAIRS, HIDDEN, INNER = 48, 96, 64, 128
+
+
+@pytest.fixture(autouse=True)
+def steps_that_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "loaded", lambda source, name, defines, index: Kernel(b"", name, index))
 
 
 def half(*shape: int) -> Tensor:
@@ -111,8 +118,11 @@ def test_a_moved_launch_is_the_one_bound_there(case: str, groups: int, world: An
         moving, fresh = bind(here), bind(there)
         first = bytes(str(described(moving, lent(moving))), "utf8")
         moving.move(addresses(there, lent(fresh)))
-        assert moving.work_bytes == fresh.work_bytes == (2 * PAIRS * HIDDEN if case == "combined" else
-                                                         2 * PAIRS * INNER if case == "both" else 0)  # fmt: skip
+        rows = {"combined": 2 * PAIRS * HIDDEN, "both": 2 * PAIRS * INNER}.get(case, 0)
+        in_steps = config.kernel == "hopper" and case != "combined"
+        assert moving.work_bytes == fresh.work_bytes and (
+            fresh.work_bytes > rows if in_steps else moving.work_bytes == rows
+        )
         moved = described(moving, lent(fresh))
         assert moved == described(fresh, lent(fresh)), config
         assert bytes(str(moved), "utf8") != first
