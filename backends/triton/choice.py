@@ -467,11 +467,11 @@ def _roomy(spec: ProblemSpec) -> bool:
 def fused_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> list[Config]:
     """Valid configs of the kernel of fused products, and of a plain product among steps, the best guess first.
 
-    Measured on an H200 (times in us, of the layers Qwen3-30B, Mixtral and gpt-oss-20b, bfloat16):
-    * Many rows: the warp-specialised kernel makes up for the steps round it. Rows picked in front of a plain product 255
-      and 1234, in the fused kernel 301 and 1920; gradients of weights 427 and 2518, fused 1836 and 9834. A gate that
-      leaves registers for 128 x 256 products is the exception: 450 fused at 256 rows of K = 2048, 439 as three calls.
-    * Few rows: a tile of 16 rows, and 64 columns of which a gate makes 32 (Qwen3, 64 tokens): 203, of 32 x 32 271.
+    Measured on an H200 (us, layers of Qwen3-30B and Mixtral, 4096 tokens, bfloat16):
+    * Many rows: the warp-specialised kernel makes up for the steps round it. Rows picked in front of a plain product:
+      255 and 1234, in the fused kernel 301 and 1920; gradients of weights: 427 and 2518, fused 1836 and 9834. A gate
+      that leaves registers for 128 x 256 products is the exception: 450 fused at K = 2048, 439 as three calls.
+    * Few rows: tiles of 16 rows and 64 columns, of which a gate makes 32: 203 for Qwen3's 64 tokens, of 32 x 32: 271.
     """
     plain = pointer_candidates(spec, capability)
     if cast(FusedSpec, spec.fused).layout and typical_rows(spec) <= FEW_ROWS_OF_A_GATE:

@@ -21,7 +21,7 @@ from torch import Tensor
 from multigemm.backend import Launch, Recipe
 from multigemm.cuda import nvrtc
 from multigemm.cuda.arguments import ACTIVATION_CODES, words
-from multigemm.cuda.launch import NOTHING, in_turn
+from multigemm.cuda.launch import NOTHING, BoundKernel, in_turn
 from multigemm.planning.operands import ABSENT, Operands, address_of, strides_of
 from multigemm.problem.fused import PICKED, Fused, Index
 from multigemm.problem.spec import FusedSpec, OperandSpec, ProblemSpec, classify, classify_fresh
@@ -254,8 +254,10 @@ def _lending(steps: list[Launch], lent: Tensor | None) -> Launch:
     if not hasattr(launch, "move"):
         kept = [lent]
         return lambda: (launch(), kept)
-    last = next(step for step in reversed(steps) if hasattr(step, "lend"))
-    last.lend(lent)
+    for step in reversed(steps):
+        if isinstance(step, BoundKernel):
+            step.lend(lent)
+            break
     return launch
 
 

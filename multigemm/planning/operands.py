@@ -68,7 +68,7 @@ class Operands:
     that `sums_sizes` reads them, and then nobody writes `ends`.
     `fused` is what `spec.fused` describes, with dense indices and numbers on the device. There `a` and `b` are the
     operands whose rows are picked, `c` has the shape of `out`, and what cuts T tokens need not fit their extents.
-    `lent`: memory between the launches of one call (`work` of `cuda.arguments.OPERANDS`), in which a, b and `out` may lie.
+    `lent`: memory between the launches of one call (`work` of `cuda.arguments.OPERANDS`); a, b and `out` may lie in it.
     """
 
     spec: ProblemSpec
