@@ -6,7 +6,6 @@ Names and shapes of the weights are those of the MoE blocks of Hugging Face tran
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from multigemm.errors import InvalidProblem
 from multigemm.integrations import layer_call
-from multigemm.integrations.fused_experts import Network, experts_forward
+from multigemm.integrations.fused_experts import Network, check_pairs, run_experts
 from multigemm.integrations.quantised_weights import quantize_stack, scale_keywords
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.integrations.torch_op import grouped_gemm
@@ -189,11 +188,10 @@ class Experts(nn.Module):
         return self.activation in GATED and not self.network.usual_gate
 
     def _fused(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        held: Any = self
-        biases = getattr(held, f"{self.first}_bias"), held.down_proj_bias
-        return experts_forward(
-            x, index, weights, getattr(held, self.first), held.down_proj, *biases, **asdict(self.network)
-        )
+        check_pairs(x, index, weights)
+        held: Any = self._parameters  # looked up at once: an attribute of a module takes as long as a launch
+        biases = held[f"{self.first}_bias"], held["down_proj_bias"]
+        return run_experts(self.network, x, index, weights, held[self.first], held["down_proj"], *biases)
 
     def _networks(self) -> layer_call.Networks:
         gated, held = self.activation in GATED, self  # type: bool, Any

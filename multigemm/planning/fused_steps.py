@@ -190,7 +190,8 @@ class _Steps:
 
     def _sums(self, ops: Operands, rows: Tensor, lent: Tensor | None) -> list[Launch]:
         fused, out, c = cast(Fused, ops.fused), cast(Tensor, ops.out), cast("Tensor | None", ops.c)
-        index, steps, order, keep = cast(Index, fused.combine or fused.out_rows).values, list[Launch](), 0, ()
+        index, steps, order = cast(Index, fused.combine or fused.out_rows).values, list[Launch](), 0
+        keep: tuple[object, ...] = ()
         at, terms = address_of(index, "index"), -1
         if fused.combine is not None:
             terms = index.shape[1]
