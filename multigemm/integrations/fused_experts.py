@@ -131,8 +131,6 @@ def experts_forward(
     """
     net = Network(activation, glu_layout, glu_alpha, glu_beta, glu_limit, stacked, recompute, backend, batch_invariant)
     check_pairs(x, index, weights)
-    if torch.compiler.is_compiling():
-        return experts_in_steps(x, index, weights, up, down, up_bias, down_bias, net)
     return run_experts(net, x, index, weights, up, down, up_bias, down_bias)
 
 
@@ -157,6 +155,8 @@ def run_experts(
     bound = layer_call.call(x, index, weights, nets)
     if bound is not None:
         return bound
+    if torch.compiler.is_compiling():
+        return experts_in_steps(x, index, weights, up, down, up_bias, down_bias, net)
     x, up, down, up_bias, down_bias = _in_autocast(x, up, down, up_bias, down_bias)
     result: Tensor = _Experts.apply(net, index, x, weights, up, down, up_bias, down_bias)  # type: ignore[no-untyped-call]
     return result

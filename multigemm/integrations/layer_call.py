@@ -25,16 +25,16 @@ from multigemm.cuda.driver import on_device
 from multigemm.cuda.launch import Kernel
 from multigemm.errors import LibraryError
 from multigemm.integrations import torch_op
-from multigemm.integrations.eager import plain_call
 from multigemm.integrations.layer_ops import triton_kernels
 from multigemm.planning.binding import bind
 from multigemm.planning.launch_cache import LAUNCHES
-from multigemm.planning.launch_key import GPU_BITS
+from multigemm.planning.launch_key import GPU_BITS, PLAIN
 from multigemm.planning.operands import reach_bytes
+from multigemm.problem.arrays import LOWEST
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.select.choose import choose
 from multigemm.settings import settings
-from multigemm.torch_internals import current_device, current_raw_stream, empty_cuda, is_capturing
+from multigemm.torch_internals import current_device, current_raw_stream, empty_cuda, is_capturing, only_result_wanted
 
 LINE = 256
 """Bytes to which the parts of the memory between the launches are aligned, as the allocator's own are."""
@@ -123,20 +123,20 @@ class _Bound:
         self._others: dict[Places, Launches] = {}
         self._size, self._stream, self.workspace = layer.size, 0, 0
 
-    def run(self, x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor | None:
-        """The layer's result; None in the middle of another call, which a finaliser may make."""
+    def run(self, x: Tensor, index: Tensor, weights: Tensor, nets: Networks, tensors: list[int]) -> Tensor | None:
+        """The layer's result; None in the middle of another call, which a finaliser may make. `tensors`: where the
+        operands lie."""
         if self._busy:
             return None
         self._busy = True
         try:
-            layer, tensors = self.layer, (x, index, weights, nets.up, nets.down, nets.up_bias, nets.down_bias)
+            layer = self.layer
             out = empty_cuda((layer.tokens, layer.hidden), (layer.hidden, 1), layer.dtype)
             work = empty_cuda((self._size,), (1,), torch.uint8)
-            at: Places = (
-                *[0 if t is None else t.data_ptr() for t in tensors], out.data_ptr(), work.data_ptr(), 0
-            )  # fmt: skip
+            at: Places = (*tensors, out.data_ptr(), work.data_ptr(), 0)
             if self._moves is None or at != self._at:
-                work = self._move(at, tensors, out, work, nets)
+                given = (x, index, weights, nets.up, nets.down, nets.up_bias, nets.down_bias)
+                work = self._move(at, given, out, work, nets)
             for start in self._starts:
                 start(self._stream)
             return out
@@ -228,23 +228,35 @@ def call(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor | 
     x [tokens, H], index and weights [tokens, k]. The first call of some layouts runs in steps, which choose how each
     product runs; the second binds.
     """
-    if torch.compiler.is_compiling() or not settings().bind_layers or not _bindable(x):
+    if torch.compiler.is_compiling():
+        return None
+    known_settings = settings()
+    if not known_settings.bind_layers or not _bindable(x):
         return None
     given = (x, index, weights, nets.up, nets.down, nets.up_bias, nets.down_bias)
-    if not plain_call(*given):
+    if not only_result_wanted(*given):
         return None
-    key = (
-        "layer", *[None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() & GPU_BITS) for t in given],
-        *nets[4:], id(settings()), current_raw_stream(x.get_device()), get_ident(),
-    )  # fmt: skip
+    layouts: list[Any] = []
+    tensors: list[int] = []
+    for t in given:
+        if t is None:
+            layouts.append(None)
+            tensors.append(0)
+            continue
+        if type(t) not in PLAIN or (at := t.data_ptr()) < LOWEST or t.is_neg():
+            return None
+        layouts.append((t.shape, t.stride(), t.dtype, at & GPU_BITS))
+        tensors.append(at)
+    stream = current_raw_stream(x.get_device())
+    key = ("layer", *layouts, *nets[4:], id(known_settings), stream, get_ident())
     known: _Bound | None = LAUNCHES.find(key)
     if known is not None:
-        return known.run(x, index, weights, nets)
+        return known.run(x, index, weights, nets, tensors)
     layer = _layer_of(x, index, weights, nets) if LAUNCHES.comes_again(key) else None
     if layer is None:
         return None
     made = _Bound(layer)
-    found = made.run(x, index, weights, nets)
+    found = made.run(x, index, weights, nets, tensors)
     LAUNCHES.keep(key, made)
     return found
 

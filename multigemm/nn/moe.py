@@ -165,7 +165,7 @@ class Experts(nn.Module):
         """
         if self.mesh is not None:
             return self._spread(x, top_k_index, top_k_weights)
-        if self.fused and not torch.compiler.is_compiling():
+        if self.fused:
             return self._fused(x, top_k_index, top_k_weights)
         if self.weight_format is None and not self._own_gate:
             y = layer_call.call(x, top_k_index, top_k_weights, self._networks())
