@@ -353,7 +353,8 @@ def _scales(
     finite = torch.where(x.isfinite(), x, 0)
     high = _reduced(finite if zero else finite.abs(), at, "amax", 0.0)
     low = _reduced(finite, at, "amin", 0.0) if zero else torch.zeros_like(high)
-    span = (high * 0.5 - low * 0.5) / (top * 0.5)  # of halves: the range of float32 overflows
+    # of halves: the range of float32 overflows; by a tensor: to divide by a number a GPU multiplies by its reciprocal
+    span = (high * 0.5 - low * 0.5) / torch.full_like(high, top * 0.5)
     number = torch.where(high == low, 1.0, span.clamp(min=SMALLEST))
     if format not in FLOATS:
         bad = _reduced((~x.isfinite()).to(torch.float32), at, "amax", 0.0) > 0

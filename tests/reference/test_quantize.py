@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import multigemm as mg
 from multigemm import quantize as torch_side
@@ -120,6 +121,26 @@ def test_the_kernel_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None
     _, grid = torch_side.blockwise(of_b.mT, "e4m3", "1x32", "b", torch.float32, kernels)
     assert torch.equal(grid.mT, torch_side.quantize(of_b, "e4m3", "1x32", side="b").scale)
     assert grid.mT.is_contiguous()
+
+
+class DivisionOfCuda(TorchDispatchMode):
+    """On a GPU torch divides by a number of Python as it multiplies by the reciprocal of that number."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar) and not isinstance(args[1], torch.Tensor):
+            return args[0] * float(np.float32(1) / np.float32(args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2", "int8", "int4", "uint4", "e2m1"])
+def test_a_gpu_gives_the_bits_of_the_cpu(format: Any) -> None:
+    x = operand((200, 40), "normal")
+    for scale in ("row", "1x32"):
+        wanted = torch_side.quantize(x, format, scale, side="b", zero=format == "uint4")
+        with DivisionOfCuda():
+            found = torch_side.quantize(x, format, scale, side="b", zero=format == "uint4")
+        assert torch.equal(found.scale, wanted.scale), scale
+        assert torch.equal(found.data.view(torch.uint8), wanted.data.view(torch.uint8)), scale
 
 
 @pytest.mark.parametrize("kind", KINDS)
