@@ -16,6 +16,7 @@ from multigemm.backends.cupy import (
     hopper,
     hopper_fp8,
     hopper_shift_b,
+    hopper_weights,
     quantised,
     small,
     small_list,
@@ -54,6 +55,7 @@ KERNELS: dict[str, KernelFamily] = {
     "generic": KernelFamily(generic.sources, generic.Generic),
     "quantised": KernelFamily(quantised.sources, quantised.Quantised),
     "hopper_fp8": KernelFamily(hopper_fp8.sources, hopper_fp8.HopperFp8),
+    "hopper_weights": KernelFamily(hopper_weights.sources, hopper_weights.HopperWeights),
 }
 
 
@@ -90,7 +92,9 @@ def _load_layout(spec: ProblemSpec, capability: tuple[int, int], index: int) -> 
 
 def why(spec: ProblemSpec, config: Config) -> str:
     """What the kernel is good for, and why not the fastest one."""
-    fastest = support.fp8_reasons if spec.quantised else support.hopper_reasons
+    fastest = {"float8": support.fp8_reasons, "weights": support.weights_reasons}.get(
+        spec.quantised, support.hopper_reasons
+    )
     obstacle = "; ".join(fastest(spec)) or "chosen by config"
     if config.kernel == "hopper_shift_b" and support.weights_of(spec).wide:
         obstacle += "; by the generic kernel where groups of 2^31 elements lie no whole number of lines apart"
@@ -101,6 +105,7 @@ def why(spec: ProblemSpec, config: Config) -> str:
         "small_list": "one thread block per tile, laid out by the host",
         "small": "one thread block per tile, without a schedule",
         "hopper_fp8": "TMA and wgmma of float8, sums promoted every 128 of k",
+        "hopper_weights": "TMA and wgmma, codes become numbers in registers",
         "quantised": f"any quantised operands, exact in tf32 ({obstacle})",
         "generic": f"any strides, alignment and size ({obstacle})",
     }[config.kernel]
