@@ -286,7 +286,8 @@ class _Finish(torch.autograd.Function):
     def forward(
         ctx: Any, call: _Call, net: Network, ticket: Tensor, weights_ticket: Tensor, *parameters: Any
     ) -> Tensor:
-        layer = _Layer(call, net, *parameters, call.x, call.routing)
+        up, down, up_bias, down_bias = parameters
+        layer = _Layer(call, net, up, down, up_bias, down_bias, call.x, call.routing)
         keep = any(ctx.needs_input_grad) and not net.recompute
         back = Return(call.ways, call.x)
         own_hidden, own = layer.first(0, layer.arrived(0), keep)

@@ -193,7 +193,7 @@ def within_the_bound() -> None:
     """Fused experts in bfloat16: as near to the exact layer as their roundings allow, with one more for each rank."""
     mesh = mesh_of(1)
     spread, _ = layers(mesh, 1, fused=True, bias=False, dtype=torch.bfloat16)
-    exact = copy.deepcopy(layers(mesh, 1, fused=True, bias=False, dtype=torch.bfloat16)[1]).double()
+    exact: Any = copy.deepcopy(layers(mesh, 1, fused=True, bias=False, dtype=torch.bfloat16)[1]).double()
     x = tokens_of(dist.get_world_size(), "uneven")[dist.get_rank()].bfloat16().requires_grad_()
     wide = x.detach().double().requires_grad_()
     _, index, weights = spread.route(x.detach())
