@@ -18,7 +18,7 @@ from torch import Tensor
 
 from multigemm.backend import Launch, Recipe
 from multigemm.backends.triton.build import KernelSource, compile_all, load
-from multigemm.backends.triton.config import Config, columns_of, products_spec
+from multigemm.backends.triton.config import Config, products_spec
 from multigemm.backends.triton.generic import (
     ACCUMULATORS,
     CHUNK,
@@ -37,8 +37,19 @@ from multigemm.backends.triton.generic import (
     uniform,
 )
 from multigemm.cuda.device import processors, to_device
-from multigemm.cuda.launch import NOTHING, in_turn, without_move
-from multigemm.planning.operands import ABSENT, NO_VIEW, TABLE, Operands, Packed, group_table, packed, strides_of
+from multigemm.cuda.launch import in_turn, without_move
+from multigemm.planning.fused_steps import columns_of, plan_in_steps, product_spec, sort_step
+from multigemm.planning.operands import (
+    ABSENT,
+    NO_VIEW,
+    TABLE,
+    Operands,
+    Packed,
+    address_of,
+    group_table,
+    packed,
+    strides_of,
+)
 from multigemm.planning.tiles import list_tiles, most_packed_tiles, tiles_of
 from multigemm.problem.fused import Fused, Index
 from multigemm.problem.spec import FusedSpec, OperandSpec, ProblemSpec
@@ -69,7 +80,7 @@ def _products(ops: Operands, spec: ProblemSpec) -> Operands:
     rest = replace(fused, combine=None, weights=None, out_rows=None, rows=None) if spec.fused else None
     tokens = view_of_tokens(ops).m
     rows = torch.empty((tokens, cast(Tensor, ops.out).shape[1]), dtype=spec.out.dtype, device=ops.device)
-    return replace(ops, spec=spec, fused=rest, out=rows, c=None, beta=0.0)
+    return replace(ops, spec=spec, fused=rest, out=rows, c=None, beta=0.0, lent=rows)
 
 
 def view_of_tokens(ops: Operands) -> Packed:
@@ -224,14 +235,15 @@ class FusedPlan:
         sizes = 0 if listed else sizes_address(ops, sums_sizes(ops.spec))
         at, counted = (0 if x is None else x.data_ptr() for x in (table, prefix))
         grid = programs(most_tiles(ops, shape, self._config), self._config, processors(self._index))
-        own = (0 if x is None else x.data_ptr() for x in fused_tensors(ops).values())
+        own = (address_of(x, name) for name, x in fused_tensors(ops).items())
         data = [shape.a.ptr, shape.b.ptr, (shape.c or ABSENT).ptr, shape.out.ptr, (shape.bias or ABSENT).ptr, sizes, at,
                 counted, *own]  # fmt: skip
-        launch = without_move(self._main.bound([*data, *fused_numbers(ops, shape)], grid, (table, prefix)))
+        main = self._main.bound([*data, *fused_numbers(ops, shape)], grid, (table, prefix))
         if self._count is None:
-            return launch
+            return without_move(main) if listed else main
         values = [counted, sizes, at, shape.m, shape.n, groups, int(ops.head)]
-        return in_turn([without_move(self._count.bound(values, 1, (table, prefix))), launch])
+        count = self._count.bound(values, 1, (table, prefix))
+        return in_turn([without_move(count), without_move(main)] if listed else [count, main])
 
 
 # --- sums of rows -------------------------------------------------------------------------------------
@@ -289,14 +301,6 @@ def sum_source(spec: ProblemSpec, sums: bool) -> KernelSource:
     )
 
 
-def sort_step(places: Tensor) -> tuple[Tensor, Tensor, Launch]:
-    """Places in order, who goes there, and the launch that sorts them anew; equal places keep the order of rows."""
-    ordered, order = torch.empty_like(places), torch.empty(places.shape, dtype=torch.int64, device=places.device)
-    if not places.numel():
-        return ordered, order, NOTHING
-    return ordered, order, lambda: torch.sort(places, stable=True, out=(ordered, order))
-
-
 def sum_operands(ops: Operands, rows: Tensor, index: Tensor, order: Tensor | None) -> dict[str, Tensor | None]:
     """The tensors that a sum of rows reads and writes, but for what cuts the groups."""
     c = cast("Tensor | None", ops.c)
@@ -322,33 +326,26 @@ SumLaunch = Callable[[Operands, dict[str, "Tensor | None"], list[int], int], Lau
 """Binds a sum of rows: the problem, the tensors, the numbers, the grid."""
 
 
-class _Summed:
-    """Launches in turn, which share the memory of the rows."""
-
-    def __init__(self, steps: list[Launch], *keep: Tensor | None) -> None:
-        self._launch, self._keep = in_turn(steps), keep
-
-    def __call__(self) -> None:
-        self._launch()
-
-    def workspace_bytes(self) -> int:
-        """Device memory that it owns."""
-        return sum(x.nbytes for x in self._keep if x is not None)
-
-
 def bind_sums(ops: Operands, products: Callable[[Operands], Launch], bind_sum: SumLaunch) -> Launch:
     """The launch of the products, and of the sums behind it; neither of one that has no elements."""
     fused, inner = cast(Fused, ops.fused), _products(ops, products_spec(ops.spec))
     rows = cast(Tensor, inner.out)
     index, order = cast(Index, fused.combine or fused.out_rows).values, None
     steps = [products(inner)] if rows.numel() else []
-    if cast(Tensor, ops.out).numel():
-        if fused.out_rows is not None:
-            index, order, sort = sort_step(index)
-            steps.append(sort)
-        tensors = sum_operands(ops, rows, index, order)
-        steps.append(bind_sum(ops, tensors, sum_numbers(ops, rows.shape[0]), sum_grid(ops.spec, ops)))
-    return _Summed(steps, rows, *(() if order is None else (index, order)))
+    if not cast(Tensor, ops.out).numel():
+        return _keeping(rows, in_turn(steps))
+    if fused.out_rows is not None:
+        index, order, sort = sort_step(index)
+        steps.append(sort)
+    tensors = sum_operands(ops, rows, index, order)
+    steps.append(bind_sum(ops, tensors, sum_numbers(ops, rows.shape[0]), sum_grid(ops.spec, ops)))
+    return in_turn(steps)
+
+
+def _keeping(rows: Tensor, launch: Launch) -> Launch:
+    """A launch as a callable that keeps the memory of rows which nothing sums."""
+    kept = [rows]
+    return lambda: (launch(), kept)
 
 
 class SumPlan:
@@ -366,9 +363,16 @@ class SumPlan:
         return bind_sums(ops, self._inner.bind, self._bind_sum)
 
     def _bind_sum(self, ops: Operands, tensors: dict[str, Tensor | None], values: list[int], grid: int) -> Launch:
-        data = {name: 0 if x is None else x.data_ptr() for name, x in tensors.items()}
-        data["ends"] = sizes_address(ops, self._sums)
-        return without_move(self._kernel.bound([*data.values(), *values], grid))
+        order, rows = tensors["order"], cast(Tensor, tensors["y"])
+        data = {name: address_of(x, name, rows) for name, x in tensors.items() if name != "order"}
+        data |= {"ends": sizes_address(ops, self._sums), "order": 0}
+        keep: tuple[object, ...] = ()
+        if order is not None:  # sorted anew by each launch, in memory of its own
+            keep, index = (tensors["index"], order), cast(Tensor, tensors["index"])
+            data |= {"index": index.data_ptr(), "order": order.data_ptr()}
+        launch = self._kernel.bound([*data.values(), *values], grid, keep)
+        launch.lend(rows)
+        return launch
 
 
 def inside_text(spec: ProblemSpec) -> str:
@@ -394,6 +398,8 @@ def kernel_text(kernel: str, spec: ProblemSpec) -> str:
 def plan_fused(spec: ProblemSpec, config: Config, index: int, why: str, plan: Callable[..., Recipe]) -> Recipe:
     """Compiles (or loads) the kernels of a fused problem; `plan` makes the recipe of plain products."""
     products = products_spec(spec)
+    if products.fused is not None and config.kernel == "hopper":
+        return plan_in_steps(spec, plan(product_spec(spec), config, index, why), index)
     if products.fused is None:
         inner = plan(products, config, index, why)
     else:
