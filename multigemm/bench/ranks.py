@@ -48,8 +48,9 @@ WAYS = ("fused", "steps", "plain")
 SCALINGS, PASSES, ROUTINGS = ("weak", "strong"), ("forward", "training"), ("uniform", "skewed")
 CHECKED_TOKENS = 512
 """Tokens of each rank whose results are compared."""
-TOLERANCE = 0.02
-"""The largest distance between results or gradients, as a part of their norm: some roundings to bfloat16 (0.004)."""
+TOLERANCE = {"fused": 0.02, "steps": 0.02, "plain": 0.05}
+"""The largest distance between results or gradients, as a part of their norm: some roundings to bfloat16 (0.004); plain
+torch rounds after each step of a gate, too."""
 WARM_UP = 3
 
 
@@ -312,7 +313,7 @@ class TestBed:
                 far = (mine - expected).float().norm() / expected.float().norm().clamp(min=1e-30)
                 worst = torch.maximum(worst, far.reshape(1))
         dist.all_reduce(worst, dist.ReduceOp.MAX)
-        if not worst.item() <= TOLERANCE:
+        if not worst.item() <= TOLERANCE[way]:
             raise LibraryError(f"{way}, chunks {chunks}: {self.ranks} ranks are {worst.item():.3g} off one rank alone")
 
 
