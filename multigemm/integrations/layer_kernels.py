@@ -487,7 +487,8 @@ def _add_returned_kernel(own, rows, place, out, width, ranks, WIDE: tl.constexpr
     total = tl.load(own + token * width + cols, mask=live, other=0.0).to(WIDE)
     for rank in range(ranks):
         row = tl.load(place + token * ranks + rank)
-        total += tl.load(rows + row * width + cols, mask=live & (row >= 0), other=0.0).to(WIDE)
+        here = cols < tl.where(row >= 0, width, 0)
+        total += tl.load(rows + row * width + cols, mask=here, other=0.0).to(WIDE)
     tl.store(out + token * width + cols, total.to(out.dtype.element_ty), mask=live)
 
 

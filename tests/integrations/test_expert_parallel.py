@@ -31,12 +31,13 @@ class Launcher:
         command = [sys.executable, "-m", "tests.support.expert_parallel_worker"]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
-        self.folder = folder
+        self.folder, self.runs = folder, 0
 
     def run(self, ranks: int, scenario: str, timeout: int) -> list[tuple[int, str]]:
         """Exit code and words of each rank."""
-        folder = self.folder / str(ranks)
-        folder.mkdir(exist_ok=True)
+        self.runs += 1
+        folder = self.folder / str(self.runs)
+        folder.mkdir()
         asked = {"ranks": ranks, "scenario": scenario, "folder": str(folder), "timeout": timeout, "limit": LIMIT}
         assert self.process.stdin is not None and self.process.stdout is not None
         print(json.dumps(asked), file=self.process.stdin, flush=True)
@@ -58,6 +59,21 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
 def test_all_ranks_agree_with_one_process(ranks: int, scenario: str, launcher: Launcher) -> None:
     """Uneven tokens, ranks without tokens or experts, all tokens on one expert; with and without chunks; fused."""
     for code, said in launcher.run(ranks, scenario, TIMEOUT):
+        assert code == 0 and "fine" in said, said[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wrote", "read"), [(4, 2), (2, 4), (2, 1)])
+def test_a_checkpoint_is_read_by_another_number_of_ranks(wrote: int, read: int, launcher: Launcher) -> None:
+    """Weights and the optimizer's moments, by torch.distributed.checkpoint."""
+    for ranks, scenario in ((wrote, "save"), (read, "load")):
+        for code, said in launcher.run(ranks, scenario, TIMEOUT):
+            assert code == 0 and "fine" in said, said[-3000:]
+
+
+@pytest.mark.slow
+def test_data_parallel_copies_are_sharded_round_spread_experts(launcher: Launcher) -> None:
+    for code, said in launcher.run(4, "sharded", TIMEOUT):
         assert code == 0 and "fine" in said, said[-3000:]
 
 

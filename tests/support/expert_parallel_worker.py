@@ -23,8 +23,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import checkpoint as distributed_checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import multigemm as mg
@@ -37,6 +40,8 @@ from tests.support import dtensor_cases
 from tests.support.plain_expert_parallel import layer as plain_layer
 
 EXPERTS, WIDTH, HIDDEN, TOP = 8, 6, 10, 2
+FOLDER = Path()
+"""Where the scenarios of one launcher keep files."""
 TIMEOUT = 0.0
 """Seconds of the process group, of the scenario that runs."""
 GATHERS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
@@ -334,6 +339,92 @@ class Noted(torch.nn.Module):
         return found
 
 
+# --- checkpoints, data parallelism ---------------------------------------------------------------------
+
+
+def fill(moe: MoE, seed: int) -> None:
+    """Weights that are the same whatever the ranks: expert by expert."""
+    torch.manual_seed(seed)
+    whole = MoE(WIDTH, HIDDEN, EXPERTS - 1, TOP, bias=True, dtype=torch.float64)
+    for mine, theirs in zip(moe.parameters(), whole.parameters(), strict=True):
+        with torch.no_grad():
+            mine.copy_(distribute_tensor(theirs, mine.device_mesh, mine.placements) if is_spread(mine) else theirs)
+
+
+def is_spread(x: Any) -> bool:
+    return isinstance(x, DTensor)
+
+
+def trained(mesh: Any) -> tuple[MoE, Any]:
+    """Seven experts over the ranks of `mesh`, and Adam after one step."""
+    moe = MoE(WIDTH, HIDDEN, EXPERTS - 1, TOP, bias=True, dtype=torch.float64, backend="cpu", fused=True)
+    parallelize_module(moe, mesh["ep"], {"experts": ExpertParallel()})
+    fill(moe, 11)
+    adam = torch.optim.Adam(moe.experts.parameters(), lr=0.1)
+    moe(torch.ones(5, WIDTH, dtype=torch.float64)).square().sum().backward()
+    adam.step()
+    return moe, adam
+
+
+def save() -> None:
+    """Writes the layer and its optimizer, as all ranks hold them; the last rank's parts are smaller."""
+    moe, adam = trained(mesh_of(1))
+    model, optimizer = get_state_dict(moe, adam)
+    distributed_checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=FOLDER / "checkpoint")
+    if dist.get_rank() == 0:
+        torch.save({name: whole(value) for name, value in moe.state_dict().items()}, FOLDER / "weights.pt")
+    else:
+        for value in moe.state_dict().values():
+            whole(value)
+
+
+def whole(x: Any) -> Tensor:
+    """A parameter of all ranks."""
+    found: Tensor = x.full_tensor() if isinstance(x, DTensor) else x
+    return found
+
+
+def load() -> None:
+    """Reads what another number of ranks wrote; the next step is theirs."""
+    moe, adam = trained(mesh_of(1))
+    for value in moe.parameters():
+        value.data.zero_()
+    model, optimizer = get_state_dict(moe, adam)
+    distributed_checkpoint.load({"model": model, "optimizer": optimizer}, checkpoint_id=FOLDER / "checkpoint")
+    set_state_dict(moe, adam, model_state_dict=model, optim_state_dict=optimizer)
+    wanted = torch.load(FOLDER / "weights.pt")
+    for name, value in moe.state_dict().items():
+        assert torch.equal(whole(value), wanted[name]), name
+    moments: Any = adam.state[moe.experts.down_proj]
+    assert whole(moments["exp_avg"]).abs().sum() > 0 and moments["step"] == 1
+
+
+def sharded() -> None:
+    """FSDP2 over data-parallel copies of spread experts: the step of one process that has all tokens."""
+    mesh = mesh_of(2)
+    for fused in (False, True):
+        moe = MoE(WIDTH, HIDDEN, EXPERTS, TOP, dtype=torch.float64, backend="cpu", fused=fused)
+        torch.manual_seed(3)
+        alone = MoE(WIDTH, HIDDEN, EXPERTS, TOP, dtype=torch.float64, backend="cpu")
+        moe.load_state_dict(alone.state_dict())
+        parallelize_module(moe, mesh["ep"], {"experts": ExpertParallel()})
+        fully_shard(moe.experts, mesh=mesh["dp"])
+        parts = tokens_of(dist.get_world_size(), "uneven")
+        for _ in range(2):  # the second step gathers what the first one changed
+            moe.zero_grad()
+            alone.zero_grad()
+            y = moe(parts[dist.get_rank()])
+            y.square().sum().backward()
+            alone(torch.cat(parts)).square().sum().backward()
+            for mine, theirs in zip(moe.experts.parameters(), alone.experts.parameters(), strict=True):
+                assert mine.grad is not None and theirs.grad is not None
+                close(2 * whole(mine.grad), theirs.grad)  # FSDP averages over the two copies
+                with torch.no_grad():
+                    mine -= 0.1 * 2 * mine.grad
+                    theirs -= 0.1 * theirs.grad
+                close(whole(mine), theirs)
+
+
 # --- faults -------------------------------------------------------------------------------------------
 
 
@@ -415,7 +506,10 @@ def die() -> None:
 
 # --- processes ----------------------------------------------------------------------------------------
 
-SCENARIOS: dict[str, Any] = {"agree": agree, "die": die, "faults": faults, "dtensor": dtensor_cases.main}
+SCENARIOS: dict[str, Any] = {
+    "agree": agree, "die": die, "faults": faults, "dtensor": dtensor_cases.main, "save": save, "load": load,
+    "sharded": sharded,
+}  # fmt: skip
 
 
 def of_rank(rank: int, ranks: int, folder: Path, scenario: str) -> None:
@@ -463,6 +557,6 @@ def run_ranks(ranks: int, folder: Path, scenario: str, limit: float) -> list[int
 if __name__ == "__main__":
     for line in sys.stdin:
         asked = json.loads(line)
-        TIMEOUT = asked["timeout"]
+        TIMEOUT, FOLDER = asked["timeout"], Path(asked["folder"]).parent
         codes = run_ranks(asked["ranks"], Path(asked["folder"]), asked["scenario"], asked["limit"])
         print(json.dumps(codes), flush=True)
