@@ -27,7 +27,7 @@ from typing import Any
 from multigemm import fleet, interrupts
 from multigemm.fuzz.plan import Batch, Failure, Options, Summary, Tally, WorkQueue
 from multigemm.fuzz.shrink import shrink
-from multigemm.fuzz.worker import LOST_CONTEXT, Position, drawn, trial, with_all_configs
+from multigemm.fuzz.worker import LOST_CONTEXT, Position, drawn, trial, with_required
 from multigemm.fuzz.worker import main as worker_main
 from multigemm.testing import corpus
 from multigemm.testing.case import Case
@@ -235,7 +235,7 @@ def run(options: Options, progress: Progress | None = None) -> Summary:
         os.environ.setdefault(name, "1")  # for the workers: one core each
     summary = Summary(options, Tally(), 0.0)
     try:
-        summary.options = options = with_all_configs(options)
+        summary.options = options = with_required(options)
         campaign = Campaign(options)
         summary.tally, summary.notes = campaign.total, campaign.notes
         try:
