@@ -266,11 +266,11 @@ FUSED_RELATIONS = (every_row,)
 
 
 def blocks(placed: PlacedCase, outputs: torch.Tensor) -> Blocks:
-    """Each group's part of a result; of fused problems the whole of it, which may be sums of rows of any group."""
+    """Each group's part of a result; the whole of it where its rows are sums of rows of any group."""
     from multigemm.reference.dtypes import to_numpy
 
     views = placed.results(outputs)
-    if placed.case.form == "per_group" or placed.case.is_fused:
+    if placed.case.form == "per_group" or placed.case.fused.rows is not None:
         return [to_numpy(view) for view in views]
     whole = to_numpy(views[0])
     return [whole[view.where] for view in placed.problem.groups()]
