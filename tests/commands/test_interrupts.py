@@ -38,6 +38,7 @@ def interrupted(folder: Path, words: list[str], after_s: float) -> tuple[int, st
     with subprocess.Popen(
         command, cwd=folder, env=environment, start_new_session=True, text=True, preexec_fn=hear_interrupts,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     ) as process:  # fmt: skip
         time.sleep(after_s)
         os.killpg(process.pid, signal.SIGINT)
