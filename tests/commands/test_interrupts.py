@@ -27,7 +27,7 @@ MOMENTS = [DRAW.uniform(0.2, 8.0) for _ in range(3)]
 
 
 def hear_interrupts() -> None:
-    """As in a terminal: a shell has the processes that it starts in the background ignore Ctrl-C, and theirs too."""
+    """As in a terminal: a shell's background jobs ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -38,7 +38,6 @@ def interrupted(folder: Path, words: list[str], after_s: float) -> tuple[int, st
     with subprocess.Popen(
         command, cwd=folder, env=environment, start_new_session=True, text=True, preexec_fn=hear_interrupts,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     ) as process:  # fmt: skip
         time.sleep(after_s)
         os.killpg(process.pid, signal.SIGINT)
