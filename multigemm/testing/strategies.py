@@ -298,8 +298,8 @@ def _draw_rows(ch: Chooser) -> RowNumbers:
 
 
 def _dtype_of_weights(ch: Chooser, case: Case) -> str:
-    own = () if case.dtype in (*FLOAT8, "int8") else (case.dtype,)
-    return ch.choice((*own, "float32", "float32"))
+    own = "float32" if case.dtype in (*FLOAT8, "int8") else case.dtype
+    return ch.choice((own, "float32", "float32"))
 
 
 def _formats(ch: Chooser, form: str) -> dict[str, Any]:

@@ -128,16 +128,17 @@ def _element_shapes(case: Case) -> Shapes:
     m, n, k, g, t = case.m, case.n, case.k, case.groups, case.total
     if case.form == "per_group":
         dims = case.dims
-        out = [(m, n) for m, n, _ in dims]
-        return Shapes([(m, k) for m, _, k in dims], [(k, n) for _, n, k in dims], out, [(n,) for _, n, _ in dims], out)
-    bias = (g, n) if case.bias == "gn" else (t if case.form == "jagged_n" else n,)
+        listed = [(m, n) for m, n, _ in dims]
+        a, b, bias = ([(m, k) for m, _, k in dims], [(k, n) for _, n, k in dims], [(n,) for _, n, _ in dims])
+        return Shapes(a, b, listed, bias, listed)
+    of_bias = (g, n) if case.bias == "gn" else (t if case.form == "jagged_n" else n,)
     of_a, of_b = (index.rows if index.given else t for index in (case.fused.a_rows, case.fused.b_rows))
-    a, b, out = {
+    shape_a, shape_b, out = {
         "jagged_m": ((of_a, k), (k, n) if case.shared else (g, k, n), (t, n)),
         "jagged_n": ((m, k) if case.shared else (g, m, k), (k, of_b), (m, t)),
         "jagged_k": ((m, of_a), (of_b, n), (g, m, n)),
     }.get(case.form, ((g, m, k), (g, k, n), (g, m, n)))
-    return Shapes(a, b, out, bias, out)
+    return Shapes(shape_a, shape_b, out, of_bias, out)
 
 
 FUSED_AMPLITUDE = 2
