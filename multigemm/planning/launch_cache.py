@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from multigemm.cuda.arguments import Addresses
 from multigemm.cuda.device import capturing, to_device, upload
 from multigemm.cuda.running_sums import running_sums
 from multigemm.planning.binding import Bound, Choice, bind, caller_result
@@ -46,8 +47,6 @@ from multigemm.torch_internals import (
 
 ENTRIES = 4096
 """A step of training makes six products in each layer, each with a layout of its own."""
-NO_GRIDS = (0, 0, 0)
-"""Addresses of the scales and zero points of operands that are not quantised."""
 WORKSPACE = 64 << 20
 """Bytes of device memory that all entries may own together; one entry a sixteenth of it."""
 BROKEN = -1
@@ -214,13 +213,13 @@ class _MovingEntry(_Entry):
             self._host.upload(offsets)
         if valid_rows is not None and self._follows_valid:
             valid = valid_rows.data_ptr()
-        grids = NO_GRIDS if not scales else [0 if x is None else x.data_ptr() for x in scales]
-        self._launch.move(
-            (
-                a.data_ptr(), b.data_ptr(), out.data_ptr(), 0 if c is None else c.data_ptr(),
-                0 if bias is None else bias.data_ptr(), ends, valid, sizes, *grids,
-            )
+        addresses: Addresses = (
+            a.data_ptr(), b.data_ptr(), out.data_ptr(), 0 if c is None else c.data_ptr(),
+            0 if bias is None else bias.data_ptr(), ends, valid, sizes, 0, 0, 0,
         )  # fmt: skip
+        if scales:
+            addresses = (*addresses[:-3], *(0 if x is None else x.data_ptr() for x in scales))
+        self._launch.move(addresses)
         if self._start is None:
             self._launch()
         else:
