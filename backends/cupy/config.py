@@ -252,7 +252,7 @@ def variance(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> 
 def reasons_against(kernel: str, spec: ProblemSpec) -> list[str]:
     """Why a kernel cannot run a spec, whatever its config; of plain operands the generic one runs all."""
     if bool(spec.quantised) != (kernel in FOR_QUANTISED):
-        takers = " and ".join(FOR_QUANTISED)
+        takers = f"{', '.join(FOR_QUANTISED[:-1])} and {FOR_QUANTISED[-1]}"
         return [f"operands are quantised: {takers} take them" if spec.quantised else "operands are not quantised"]
     check = REASONS.get(kernel)
     return check(spec) if check else []
