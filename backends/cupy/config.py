@@ -10,6 +10,7 @@ import torch
 
 from multigemm.backends.cupy.support import (
     MAX_GROUPS,
+    folds_scales,
     fp8_reasons,
     gather_reasons,
     has_gate,
@@ -21,6 +22,7 @@ from multigemm.backends.cupy.support import (
     shift_b_reasons,
     small_list_reasons,
     small_reasons,
+    weights_reasons,
 )
 from multigemm.cuda.summation import INTEGERS, Summation, difference
 from multigemm.planning.fused import products_spec
@@ -32,6 +34,8 @@ TURNS_GROUPS = 448
 """Groups that the Hopper kernel's schedule holds where the stages leave it little shared memory."""
 ODD_WEIGHTS = 24576
 """Bytes of a stage of weights whose lines begin anywhere, the larger of both layouts (hopper_shift_b.cu)."""
+CODE_LINE = 64
+"""Bytes of a column of quantised weights in a stage, at most."""
 SHARED_LIMIT = 232448
 """Bytes of shared memory that one thread block may have on compute capability 9.0."""
 
@@ -49,7 +53,7 @@ class Config:
     of `tile` squared a thread block of its own, with four blocks of k in flight, or `stages` where lines begin
     anywhere. `small_list` gives a thread block to each tile of a list or batch, laid out by the host; `rows` 0 leaves
     their height to it, which knows all sizes. `quantised` takes any quantised operands, in tiles of 64 squared;
-    `hopper_fp8` is `hopper` for float8, with 128 of k in a stage.
+    `hopper_fp8` is `hopper` for float8, with 128 of k in a stage; `hopper_weights` is `hopper` for quantised weights.
     Of rows that are picked by index, `hopper` loads each as a box of its own; `hopper_gather` lets two warps copy them.
     """
 
@@ -63,6 +67,7 @@ class Config:
         "quantised",
         "hopper_fp8",
         "hopper_gather",
+        "hopper_weights",
     ] = "generic"
     blocks_per_sm: int = 2
     tile: int = 128
@@ -74,7 +79,8 @@ class Config:
 
     def shared_bytes(self, plain: bool) -> int:
         """Dynamic shared memory of the Hopper kernel, and of the one that shifts its weights."""
-        weights = self.weight_stages * ODD_WEIGHTS if self.kernel == "hopper_shift_b" else self.stages * COLUMNS * 128
+        line = CODE_LINE if self.kernel == "hopper_weights" else 128
+        weights = self.weight_stages * ODD_WEIGHTS if self.kernel == "hopper_shift_b" else self.stages * COLUMNS * line
         staging = 2 * (8192 if plain else 9216)
         return self.stages * self.rows * 128 + weights + staging + self._scales + self._bookkeeping
 
@@ -90,7 +96,8 @@ class Config:
     def _bookkeeping(self) -> int:
         """Bytes of the schedule, of tiles and barriers."""
         picked = 4 * self.rows if self.kernel == "hopper_gather" else 0
-        return 16 * self.groups_at_most + 1024 + 768 + picked
+        more = 256 if self.kernel == "hopper_weights" else picked  # of more stages, which are smaller
+        return 16 * self.groups_at_most + 1024 + 768 + more
 
     @property
     def weight_stages(self) -> int:
@@ -219,6 +226,10 @@ GATHERED_TOGETHER = tuple(
 """For picked rows, without a gate: both warpgroups share a tile."""
 FUSED_TOGETHER = (TURNS, WIDE, ALONE, MIDDLE, SINGLE, NARROW, SLIM)
 """For preact_out, row_scale, and picked rows as boxes, without a gate."""
+WEIGHTS_WIDE = Config("hopper_weights", rows=256, stages=4, cluster=2)
+WEIGHTS_MIDDLE = Config("hopper_weights", rows=128, stages=8, cluster=2)
+WEIGHTS_NARROW = Config("hopper_weights", rows=64, stages=12, cluster=1, step=8)
+WEIGHTS = (WEIGHTS_WIDE, WEIGHTS_MIDDLE, WEIGHTS_NARROW)
 STAGES = 4
 """Blocks of k that the small kernel has in flight, if a config does not say it."""
 BLOCK_K = 64
@@ -232,10 +243,11 @@ REASONS = {
     "small_list": small_list_reasons,
     "hopper_fp8": fp8_reasons,
     "hopper_gather": gather_reasons,
+    "hopper_weights": weights_reasons,
 }
 FOR_FUSED = ("generic", "hopper", "hopper_gather")
 """Kernels that take picked rows, gates, preact_out and row_scale."""
-FOR_QUANTISED = ("quantised", "hopper_fp8")
+FOR_QUANTISED = ("quantised", "hopper_fp8", "hopper_weights")
 """Kernels that take quantised operands, and no others."""
 
 
@@ -248,7 +260,8 @@ def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9
 def summation_of(config: Config, spec: ProblemSpec) -> Summation:
     """How a config sums: no kernel cuts K into parts."""
     if config.kernel in FOR_QUANTISED:
-        return Summation("mma.sync", 8) if config.kernel == "quantised" else Summation("wgmma", 32)
+        widths = {"quantised": 8, "hopper_fp8": 32, "hopper_weights": 16}
+        return Summation("mma.sync" if config.kernel == "quantised" else "wgmma", widths[config.kernel])
     kind = kind_of(spec)
     if kind == I8:
         return INTEGERS
@@ -273,7 +286,7 @@ def reasons_against(kernel: str, spec: ProblemSpec) -> list[str]:
     if spec.fused is not None and kernel not in FOR_FUSED:
         return [f"rows picked by index, a gate, preact_out or row_scale: {', '.join(FOR_FUSED)} take them"]
     if bool(spec.quantised) != (kernel in FOR_QUANTISED):
-        takers = " and ".join(FOR_QUANTISED)
+        takers = f"{', '.join(FOR_QUANTISED[:-1])} and {FOR_QUANTISED[-1]}"
         return [f"operands are quantised: {takers} take them" if spec.quantised else "operands are not quantised"]
     check = REASONS.get(kernel)
     return check(spec) if check else []
@@ -291,6 +304,8 @@ def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -
     if config.kernel == "small":
         return config in (SMALL_32, SMALL_64) or (config == SMALL_DEEP and has_odd_lines(spec))
     if config.kernel == "hopper_fp8" and config.rows not in (64, 128, 192):
+        return False
+    if config.kernel == "hopper_weights" and (config.pingpong or config.rows > most_weight_rows(spec)):
         return False
     if capability != (9, 0) or config.kernel == "small_list":
         return capability == (9, 0) and config in SMALL_LISTS
@@ -311,6 +326,12 @@ def most_gated_rows(spec: ProblemSpec) -> int:
 def stages_halves(spec: ProblemSpec) -> bool:
     """Whether results lie in the staging in 16 bits, not in float32 as for any epilogue."""
     return plain_kind(spec) > 0 or has_gate(spec)
+
+
+def most_weight_rows(spec: ProblemSpec) -> int:
+    """Rows of a tile of `hopper_weights`, at most: sums of a block of k take as many registers again."""
+    scale = spec.b.scale
+    return 128 if scale is not None and scale.k and not folds_scales(spec) else 256
 
 
 @cache

@@ -19,14 +19,14 @@ from multigemm.planning.fused import products_spec
 from multigemm.planning.staging import allocate, stage, staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import FusedSpec, OperandSpec, ProblemSpec
-from multigemm.testing.fused_problems import check, random_problem
+from multigemm.testing import DeviceCase, Subject, check
+from multigemm.testing.placed_case import spec_of
 from tests.backends.cupy import emulation
 from tests.support.cuda_driver import FakeDriver
 from tests.support.cupy_world import BF16, GPU, SPEC, install
-from tests.support.fused_layers import layer_problem
+from tests.support.fused_cases import CPU, FUSED, LAYERS, as_in_layers, fused_cases
 
 PROBLEMS, ON_HOPPER, LAYOUTS = 30, 6, 2
-CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(not emulation.can_run(), reason="needs g++ on x86-64")
 
 
@@ -155,23 +155,22 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "config"),
     [
-        (torch.bfloat16, configs.GENERIC_64), (torch.float16, configs.GENERIC), (torch.float32, configs.GENERIC_32),
-        (torch.float64, configs.GENERIC_64),
+        ("bfloat16", configs.GENERIC_64), ("float16", configs.GENERIC), ("float32", configs.GENERIC_32),
+        ("float64", configs.GENERIC_64),
     ],
     ids=["bf16", "fp16", "fp32", "fp64"],
 )  # fmt: skip
-def test_random_problems(dtype: torch.dtype, config: Config) -> None:
+def test_random_problems(dtype: str, config: Config) -> None:
+    """Of two layouts, each of which is compiled once."""
     backend, ran, layouts = emulation.EmulatedBackend(config), 0, set[Any]()
-    for seed in range(4000):
-        drawn = random_problem(seed)
-        spec = staged_spec(drawn.problem)
+    for case in fused_cases(4000, limits=replace(FUSED, dtypes=(dtype,))):
+        spec = spec_of(case)
         layout = spec.a.order == "col", spec.b.order == "col"
-        if spec.compute != dtype or (len(layouts) == 2 and layout not in layouts):
-            continue
-        if backend.not_supported_reasons(spec, CPU):
+        if (len(layouts) == 2 and layout not in layouts) or backend.not_supported_reasons(spec, CPU):
             continue
         layouts.add(layout)
-        assert check(drawn, backend) == [], seed
+        outcome = check(DeviceCase.from_case(case, CPU), Subject(backend))
+        assert outcome.ran and outcome.ok, (case, outcome)
         ran += 1
         if ran == PROBLEMS:
             break
@@ -197,26 +196,30 @@ def test_picked_rows_of_int8() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
-    ("config", "form"),
+    ("config", "wanted"),
     [
-        (configs.GATED[0], ""), (configs.GATED[3], "form:masked"), (configs.GATHERED[1], "a_rows"), (configs.WIDE, ""),
-        (configs.GATHERED_TOGETHER[3], "form:jagged_m"), (configs.GATHERED_TOGETHER[2], "form:jagged_k"),
+        (configs.GATED[0], "gate"), (configs.GATED[3], "gate"), (configs.GATHERED[1], "gate"), (configs.WIDE, ""),
+        (configs.GATHERED_TOGETHER[3], "jagged_m"), (configs.GATHERED_TOGETHER[2], "jagged_k"),
     ],
     ids=["gate in clusters", "gate", "gate and copies", "boxes in clusters", "copies", "weight gradient"],
 )  # fmt: skip
-def test_problems_of_layers_on_hopper(config: Config, form: str) -> None:
-    """Threads and copies come in a random order."""
+def test_cases_of_layers_on_hopper(config: Config, wanted: str) -> None:
+    """Of two kernels; threads and copies come in a random order."""
     backend, ran, sources = emulation.EmulatedBackend(config), 0, set[Any]()
-    for seed in range(2000):
-        drawn = layer_problem(seed, largest=140)
-        spec = staged_spec(drawn.problem)
-        if backend.not_supported_reasons(spec, CPU) or (form and form not in drawn.traits):
+    for seed in range(4000):
+        case = as_in_layers(seed, replace(LAYERS, longest=140))
+        spec = spec_of(case)
+        products = products_spec(spec)
+        if products.fused is None or (wanted != case.form and (wanted == "gate") != case.gated):
             continue
-        source = hopper.source(products_spec(spec), config)
+        if backend.not_supported_reasons(spec, CPU):
+            continue
+        source = hopper.source(products, config)
         if len(sources) == LAYOUTS and source not in sources:
             continue
         sources.add(source)
-        assert check(drawn, backend) == [], (seed, drawn.traits)
+        outcome = check(DeviceCase.from_case(case, CPU), Subject(backend))
+        assert outcome.ran and outcome.ok, (case, outcome)
         ran += 1
         if ran == ON_HOPPER:
             break

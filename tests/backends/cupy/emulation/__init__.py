@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from multigemm.backend import Availability, Recipe
-from multigemm.backends.cupy import arguments, fused, generic, hopper, hopper_fp8, quantised
+from multigemm.backends.cupy import arguments, fused, generic, hopper, hopper_fp8, hopper_weights, quantised
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import SOURCES, Source
 from multigemm.backends.cupy.config import Config
@@ -76,7 +76,6 @@ extern "C" void run(
     }
 }
 """
-FP8 = "#define PARAMETERS const SideGrids* g,\n#define LAUNCH hopper_fp8(*p, *l, *g, *m)\n"
 HALVES = "#define PARAMETERS\n#define LAUNCH hopper(*p, *l, *m)\n"
 BODIES = {
     "common.cuh": {
@@ -112,6 +111,16 @@ BODIES = {
         "float power_of_2(float x)": "return exp2f(x);",
         "float reciprocal(float x)": "return 1.0f / x;",
     },
+    "weights.cuh": {
+        "u32 multiply_pairs(u32 a, u32 b)": "return of_pairs(a, b, [](float x, float y) { return x * y; });",
+        "u32 subtract_pairs(u32 a, u32 b)": "return of_pairs(a, b, [](float x, float y) { return x - y; });",
+        "u32 halves_of_e4m3(u32 codes)": (
+            "const float* const of = numbers_of_codes[0];"
+            " return f16_of(of[codes & 255]) | f16_of(of[codes >> 8 & 255]) << 16;"
+        ),
+        "u32 load_shared_half(u32 address)": "return load_shared_as<u16>(address);",
+    },
+    "hopper_weights.cu": {"void settle(float (&d)[COUNT])": ""},
     "hopper_fp8.cu": {
         "void copy_number(u32 to, const void* from)": "memcpy(at(to), from, 4);",
     },
@@ -170,21 +179,27 @@ def compiled(source: Source, folder: Path) -> ctypes.CDLL:
         (folder / path.name).write_text(_rewritten(path))
     common = folder / "common.cuh"
     common.write_text("inline char* dynamic_shared();\n" + common.read_text())
-    cases = " ".join(f"CASE({n}, products)" for n in range(16, 257, 16))
+    step = dict(source.defines).get("STEP", 16)
+    cases = " ".join(f"CASE({n}, products)" for n in range(step, 257, step))
     mma = (HERE / "wgmma.h").read_text()
     (folder / "mma.cuh").write_text(f"{mma}#define CASES(products) {cases}\n")
-    (folder / "mma_fp8.cuh").write_text("#pragma once\n")
+    for name in ("mma_fp8.cuh", "mma_weights.cuh"):
+        (folder / name).write_text("#pragma once\n")
     for name, file in (("tensor_cores.cuh", "mma_sync.h"), ("ptx.cuh", "ptx.h")):
         (folder / name).write_text((HERE / file).read_text())
     text = _rewritten(SOURCES / source.file).replace("extern __shared__ char raw[];", "char* const raw = at(BASE);")
     text = text.replace("extern __shared__ __align__(16) char shared[];", "char* const shared = generic_shared;")
+    grids = {"hopper_fp8": "SideGrids", "hopper_weights": "WeightGrids"}.get(source.entry)
     shared = "inline char* dynamic_shared() { return shared_memory[local_block()] - BASE; }\n"
-    text += {
-        "hopper_fp8": shared + FP8 + RUN_HOPPER,
-        "hopper": shared + HALVES + RUN_HOPPER,
-        "generic": RUN_GENERIC,
-        "sum_rows": RUN_SUM,
-    }.get(source.entry, RUN_QUANTISED)
+    if grids:
+        text += (
+            shared
+            + f"#define PARAMETERS const {grids}* g,\n#define LAUNCH {source.entry}(*p, *l, *g, *m)\n"
+            + RUN_HOPPER
+        )
+    else:
+        of_hopper = shared + HALVES + RUN_HOPPER
+        text += {"generic": RUN_GENERIC, "sum_rows": RUN_SUM, "hopper": of_hopper}.get(source.entry, RUN_QUANTISED)
     (folder / "kernel.cpp").write_text('#include "threads.h"\n' + text)
     library = folder / "kernel.so"
     defines = [f"-D{name}={value}" for name, value in source.defines]
@@ -262,20 +277,21 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         own.mkdir()
         return _Kernel(compiled(source, own))
 
-    for module in (quantised, hopper_fp8, hopper, generic, fused):
+    for module in (quantised, hopper_fp8, hopper_weights, hopper, generic, fused):
         monkeypatch.setattr(module, "load", load)
     monkeypatch.setattr(generic, "processors", lambda index: 3)
     monkeypatch.setattr(hopper, "Words", _Words)
     monkeypatch.setattr(hopper, "ready", lambda index, count: None)
-    for module in (hopper, hopper_fp8):
-        monkeypatch.setattr(module, "on_device", lambda index: nullcontext())
-    for target in (hopper_fp8, arguments):
+    for binder in (hopper, hopper_fp8, hopper_weights):
+        monkeypatch.setattr(binder, "on_device", lambda index: nullcontext())
+    for target in (hopper_fp8, hopper_weights, arguments):
         monkeypatch.setattr(target, "encode_together", _encoded)
 
 
 KERNELS: dict[str, Any] = {
     "quantised": quantised.Quantised,
     "hopper_fp8": hopper_fp8.HopperFp8,
+    "hopper_weights": hopper_weights.HopperWeights,
     "generic": generic.Generic,
     "hopper": hopper.Hopper,
     "hopper_gather": hopper.Hopper,

@@ -2,7 +2,7 @@
 #pragma once
 #include "ptx.cuh"
 constexpr int ACCUMULATORS = PINGPONG ? ROWS : ROWS / 2;
-#ifdef BFLOAT
+#if defined(BFLOAT) && !defined(W_CODE)
 inline float element_at(u64 descriptor, bool along_k, int mn, int k) {
     const u32 base = u32(descriptor & 0x3FFF) << 4, apart = u32(descriptor >> 16 & 0x3FFF) << 4;
     u16 bits;
@@ -12,7 +12,7 @@ inline float element_at(u64 descriptor, bool along_k, int mn, int k) {
 #endif
 template <int N, int FIRST> struct Mma {
     static void run(float (&d)[ACCUMULATORS], u64 w, u64 x) {
-#ifdef BFLOAT
+#if defined(BFLOAT) && !defined(W_CODE)
         products().push_back([=, &d] {
             const int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5;
             for (int i = 0; i < N / 2; ++i) {

@@ -1,0 +1,46 @@
+"""Random problems with picked rows, gates, weights and sums of rows, and what a backend gets wrong in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from multigemm.backend import Backend
+from multigemm.testing import Case, DeviceCase, Finding, Limits, Subject, check, random_case
+from multigemm.testing.case import PLAIN, Layout
+from multigemm.testing.placed_case import spec_of
+from multigemm.testing.strategies import settled
+
+FUSED = Limits(work=1 << 12, groups=8, longest=40, fused=1)
+LAYERS = Limits(work=1 << 22, groups=8, longest=200, forms=("jagged_m", "batched", "masked", "jagged_k"),
+                dtypes=("bfloat16", "float16"), fused=1)  # fmt: skip
+CPU = torch.device("cpu")
+
+
+def fused_cases(count: int, first: int = 0, limits: Limits = FUSED) -> Iterator[Case]:
+    """The fused cases of so many seeds."""
+    return (random_case(seed, limits) for seed in range(first, first + count))
+
+
+def findings(backend: Backend, count: int, first: int = 0, limits: Limits = FUSED) -> Iterator[tuple[Case, Finding]]:
+    """What is wrong in the results of a backend for so many cases, under each of its configs."""
+    for case in fused_cases(count, first, limits):
+        subject, spec = Subject(backend), spec_of(case)
+        if subject.refusals(spec, CPU):
+            continue
+        device_case = DeviceCase.from_case(case, CPU)
+        for config in range(len(backend.configs(spec, CPU))):
+            yield from ((case, finding) for finding in check(device_case, Subject(backend, config)).findings)
+
+
+def as_in_layers(seed: int, limits: Limits = LAYERS) -> Case:
+    """The case of a seed as layers have it and the copy engine can read it: aligned, in one dtype of 16 bits."""
+    case = random_case(seed, limits)
+    a = Layout("col" if case.form == "jagged_k" else "row")
+    b = Layout("col" if seed % 2 and case.form != "jagged_k" else "row")
+    same = {name: getattr(case, name) and case.dtype for name in ("c_dtype", "bias_dtype")}
+    more: dict[str, Any] = {"dtype_b": "", "out_dtype": "", "alias": False, "batch_invariant": False} | same
+    return settled(replace(case, aligned=True, a=a, b=b, out=PLAIN, **more), limits)
