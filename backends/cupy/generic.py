@@ -11,6 +11,7 @@ from multigemm.backends.cupy.arguments import problem_bytes, table_of
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import Config, generic_bytes, kind_of, shapes_of
 from multigemm.backends.cupy.fused import problem_argument, table_with_preacts
+from multigemm.backends.cupy.support import picks_rows
 from multigemm.cuda.arguments import Argument
 from multigemm.cuda.device import processors
 from multigemm.cuda.launch import Kernel, without_move
@@ -67,7 +68,7 @@ class ResidentBlocks:
             threads=self._threads,
             shared=self._shared,
             keep=(table, *keep),
-            grid_for=grid_for,
+            grid_for=None if picks_rows(ops.spec) else grid_for,  # indices say how many tokens there are
         )
         return bound if table is None else without_move(bound)
 

@@ -223,7 +223,8 @@ class Clusters:
             overlap=True,
             keep=(table, listed, counter, *keep),
             on_capture=counter.pin,
-            grid_for=None if self._swapped else grid_for,  # `columns` would be tokens
+            # Swapped: `columns` would be tokens. Picked rows: indices say how many tokens there are.
+            grid_for=None if self._swapped or picks_rows(ops.spec) else grid_for,
         )
 
     def _blocks(self, tiles: int) -> int:
@@ -243,7 +244,7 @@ class Hopper:
     def bind(self, ops: Operands) -> Launch:
         """Lays out the arguments of one problem."""
         if self._fused is not None:
-            return without_move(self._bound_fused(ops))
+            return self._bound_fused(ops)
         bound = self.bound(ops, view_of(ops))
         return without_move(bound) if self._listed else bound
 

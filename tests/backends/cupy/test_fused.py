@@ -15,7 +15,9 @@ import multigemm as mg
 from multigemm.backends.cupy import choice, hopper, launch, support
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config
+from multigemm.cuda.arguments import OPERANDS
 from multigemm.planning.fused import products_spec
+from multigemm.planning.operands import Operands
 from multigemm.planning.staging import allocate, stage, staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import FusedSpec, OperandSpec, ProblemSpec
@@ -106,7 +108,7 @@ def test_quantised_operands_take_sums_alone(name: str) -> None:
 
 def layer(**keywords: Any) -> GroupedGemmProblem:
     a, b = torch.zeros(40, 64, dtype=torch.bfloat16), torch.zeros(2, 64, 64, dtype=torch.bfloat16)
-    return GroupedGemmProblem(a, b, sizes=[24, 16], **keywords)
+    return GroupedGemmProblem(a, b, **({"sizes": [24, 16]} | keywords))
 
 
 ROWS = {"a_rows": list(range(40))}
@@ -139,6 +141,42 @@ def test_launches(keywords: dict[str, Any], name: str, launched: list[str], monk
         assert [x.kernel for x in fake.launched] == launched
     if "sum_rows" in launched:
         assert fake.launched[-1].early, "it waits for the rows by itself"
+
+
+def addresses_of(ops: Operands, work: int) -> tuple[int, ...]:
+    """As a later call hands them to a bound launch."""
+    fused = ops.fused
+    assert fused is not None
+    index = fused.combine or fused.out_rows
+    given = {name: getattr(ops, name) for name in ("a", "b", "out", "c", "bias", "ends")}
+    given |= {name: None if x is None else x.values for name, x in
+              (("a_rows", fused.a_rows), ("b_rows", fused.b_rows), ("index", index))}  # fmt: skip
+    given |= {"preact": fused.preact, "row_scale": fused.row_scale, "weights": fused.weights}
+    at = {name: 0 if given.get(name) is None else given[name].data_ptr() for name in OPERANDS}
+    return tuple((at | {"work": work}).values())
+
+
+@pytest.mark.parametrize("kernel", ["generic", "hopper_gather"])
+def test_a_launch_follows_its_operands(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moved to the operands of another call, the arguments are those of a launch that was bound to it."""
+    install(monkeypatch)
+    ends = torch.tensor([24, 40], dtype=torch.int32)
+
+    def bound_anew() -> tuple[Any, Operands]:
+        problem = layer(**GATE, sizes=None, ends=ends.clone(), a_rows=torch.arange(40), row_scale=torch.ones(40),
+                        preact_out=torch.zeros(40, 64, dtype=torch.bfloat16),
+                        combine=(torch.zeros(7, 2, dtype=torch.int32), torch.ones(7, 2)))  # fmt: skip
+        spec, ops = staged_spec(problem), stage(problem, staged_spec(problem), allocate(problem)).ops
+        config = next(c for c in choice.ranked(spec, (9, 0)) if c.kernel == kernel)
+        return launch.plan(spec, config, GPU).bind(ops), ops
+
+    (first, _), (second, ops) = bound_anew(), bound_anew()
+    lent = second._steps[-1]._lent.data_ptr()
+    first.move(addresses_of(ops, lent))
+    for moved, fresh in zip(first._steps, second._steps, strict=True):
+        differ = (moved._block.snapshot() != fresh._block.snapshot()).sum()
+        assert differ == (1 if kernel != "generic" and moved is first._steps[0] else 0), "the counter is a launch's own"
+    assert not first.can_resize(40, 80), "how many rows are picked is in no word that changes"
 
 
 # --- results, by emulation ----------------------------------------------------------------------------
