@@ -153,6 +153,8 @@ def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
         return ("cupy", "triton", "numba") if _float8_of_hopper(c) else ("triton", "cupy", "numba")
     if c.dtype == "int8":
         return "numba", "triton", "cupy"
+    if "+gather" in c.precision or "+gate" in c.precision:
+        return "triton", "cupy"
     if c.dtype in ("float64", "tf32"):
         return "triton", "numba", "cupy"
     if c.dtype == "float32":
