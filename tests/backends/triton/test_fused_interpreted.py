@@ -19,6 +19,7 @@ from multigemm.backends.triton import BACKEND, Config, choice
 from multigemm.backends.triton.config import problem_with
 from multigemm.integrations import eager
 from multigemm.integrations.fused_experts import Network, experts_forward, gate_backward
+from multigemm.integrations.layer_ops import add_returned
 from multigemm.problem.spec import GATES, GLU_LAYOUTS
 from tests.support.fused_cases import FUSED, findings
 
@@ -177,6 +178,29 @@ def test_the_pass_between_backward_products(kind: str, layout: str, monkeypatch:
         got = kernels.pair_backward(net.gate, preact, dh, weights, ends)
         for one, other in zip(got, gate_backward(net, preact, dh, weights, ends), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        places = torch.randperm(12)[:9]
+        wanted = preact.new_full((12, 40), 5.0), preact.new_full((12, 20), 5.0)
+        for whole, rows in zip(wanted, got, strict=False):
+            whole[places] = rows
+        into = preact.new_full((12, 40), 5.0), preact.new_full((12, 20), 5.0), places
+        moved = kernels.pair_backward(net.gate, preact, dh, weights, ends, into)
+        for one, other in zip(moved, (*wanted, got[2]), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_rows_that_came_home_are_added_to_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    kernels: Any = importlib.import_module("multigemm.integrations.layer_kernels")
+    monkeypatch.setattr(eager, "current_device", lambda: -1)
+    own, rows = torch.randn(4, 2100).half(), torch.randn(3, 2100).half()
+    place = torch.tensor([[-1, 2, -1], [-1, -1, -1], [0, 1, 2], [-1, -1, 0]])
+    for given in (own, own.double()):
+        got = kernels.add_returned(given, rows.to(given.dtype), place)
+        torch.testing.assert_close(got, add_returned(given, rows.to(given.dtype), place), rtol=0, atol=0)
+        exact = given[2].double() + rows.double().sum(0)
+        torch.testing.assert_close(got[2].double(), exact, rtol=1e-3, atol=1e-3)
+        assert torch.equal(got[1], given[1])
+    assert torch.equal(kernels.add_returned(own, rows[:0], torch.full((4, 3), -1)), own)
 
 
 @pytest.mark.parametrize("groups", [256, 257])
