@@ -147,12 +147,12 @@ def rows_of(case: Workload, names: Sequence[str], device: torch.device, budget_m
         ready = plans(posed, names, row.failed)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        known = len(table.table().own(choices=True))
+        known = len(table.table().choices.entries())
         began = time.perf_counter()
         choice = choose.choose(posed)
         row.meeting_ms = round((time.perf_counter() - began) * 1e3, 2)
         row.auto, row.why = choice.backend, choice.why
-        row.measured = len(table.table().own(choices=True)) > known
+        row.measured = len(table.table().choices.entries()) > known
         row.static = next((n for n in static_order(c) if n in ready and not ready[n].syncs), row.auto)
         look(row, ready, device, budget_ms)
         if row.auto in row.us and row.regret(row.auto) > DOUBT:

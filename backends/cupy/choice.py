@@ -69,6 +69,7 @@ from multigemm.backends.cupy.support import (
     small_reasons,
 )
 from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
+from multigemm.planning.fused import products_spec
 from multigemm.planning.tiles import Number, TileCost, longest_time, typical_extent
 from multigemm.problem.spec import ProblemSpec
 
@@ -196,6 +197,7 @@ def _order(spec: ProblemSpec) -> Iterator[Config]:
 @lru_cache(maxsize=1024)
 def ranked(spec: ProblemSpec, capability: tuple[int, int]) -> tuple[Config, ...]:
     """Every shipped config that is valid for `spec`, the best guess first: the valid ones of `_order`."""
+    spec = products_spec(spec)
     judge = Judge(spec, capability)
     return tuple(c for c in dict.fromkeys(_order(spec)) if judge.accepts(c))
 
@@ -212,7 +214,7 @@ def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
 
 def first_choices(spec: ProblemSpec, capability: tuple[int, int]) -> tuple[Config, ...]:
     """The heuristic's choices for the spec's layouts and extents, whatever the number of tokens and groups."""
-    spec = replace(spec, total=0, groups=1, largest=0)
+    spec = replace(products_spec(spec), total=0, groups=1, largest=0)
     total, groups = (x.ravel() for x in np.meshgrid(np.array(TOTALS, float), np.array(GROUPS, float)))
     layout = _layout(spec)
     known = {"small": layout.small, "small_list": layout.small_list, "hopper": layout.hopper}
@@ -250,7 +252,7 @@ def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
     if layout.spec.quantised:
         yield _quantised_rules(layout, counts)
         return
-    if layout.spec.compute not in HALVES:
+    if layout.spec.compute not in HALVES or layout.spec.fused is not None:
         yield list(_generic_rules(layout, counts))
         return
     small, listed = _few_tiles_rules(layout, counts), _small_list_rules(layout, counts)

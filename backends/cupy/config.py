@@ -22,6 +22,7 @@ from multigemm.backends.cupy.support import (
     weights_reasons,
 )
 from multigemm.cuda.summation import INTEGERS, Summation, difference
+from multigemm.planning.fused import products_spec
 from multigemm.problem.spec import ProblemSpec
 
 COLUMNS = 128
@@ -164,9 +165,14 @@ def generic_bytes(spec: ProblemSpec, side: int) -> int:
     return max(shape.stages * stage, shape.threads // 32 * 16 * 36 * max(SIZES[kind], 4))
 
 
+def _place_bytes(spec: ProblemSpec, side: int) -> int:
+    """Static shared memory: fused problems have an address for each line of a tile (picked_load.cuh)."""
+    return PLACE_BYTES + (0 if spec.fused is None else 2 * side * 9 + 256)
+
+
 def tile_fits(spec: ProblemSpec, side: int, capability: tuple[int, int]) -> bool:
     """Whether there is such a tile, and a device has the shared memory for it."""
-    limit = SHARED_MEMORY.get(capability, LEAST_SHARED) - PLACE_BYTES
+    limit = SHARED_MEMORY.get(capability, LEAST_SHARED) - _place_bytes(spec, side)
     return side in shapes_of(spec) and generic_bytes(spec, side) <= limit
 
 
@@ -223,6 +229,7 @@ FOR_QUANTISED = ("quantised", "hopper_fp8", "hopper_weights")
 
 def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> bool:
     """Whether `config` runs `spec` on a device: the limits of shared memory and registers included."""
+    spec = products_spec(spec)
     return not reasons_against(config.kernel, spec) and shape_fits(config, spec, capability)
 
 
@@ -251,6 +258,9 @@ def variance(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> 
 
 def reasons_against(kernel: str, spec: ProblemSpec) -> list[str]:
     """Why a kernel cannot run a spec, whatever its config; of plain operands the generic one runs all."""
+    spec = products_spec(spec)
+    if spec.fused is not None and kernel != "generic":
+        return ["rows picked by index, a gate, preact_out or row_scale: the generic kernel takes them"]
     if bool(spec.quantised) != (kernel in FOR_QUANTISED):
         takers = f"{', '.join(FOR_QUANTISED[:-1])} and {FOR_QUANTISED[-1]}"
         return [f"operands are quantised: {takers} take them" if spec.quantised else "operands are not quantised"]

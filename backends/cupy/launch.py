@@ -12,6 +12,7 @@ import torch
 from multigemm.backend import Launch, Recipe
 from multigemm.backends.cupy import (
     choice,
+    fused,
     generic,
     hopper,
     hopper_fp8,
@@ -27,6 +28,7 @@ from multigemm.backends.cupy.build import Source, load_all
 from multigemm.backends.cupy.config import Config
 from multigemm.cuda.device import index_of
 from multigemm.errors import InvalidSetting
+from multigemm.planning.fused import kernel_text, products_spec
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
 
@@ -61,6 +63,7 @@ KERNELS: dict[str, KernelFamily] = {
 
 def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
     """Compiles and loads what `spec` needs; sizes, strides and addresses come in at `bind`."""
+    given, spec = spec, products_spec(spec)
     index = index_of(device)
     capability = torch.cuda.get_device_capability(index)
     if config == choice.heuristic(spec, capability):
@@ -69,7 +72,8 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
         raise InvalidSetting(f"{config} cannot run {spec}{_obstacle(config, spec, capability)}")
     load_all(KERNELS[config.kernel].sources(spec, config), index)
     name = "packed+hopper" if config.kernel == "packed" else config.kernel
-    return Recipe(name, config, KERNELS[config.kernel].loaded(spec, config, index).bind, why(spec, config))
+    bind = fused.summed(given, KERNELS[config.kernel].loaded(spec, config, index).bind, index)
+    return Recipe(kernel_text(name, given), config, bind, why(spec, config))
 
 
 def _obstacle(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> str:
@@ -95,7 +99,8 @@ def why(spec: ProblemSpec, config: Config) -> str:
     fastest = {"float8": support.fp8_reasons, "weights": support.weights_reasons}.get(
         spec.quantised, support.hopper_reasons
     )
-    obstacle = "; ".join(fastest(spec)) or "chosen by config"
+    fused_parts = [] if spec.fused is None else ["rows picked by index, a gate, preact_out or row_scale"]
+    obstacle = "; ".join(fused_parts + fastest(spec)) or "chosen by config"
     if config.kernel == "hopper_shift_b" and support.weights_of(spec).wide:
         obstacle += "; by the generic kernel where groups of 2^31 elements lie no whole number of lines apart"
     what = {

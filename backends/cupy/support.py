@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from multigemm.backend import Availability, fused_reasons, quantised_reasons
+from multigemm.planning.fused import KEYWORDS
 from multigemm.problem.spec import HALVES, INPUT_DTYPES, OperandSpec, Order, ProblemSpec
 
 OLDEST = (8, 0)
@@ -47,7 +48,8 @@ def availability() -> Availability:
 
 def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     """Every reason against this problem on this device; none means that it runs."""
-    if reasons := quantised_reasons(spec, takes=("float8", "weights")) + fused_reasons(spec):
+    takes = ("combine", "out_rows") if spec.quantised else KEYWORDS
+    if reasons := quantised_reasons(spec, takes=("float8", "weights")) + fused_reasons(spec, takes):
         return reasons
     reasons = []
     if device.type != "cuda":

@@ -53,10 +53,10 @@ def _show(args: argparse.Namespace) -> int:
     for part in _folders():
         entries = part.entries()
         print(f"  {part.name:12}{len(entries):6} entries {sum(p.stat().st_size for p in entries) / 1024:10.1f} KiB")
-    for entry in table().own():
+    for entry in table().own.entries():
         for name, m in entry.backends.items():
             print(f"  tuned: {entry.device} | {entry.key} | {name}: {digits(m.us)} us {dict(m.config)}")
-    for entry in table().own(choices=True):
+    for entry in table().choices.entries():
         times = ", ".join(f"{name} {digits(m.us)} us" for name, m in entry.backends.items())
         print(f"  chosen by auto: {entry.device} | {entry.key} | {entry.chosen} ({times}; {entry.date[:10]})")
     return 0
@@ -72,7 +72,7 @@ def _clear(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    own = table().own()
+    own = table().own.entries()
     lines = ",\n  ".join(json.dumps(entry.encoded()) for entry in own)
     Path(args.file).write_text(f'{{"schema": {SCHEMA}, "entries": [\n  {lines}\n]}}\n')
     print(f"measurements written to {args.file}: {sum(len(entry.backends) for entry in own)}")

@@ -8,18 +8,19 @@ sizes back from the device while another one need not.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSetting
 from multigemm.planning.binding import Choice, captured
-from multigemm.planning.staging import equal_sizes, staged_spec
+from multigemm.planning.launch_key import config_key
+from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
-from multigemm.problem.spec import ProblemSpec, half_octave
+from multigemm.problem.spec import ProblemSpec
 from multigemm.select import measure_once, ranking, recipes, registry, table
-from multigemm.select.problem_class import class_of, tokens
+from multigemm.select.problem_class import ProblemClass, class_of
 from multigemm.select.ranking import Query, invariant_order, plain_spec
 from multigemm.select.recipes import plan
 from multigemm.select.registry import candidates, unavailable_text
@@ -31,7 +32,7 @@ _choices: dict[Any, Choice] = {}
 
 
 def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None, *, eager: bool = False) -> Choice:
-    """The backend and recipe for a problem; remembered by spec and half octave of its tokens.
+    """The backend and recipe for a problem; remembered by its spec and class.
 
     `eager`: it is solved by this call, rather than planned, so that the host's time counts too where no graph is
     captured.
@@ -43,18 +44,17 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
         InvalidSetting: `config` is none of this backend.
     """
     spec, which = staged_spec(problem), backend if isinstance(backend, str) else registry.several(backend)
-    size, ranks = half_octave(tokens(problem)), measure_once.ranks_of_group()
+    c, ranks = class_of(problem, spec), measure_once.ranks_of_group()
     try:
-        given = frozenset(config.items()) if isinstance(config, Mapping) else config
         eager = eager and which == "auto" and not captured(problem)
-        given = None if config is None else (given, repr(config))  # 16 and 16.0 are equal, and not alike
-        key = (spec, equal_sizes(problem), size, problem.device, which, given, eager, ranks > 1, table.generation)
+        given = None if config is None else config_key(config)
+        key = (spec, c, problem.device, which, given, eager, ranks > 1, table.generation)
         found = _choices.get(key)
     except TypeError:
         raise InvalidSetting(f"config={config!r} cannot be remembered: pass a frozen config or plain values") from None
     if found is None:
         if which == "auto":
-            made = _choose_auto(problem, spec, config, eager)
+            made = _choose_auto(problem, spec, c, config, eager)
         else:
             made = _choose_named(problem, spec, config, [which] if isinstance(which, str) else which)
         if len(_choices) >= CHOICES_KEPT:
@@ -70,7 +70,7 @@ def forget() -> None:
     """Chooses anew from now on, as another process would."""
     _choices.clear()
     recipes.forget()
-    table.table().forget_choices()
+    table.table().choices.forget()
     table.change_generation()
 
 
@@ -92,7 +92,7 @@ def _choose_named(problem: GroupedGemmProblem, spec: ProblemSpec, config: Any, n
     raise BackendUnsupported(reasons)
 
 
-def _choose_auto(problem: GroupedGemmProblem, spec: ProblemSpec, config: Any, eager: bool) -> Choice:
+def _choose_auto(problem: GroupedGemmProblem, spec: ProblemSpec, c: ProblemClass, config: Any, eager: bool) -> Choice:
     allowed = settings().backend
     registry.check_allowed(allowed)
     if spec.batch_invariant:
@@ -105,7 +105,7 @@ def _choose_auto(problem: GroupedGemmProblem, spec: ProblemSpec, config: Any, ea
     if allowed:
         names, why = sorted(able, key=allowed.index), f"first that MULTIGEMM_BACKEND={','.join(allowed)} allows"
     else:
-        ranked = ranking.rank(Query(problem, class_of(problem, spec), able, eager), may_measure=config is None)
+        ranked = ranking.rank(Query(problem, c, able, eager), why_not="" if config is None else "a config is given")
         names, why = list(ranked.names), ranked.why
     first = plan(names[0], problem, spec, config, why)
     if not first.recipe.syncs:
@@ -121,8 +121,7 @@ def _invariant_backend(spec: ProblemSpec, device: torch.device, allowed: Sequenc
     fixed order is taken that runs a plain problem of these dtypes, and where it refuses this one, the call is refused.
     """
     found = {c.name: c for c in candidates(plain_spec(spec), device)}
-    known = [name for name in invariant_order(spec) if name in found]
-    order = allowed or [*known, *(name for name in found if name not in (*known, "null"))]
+    order = allowed or [name for name in (*invariant_order(spec), *found) if name in found and name != "null"]
     name = next((name for name in order if found[name].for_auto), None)
     if name is None:
         raise BackendUnsupported({name: found[name].why_not(allowed) for name in order})

@@ -59,9 +59,11 @@ def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = 
     except (BackendUnsupported, BackendUnavailable) as error:
         why = str(error)
     found, c = candidates(spec, problem.device), class_of(problem, spec)
-    known = ranking.known(Query(problem, c, [each.name for each in found if each.for_auto], eager=True))
+    query = Query(problem, c, [each.name for each in found if each.for_auto], eager=True)
+    times = ranking.rank(query, why_not="explained").times
     for i, each in enumerate(found):
-        if measured := known.times.get(each.name):
-            found[i] = replace(each, us=measured.us, host_us=measured.host_us, source=known.source)
+        if each.name in times:
+            measured, source = times[each.name]
+            found[i] = replace(each, us=measured.us, host_us=measured.host_us, source=source)
     found.sort(key=lambda each: (each.us is None, each.us or 0.0))
     return Explanation(spec, tuple(found), chosen, kernel, ran, why, tuple(steps), str(c))

@@ -1,7 +1,7 @@
 """Measuring once: the few backends in question are compiled side by side and timed on the problem at hand.
 
-Their results go to memory that is thrown away. The call waits for its stream meanwhile: besides compiling 14 ms in the
-middle of 25 first meetings on an H200, 108 at worst. Backends are ranked in the state in which calls run:
+Their results go to memory that is thrown away. The call waits for its stream meanwhile: besides compiling, for some 50
+ms of work, or for four calls of each backend where these take longer. They are ranked in the state in which calls run:
 
 * long ones without a pause and after 25 ms of load, since a GPU under load lowers its clock and backends differ in what
   energy a product costs them;
@@ -37,15 +37,14 @@ from multigemm.settings import settings
 
 LONG_US = 150.0
 """A sequence of such calls keeps a GPU busy without the host's help, up to its power limit."""
-LEAST, ROUNDS, LONG_ROUNDS = 3, 15, 10
-"""Of samples. Long calls, which differ little from one to the next, get at most the last number, behind a warm-up."""
+ROUNDS, LONG_ROUNDS = (3, 15), (2, 10)
+"""Samples at least and at most. Long calls, which follow a warm-up, differ little from one to the next."""
 BUDGET_MS = 25.0
 HOPELESS, SLOW_US = 3.0, 500.0
 """Times slower than the fastest at a first look, and so slow that it is not the host: not worth a second look."""
 WORTH = 1.03
 """The first of the static order stays unless another one is faster by more than this. The ranking moves within a class
 with how uneven the groups are: what leads by less on even ones is up to 15 % behind on others."""
-LEAST_US = 0.01
 HOST_CALLS = 3
 FRONT_DOOR_US = 8.0
 """What a warm eager call takes the host besides its launch: the key and the result's memory (H200, November 2026)."""
@@ -164,16 +163,12 @@ def _timed(choices: Mapping[str, Choice], problem: GroupedGemmProblem, failed: d
     worth = {name: bounds[name].launch for name, us in rough.items() if us <= max(SLOW_US, HOPELESS * least)}
     long = least >= LONG_US and problem.device.type == "cuda"
     mode: Mode = "sustained" if long else "cold"
-    reps = LONG_ROUNDS if long else ROUNDS
-    taken = measure(worth, problem.device, mode, reps=reps, min_reps=LEAST, budget_ms=BUDGET_MS, known_us=rough)
+    fewest, most = LONG_ROUNDS if long else ROUNDS
+    taken = measure(worth, problem.device, mode, reps=most, min_reps=fewest, budget_ms=BUDGET_MS, known_us=rough)
     failed.update((name, timing.error) for name, timing in taken.items() if not timing.ok)
-    took = {name: taken[name].median if name in taken else us for name, us in rough.items()}
-    host = {} if long else {n: _host_time_us(choices[n], problem, scratch, bounds[n]) for n in worth}
-    return {
-        name: Measured(round(us, 2), host_us=round(host.get(name, 0.0), 2))
-        for name, us in took.items()
-        if us >= LEAST_US  # a call that failed has no median
-    }
+    took = {name: taken[name].median if name in taken else us for name, us in rough.items() if name not in failed}
+    host = {} if long else {n: _host_time_us(choices[n], problem, scratch, bounds[n]) for n in worth if n in took}
+    return {name: Measured(max(round(us, 2), 0.01), host_us=round(host.get(name, 0), 2)) for name, us in took.items()}
 
 
 def _host_time_us(choice: Choice, problem: GroupedGemmProblem, out: Any, bound: Bound) -> float:

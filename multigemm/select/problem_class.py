@@ -79,10 +79,7 @@ def tokens(problem: GroupedGemmProblem) -> int:
     spec = problem.spec
     if problem.extents is not None:
         return problem.extents.along(spec.jagged) if spec.jagged else spec.groups * (spec.m or 0)
-    rows = problem.each("a")
-    if spec.n and spec.k:
-        return sum([a.shape[0] for a in rows])
-    each = zip(rows, problem.each("b"), strict=True)
+    each = zip(problem.each("a"), problem.each("b"), strict=True)
     return sum(a.shape[0] * (1 if spec.n else b.shape[1]) * (1 if spec.k else a.shape[1]) for a, b in each)
 
 

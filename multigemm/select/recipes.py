@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import is_dataclass
+from functools import lru_cache
 from typing import Any
+
+import torch
 
 from multigemm.backend import Recipe, as_dict, completed
 from multigemm.planning.binding import Choice
@@ -14,9 +17,6 @@ from multigemm.problem.spec import ProblemSpec
 from multigemm.select import registry, table
 from multigemm.select.problem_class import class_of
 
-RECIPES_KEPT = 4096
-_recipes: dict[Any, Recipe] = {}
-forget = _recipes.clear
 _locks: dict[object, threading.RLock] = {}
 os.register_at_fork(after_in_child=_locks.clear)  # threads that held one do not exist in a child
 
@@ -28,16 +28,18 @@ def lock_of(what: object) -> threading.RLock:
 
 def plan(name: str, problem: GroupedGemmProblem, spec: ProblemSpec, config: Any = None, why: str = "") -> Choice:
     """One backend, planned with the config that is given, else measured, else its first guess."""
-    device = problem.device
     chosen, source = _config_for(name, problem, spec, config)
-    key = (name, spec, device, chosen, table.generation)
     with lock_of((name, "compiles")):  # threads that meet a spec together compile it once
-        found = _recipes.get(key)
-        if found is None:
-            if len(_recipes) >= RECIPES_KEPT:
-                _recipes.clear()
-            found = _recipes[key] = registry.get(name).plan(spec, chosen, device)
-    return Choice(name, found, spec, f"{why}; config {source}")
+        recipe = _compiled(name, spec, problem.device, chosen)
+    return Choice(name, recipe, spec, f"{why}; config {source}")
+
+
+@lru_cache(maxsize=4096)
+def _compiled(name: str, spec: ProblemSpec, device: torch.device, config: Any) -> Recipe:
+    return registry.get(name).plan(spec, config, device)
+
+
+forget = _compiled.cache_clear
 
 
 def _config_for(name: str, problem: GroupedGemmProblem, spec: ProblemSpec, given: Any) -> tuple[Any, str]:

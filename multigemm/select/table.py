@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from multigemm.select.problem_class import EQUAL, ON_DEVICE, ON_HOST, ProblemCla
 from multigemm.settings import settings
 
 SCHEMA = 3
-CHOICES_KEPT = 1 << 16
+ENTRIES_READ = 1 << 16
+OWN = "own cache"
 generation = 0
 """Changes whenever a choice that was made already may become another one."""
 
@@ -61,10 +63,6 @@ class Entry:
     date: str = ""
     failed: Mapping[str, str] = field(default_factory=dict)
 
-    def covers(self, names: Iterable[str]) -> bool:
-        """Whether all these backends took part."""
-        return self.backends.keys() | self.failed.keys() >= set(names)
-
     def encoded(self) -> dict[str, Any]:
         """As JSON holds it, without what is empty."""
         fields = {name: value for name, value in asdict(self).items() if value and name != "source"}
@@ -74,8 +72,8 @@ class Entry:
 def decoded(raw: Any, source: str) -> Entry:
     """An entry out of JSON, which has no tuples; raises ValueError for anything else."""
     try:
-        backends = {str(name): Measured(**fields) for name, fields in raw["backends"].items()}
-        entry = Entry(**{**raw, "backends": {name: _with_tuples(m) for name, m in backends.items()}, "source": source})
+        backends = {str(name): _measured(**fields) for name, fields in raw["backends"].items()}
+        entry = Entry(**{**raw, "backends": backends, "source": source})
         whole = all(type(m.us) in (int, float) and 0 < m.us < math.inf for m in backends.values())
         whole &= isinstance(entry.device, str) and isinstance(entry.key, str)
         whole &= not entry.chosen or entry.chosen in backends
@@ -86,19 +84,50 @@ def decoded(raw: Any, source: str) -> Entry:
     return entry
 
 
-def _with_tuples(m: Measured) -> Measured:
-    return replace(m, config={name: tuple(v) if isinstance(v, list) else v for name, v in m.config.items()})
+def _measured(config: Any = MappingProxyType({}), **fields: Any) -> Measured:
+    return Measured(config={name: tuple(v) if isinstance(v, list) else v for name, v in config.items()}, **fields)
+
+
+class Folder:
+    """Entries by device and class: on disk, where other processes write too, and in this process those that it read.
+    `versions` go into their names: with others, none is found."""
+
+    def __init__(self, name: str, root: Path | None, versions: Callable[[], tuple[str, ...]] = tuple) -> None:
+        self._disk, self._versions = DiskCache(name, root), versions
+        self._read: dict[tuple[str, str], Entry | None] = {}
+        self.forget = self._read.clear
+
+    def find(self, device: str, key: str, anew: bool = False) -> Entry | None:
+        """The entry of a class, `anew` from the disk; None where none can be read."""
+        place = device, key
+        if anew or place not in self._read:
+            if len(self._read) >= ENTRIES_READ:  # lists of ever other sizes make ever other classes
+                self._read.clear()
+            self._read[place] = _read(self._disk, self._name(place))
+        return self._read[place]
+
+    def keep(self, entry: Entry, on_disk: bool = True) -> bool:
+        """Whether the disk took it; it holds in this process in any case."""
+        place = entry.device, entry.key
+        self._read[place] = entry
+        return on_disk and self._disk.put(self._name(place), json.dumps(entry.encoded()).encode(), ".json")
+
+    def entries(self) -> list[Entry]:
+        """All on disk that this version can read."""
+        return [found for path in self._disk.entries() if (found := _read(self._disk, path.stem)) is not None]
+
+    def _name(self, place: tuple[str, str]) -> str:
+        return fingerprint(SCHEMA, *self._versions(), *place)
 
 
 class TuningTable:
-    """All entries that this process knows, by device and class."""
+    """All entries that this process knows: of the user's table, of shipped ones, and what "auto" measured."""
 
     def __init__(self, root: Path | None = None) -> None:
-        self._cache, self._choices = DiskCache("tuning", root), DiskCache("choices", root)
+        self.own = Folder("tuning", root)
+        self.choices = Folder("choices", root, lambda: (sys.modules["multigemm"].__version__, torch.__version__))
         entries = [decoded(raw, f"shipped {name}") for name, table in _shipped_files() for raw in table["entries"]]
         self._shipped = {(entry.device, entry.key): entry for entry in entries}
-        self._own: dict[tuple[str, str], Entry | None] = {}
-        self._chosen: dict[tuple[str, str], Entry] = {}
 
     def find(self, backend: str, problem_class: ProblemClass, device: torch.device) -> tuple[Measured, str] | None:
         """What a backend takes for a class, and who says so: the user's own entry, else a shipped one.
@@ -108,7 +137,7 @@ class TuningTable:
         others = {EQUAL: (ON_HOST, ON_DEVICE), ON_HOST: (ON_DEVICE,)}.get(problem_class.where, ())
         for c in (problem_class, *(replace(problem_class, where=where) for where in others)):
             place = device_name(device), str(c)
-            for entry in (self._own_entry(*place), self._shipped.get(place)):
+            for entry in (self.own.find(*place), self._shipped.get(place)):
                 if entry is not None and backend in entry.backends:
                     return entry.backends[backend], entry.source
         return None
@@ -117,11 +146,9 @@ class TuningTable:
         """Adds measurements to the user's entries; where the disk does not take them all, why."""
         kept = True
         for entry in found:
-            place = entry.device, entry.key
-            old = self._own_entry(*place)
-            new = replace(entry, backends={**(old.backends if old else {}), **entry.backends}, source="own cache")
-            self._own[place] = new
-            kept &= self._cache.put(fingerprint(SCHEMA, *place), json.dumps(new.encoded()).encode(), ".json")
+            old = self.own.find(entry.device, entry.key)
+            backends = {**(old.backends if old else {}), **entry.backends}
+            kept &= self.own.keep(replace(entry, backends=backends, source=OWN))
         change_generation()
         if kept:
             return ""
@@ -129,43 +156,20 @@ class TuningTable:
 
     def choice(self, problem_class: ProblemClass, device: torch.device, names: Iterable[str]) -> Entry | None:
         """What "auto" measured of a class, in this process or an earlier one, if all these backends took part."""
-        place = device_name(device), str(problem_class)
-        found = self._chosen.get(place)
-        if found is None or not found.covers(names):
-            found = _read(self._choices, _choice_name(*place))
-        return self._remembered(found) if found is not None and found.covers(names) else None
+        for anew in (False, True):
+            found = self.choices.find(device_name(device), str(problem_class), anew)
+            if found is not None and found.backends.keys() | found.failed.keys() >= set(names):
+                return found
+        return None
 
     def keep_choice(self, entry: Entry) -> Entry:
         """Keeps what "auto" measured, on disk unless another process has written it meanwhile: returns what holds. Why
         it measured nothing holds in this process alone."""
-        if entry.chosen:
-            name = _choice_name(entry.device, entry.key)
-            earlier = _read(self._choices, name)
-            if earlier is not None and earlier.backends.keys() >= entry.backends.keys():
-                return self._remembered(earlier)
-            self._choices.put(name, json.dumps(entry.encoded()).encode(), ".json")
-        return self._remembered(entry)
-
-    def forget_choices(self) -> None:
-        """Goes by what is on disk from now on, as another process would."""
-        self._chosen.clear()
-
-    def _remembered(self, entry: Entry) -> Entry:
-        if len(self._chosen) >= CHOICES_KEPT:  # lists of ever other sizes make ever other classes
-            self._chosen.clear()
-        self._chosen[entry.device, entry.key] = entry
+        earlier = self.choices.find(entry.device, entry.key, anew=True) if entry.chosen else None
+        if earlier is not None and earlier.backends.keys() >= entry.backends.keys():
+            return earlier
+        self.choices.keep(entry, on_disk=bool(entry.chosen))
         return entry
-
-    def own(self, choices: bool = False) -> list[Entry]:
-        """Everything in the user's cache that this version can read: the table, or the choices."""
-        cache = self._choices if choices else self._cache
-        return [entry for path in cache.entries() if (entry := _read(cache, path.stem)) is not None]
-
-    def _own_entry(self, device: str, key: str) -> Entry | None:
-        place = device, key
-        if place not in self._own:
-            self._own[place] = _read(self._cache, fingerprint(SCHEMA, *place))
-        return self._own[place]
 
 
 @lru_cache(maxsize=1)
@@ -180,15 +184,11 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _choice_name(device: str, key: str) -> str:
-    return fingerprint(SCHEMA, sys.modules["multigemm"].__version__, torch.__version__, device, key)
-
-
-def _read(cache: DiskCache, name: str) -> Entry | None:
+def _read(disk: DiskCache, name: str) -> Entry | None:
     """An entry that cannot be read is as good as none: its class is measured again."""
-    raw = cache.get(name, ".json")
+    raw = disk.get(name, ".json")
     try:
-        return None if raw is None else decoded(json.loads(raw), "own cache")
+        return None if raw is None else decoded(json.loads(raw), OWN)
     except ValueError:
         return None
 

@@ -37,10 +37,10 @@ def test_tuning_measures_keeps_failures_and_writes_a_file_to_share(
     words = ["--shape", "G=3,T=24,N=8,K=16", "--shape", "G=3,T=24,N=8,K=16,dist=empty"]
     words += ["--dtypes", "fp32", "--device", "cpu"]
     assert main(["tune", *words, "--out", str(tmp_path / "t.json"), "--configs", "2"]) == 0
-    assert len(tuning.table().own()) == 1
+    assert len(tuning.table().own.entries()) == 1
     assert main(["cache", "clear"]) == 0
     assert main(["cache", "import", str(tmp_path / "t.json")]) == 0
-    (kept,) = tuning.table().own()
+    (kept,) = tuning.table().own.entries()
     assert [*kept.backends] == ["cpu"]
     assert kept.backends["cpu"].us > 0
     told = capsys.readouterr().out

@@ -270,9 +270,9 @@ def test_cache_export_import_and_clear(
     assert f"tuned: cpu | {key} | cpu: 3.00 us {{'kernel': 'blas'}}" in told
     assert f"chosen by auto: cpu | {key} | one (one 3.00 us, two 9.00 us; 2026-01-02)" in told
     assert main(["cache", "clear"]) == 0
-    assert tuning.TuningTable().own() == tuning.TuningTable().own(choices=True) == []
+    assert tuning.TuningTable().own.entries() == tuning.TuningTable().choices.entries() == []
     assert main(["cache", "import", str(tmp_path / "x.json")]) == 0
-    assert [entry.backends["cpu"].us for entry in tuning.TuningTable().own()] == [3.0]
+    assert [entry.backends["cpu"].us for entry in tuning.TuningTable().own.entries()] == [3.0]
     assert main(["cache", "show"]) == 0
     told = capsys.readouterr().out
     assert key in told and "cannot be written" not in told

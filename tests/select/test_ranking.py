@@ -201,11 +201,11 @@ def test_forgetting_is_a_new_generation(fresh: Install) -> None:
 
 def test_the_memory_of_choices_is_bounded(fresh: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists of ever other sizes make ever other classes."""
-    monkeypatch.setattr(tuning, "CHOICES_KEPT", 2)
+    monkeypatch.setattr(tuning, "ENTRIES_READ", 2)
     fresh(*pair())
     for dtype in (torch.float32, torch.float64, torch.float16):
         mg.plan(problem(dtype=dtype))
-    assert len(tuning.table()._chosen) == 1
+    assert len(tuning.table().choices._read) <= 2
 
 
 def test_two_threads_measure_a_class_once_and_both_are_answered(
@@ -236,13 +236,25 @@ def test_a_forked_child_has_locks_of_its_own(fresh: Install) -> None:
         assert in_a_forked_child(lambda: choose.choose(problem()).backend == "fast")
 
 
-def test_three_of_the_static_order_and_third_parties_are_worth_measuring() -> None:
-    assert ranking.worth_measuring(HALF, ("cupy", "triton", "numba", "cublas")) == ("cupy", "triton")
-    on_host = replace(HALF, where="host-sizes")
-    assert ranking.worth_measuring(on_host, ("triton", "cupy", "cublas", "numba")) == ("triton", "cupy", "cublas")
-    assert ranking.worth_measuring(HALF, ("cupy", "numba", "mine")) == ("cupy", "mine")
-    assert ranking.worth_measuring(HALF, ("triton", "numba", "cublas")) == ("triton", "numba", "cublas")
-    assert ranking.worth_measuring(HALF, ("numba",)) == ("numba",)
+LISTS = "per_group g4 m* n1072 k{k} t2896 bfloat16/row bfloat16/col bfloat16/row ieee host-sizes"
+
+
+@pytest.mark.parametrize(
+    ("text", "able", "candidates"),
+    [
+        (str(HALF), "cupy triton numba cublas", "triton cupy"),
+        (str(replace(HALF, where="host-sizes")), "triton cupy cublas numba", "triton cupy cublas"),
+        (str(HALF), "cupy numba mine", "cupy mine"),
+        (str(HALF), "triton numba cublas", "triton numba cublas"),  # one alone would be compared with nothing
+        (str(HALF), "numba", "numba"),
+        (LISTS.format(k=7520), "cupy triton numba cublas", "cupy triton numba cublas"),
+        (LISTS.format(k=128), "cupy triton numba cublas", "triton cupy cublas"),
+        (str(HALF).replace("bfloat16", "float32"), "cupy triton numba cublas", "triton numba cupy"),
+    ],
+)
+def test_the_static_order_and_third_parties_are_worth_measuring(text: str, able: str, candidates: str) -> None:
+    query = ranking.Query(problem(), class_from(text), able.split())
+    assert query.candidates == tuple(candidates.split())
     assert set(registry.BUILTIN) > {"cupy", "triton", "numba", "cublas"}
 
 

@@ -18,7 +18,8 @@ from multigemm.select.problem_class import ON_DEVICE, ProblemClass
 from multigemm.select.ranking import static_order
 from tests.support.trial_cases import class_from
 
-REPORTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*/report.json"))
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+REPORTS = sorted(RESULTS.glob("*/report.json"))
 BACKENDS = ("cupy", "triton", "numba", "cublas")
 HOST = "[host sizes]"
 HALF = ("bfloat16", "float16")
@@ -40,7 +41,9 @@ class Ranked:
 
 @cache
 def rankings() -> list[Ranked]:
-    return [r for path in REPORTS for r in _of_report(path.parent.name, json.loads(path.read_text())["rows"])]
+    found = [r for path in REPORTS for r in _of_report(path.parent.name, json.loads(path.read_text())["rows"])]
+    met = json.loads((RESULTS / "h200" / "auto-random.json").read_text())["rows"]
+    return [*found, *(Ranked("h200", UNTUNED, class_from(row["problem_class"]), row["us"]) for row in met)]
 
 
 def _of_report(report: str, rows: list[dict[str, Any]]) -> Iterator[Ranked]:
@@ -65,8 +68,8 @@ def regrets(which: Callable[[Ranked], bool]) -> list[float]:
 
 
 def test_the_reports_hold_enough_to_judge_by() -> None:
-    assert len(rankings()) > 800
-    assert sum(r.suite == UNTUNED for r in rankings()) == 180
+    assert len(rankings()) > 1000
+    assert sum(r.suite == UNTUNED for r in rankings()) == 360
 
 
 @pytest.mark.parametrize(
@@ -83,14 +86,12 @@ def test_without_measuring_unseen_shapes_lose_less_than_a_twentieth(on_device: b
     assert geomean(found) <= 1.05
 
 
-def test_one_of_the_three_is_the_fastest_but_for_few() -> None:
-    found = []
+def test_the_order_names_the_fastest() -> None:
+    """A trial of those that it names has no regret but the clock's."""
     for r in rankings():
         names = static_order(r.problem_class)
-        assert 2 <= len(set(names)) == len(names) <= 3
-        found.append(min(r.us[name] for name in names if name in r.us) / min(r.us.values()))
-    assert geomean(found) < 1.002
-    assert sum(x > 1.01 for x in found) <= 0.01 * len(found)
+        assert 2 <= len(set(names)) == len(names) <= 4
+        assert min(r.us[name] for name in names if name in r.us) <= 1.01 * min(r.us.values()), r
 
 
 def test_one_measurement_serves_a_class_however_its_groups_are_cut() -> None:

@@ -38,7 +38,7 @@ def test_a_new_process_finds_what_was_kept(tmp_path: Path) -> None:
     assert found == (Measured(5.0, {"kernel": "blas"}), "own cache")
     assert us_of(fresh, "cpu", replace(HOST, total=724)) is None
     assert us_of(fresh, "null") is None
-    assert [list(e.backends) for e in fresh.own()] == [["cpu"]]
+    assert [list(e.backends) for e in fresh.own.entries()] == [["cpu"]]
     assert DiskCache("tuning", tmp_path).clear() == 1
     assert us_of(TuningTable(tmp_path), "cpu") is None
 
@@ -103,7 +103,7 @@ def test_entries_that_this_version_cannot_read_are_as_good_as_none(tmp_path: Pat
     cache.put(fingerprint(SCHEMA, "cpu", str(HOST)), raw, ".json")
     table = TuningTable(tmp_path)
     assert us_of(table, "cpu") is None
-    assert table.own() == []
+    assert table.own.entries() == []
 
 
 def test_times_with_sizes_on_the_device_stand_in_for_sizes_on_the_host(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_choices_go_with_the_versions_and_the_first_one_stays(tmp_path: Path, mo
     second = replace(entry(x=2.0, y=1.0), chosen="y")
     kept = replace(first, source="own cache")
     assert TuningTable(tmp_path).keep_choice(second) == kept
-    assert TuningTable(tmp_path).own(choices=True) == [kept]
+    assert TuningTable(tmp_path).choices.entries() == [kept]
     assert TuningTable(tmp_path).choice(HOST, CPU, ["x", "z"]) == kept
     assert TuningTable(tmp_path).choice(HOST, CPU, ["x", "new"]) is None
     third = replace(entry(x=2.0, y=1.0, new=3.0), chosen="y")

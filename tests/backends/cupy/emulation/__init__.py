@@ -1,5 +1,8 @@
-"""Cupy's kernels for quantised operands on a CPU, from their own sources: threads are fibers (threads.h), and the
-functions that are one PTX instruction each are replaced by functions of C++ (mma_sync.h, ptx.h)."""
+"""Cupy's kernels for quantised operands and fused problems on a CPU, from their own sources.
+
+Threads are fibers (threads.h), and the functions that are one PTX instruction each are replaced by functions of C++
+(mma_sync.h, ptx.h).
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,12 @@ import pytest
 import torch
 
 from multigemm.backend import Availability, Recipe
-from multigemm.backends.cupy import arguments, generic, hopper, hopper_fp8, hopper_weights, quantised
+from multigemm.backends.cupy import arguments, fused, generic, hopper, hopper_fp8, hopper_weights, quantised
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import SOURCES, Source
 from multigemm.backends.cupy.config import Config
 from multigemm.cuda.arguments import Fields, fields
+from multigemm.planning.fused import products_spec
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
 
@@ -34,6 +38,24 @@ inline char* dynamic_shared() { return nullptr; }
 extern "C" void run(const Problem* p, const Grids* g, int grid, int threads, const float*) {
     gridDim.x = grid;
     for (int b = 0; b < grid; ++b) run_blocks(b, 1, threads, [=] { quantised(*p, *g); });
+}
+"""
+RUN_GENERIC = """
+inline char* dynamic_shared() { return generic_shared; }
+extern "C" void run(const Given* p, int grid, int threads, const float*) {
+    gridDim.x = grid;
+    for (int b = 0; b < grid; ++b) {
+        memset(generic_shared, 0xFF, sizeof generic_shared);
+        run_blocks(b, 1, threads, [=] { generic(*p); });
+        if (!all_copies_waited_for()) fail("a copy that nobody waited for");
+    }
+}
+"""
+RUN_SUM = """
+inline char* dynamic_shared() { return nullptr; }
+extern "C" void run(const Sum* s, int grid, int threads, const float*) {
+    gridDim.x = grid;
+    for (int b = 0; b < grid; ++b) run_blocks(b, 1, threads, [=] { sum_rows(*s); });
 }
 """
 RUN_HOPPER = """
@@ -58,10 +80,21 @@ BODIES = {
         "uint4 load_16_bytes(const void* from)": 'if ((u64)from & 15) fail("misaligned"); return *(const uint4*)from;',
         "float to_float(f16 x)": "return of_f16(x.bits);",
         "u16 f16_bits(float x)": "return u16(f16_of(x));",
+        "u16 f16_bits(double x)": "const _Float16 y = _Float16(x); u16 bits; memcpy(&bits, &y, 2); return bits;",
+        "void copy_async(u32 to, const void* from)": "copy_later(dynamic_shared() + to, (const char*)from, 16, 16);",
+        "void copy_async(u32 to, const void* from, int bytes)": (
+            "copy_later(dynamic_shared() + to, (const char*)from, 16, bytes);"
+        ),
+        "void commit_copies()": "close_group();",
+        "void wait_for_copies()": "wait_for_groups(PENDING);",
         "u16 bf16_bits(float x)": "return u16(bf16_of(x));",
         "u32 pack_f16(float low, float high)": "return f16_of(low) | f16_of(high) << 16;",
         "u32 pack_bf16(float low, float high)": "return bf16_of(low) | bf16_of(high) << 16;",
         "u32 shared_address(const void* p)": "return u32((const char*)p - dynamic_shared());",
+    },
+    "tile_load.cuh": {
+        "void copy_part(u32 to, const char* from, int bytes)": "copy_later(dynamic_shared() + to, from, WIDTH, bytes);",
+        "void copy_all(u32 to, const char* from)": "copy_later(dynamic_shared() + to, from, WIDTH, WIDTH);",
     },
     "consume.cuh": {
         "void let_other(int half)": "named_arrive(6 - half, 256);",
@@ -153,9 +186,13 @@ def compiled(source: Source, folder: Path) -> ctypes.CDLL:
     for name, file in (("tensor_cores.cuh", "mma_sync.h"), ("ptx.cuh", "ptx.h")):
         (folder / name).write_text((HERE / file).read_text())
     text = _rewritten(SOURCES / source.file).replace("extern __shared__ char raw[];", "char* const raw = at(BASE);")
+    text = text.replace("extern __shared__ __align__(16) char shared[];", "char* const shared = generic_shared;")
     grids = {"hopper_fp8": "SideGrids", "hopper_weights": "WeightGrids"}.get(source.entry)
     shared = "inline char* dynamic_shared() { return shared_memory[local_block()] - BASE; }\n"
-    text += shared + RUN_HOPPER.replace("GRIDS", grids).replace("KERNEL", source.entry) if grids else RUN_QUANTISED
+    if grids:
+        text += shared + RUN_HOPPER.replace("GRIDS", grids).replace("KERNEL", source.entry)
+    else:
+        text += {"generic": RUN_GENERIC, "sum_rows": RUN_SUM}.get(source.entry, RUN_QUANTISED)
     (folder / "kernel.cpp").write_text('#include "threads.h"\n' + text)
     library = folder / "kernel.so"
     defines = [f"-D{name}={value}" for name, value in source.defines]
@@ -233,7 +270,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         own.mkdir()
         return _Kernel(compiled(source, own))
 
-    for module in (quantised, hopper_fp8, hopper_weights):
+    for module in (quantised, hopper_fp8, hopper_weights, generic, fused):
         monkeypatch.setattr(module, "load", load)
     monkeypatch.setattr(generic, "processors", lambda index: 3)
     monkeypatch.setattr(hopper, "Words", _Words)
@@ -244,17 +281,24 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         monkeypatch.setattr(target, "encode_together", _encoded)
 
 
+KERNELS: dict[str, Any] = {
+    "quantised": quantised.Quantised,
+    "hopper_fp8": hopper_fp8.HopperFp8,
+    "hopper_weights": hopper_weights.HopperWeights,
+    "generic": generic.Generic,
+}
+
+
 class EmulatedBackend:
     """One config of the backend, for `multigemm.testing`."""
 
     name = "emulated"
     batch_invariant = True
     takes_quantised = True
+    takes_fused = True
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        kernels: dict[str, Any] = {"hopper_fp8": hopper_fp8.HopperFp8, "hopper_weights": hopper_weights.HopperWeights}
-        self._kernel = kernels.get(config.kernel, quantised.Quantised)
 
     def availability(self) -> Availability:
         """Always here."""
@@ -270,10 +314,12 @@ class EmulatedBackend:
 
     def plan(self, spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
         """As `launch.plan`, without a GPU."""
-        kernel = self._kernel(spec, config, 0)
+        kernel = KERNELS[config.kernel](products_spec(spec), config, 0)
+        bind_all = fused.summed(spec, kernel.bind, 0)
 
         def bind(ops: Operands) -> Callable[[], object]:
             outs = ops.out if isinstance(ops.out, list) else [ops.out]
-            return kernel.bind(ops) if any(x.numel() for x in outs) else lambda: None
+            preacts = [] if ops.fused is None else ops.fused.preacts()
+            return bind_all(ops) if any(x.numel() for x in [*outs, *preacts]) else lambda: None
 
         return Recipe(config.kernel, config, bind)

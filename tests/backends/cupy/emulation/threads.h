@@ -140,6 +140,33 @@ inline unsigned __ballot_sync(unsigned, bool mine) {
     return found;
 }
 
+// ---- cp.async: a thread's copies come when it waits for their group ----
+
+typedef std::vector<std::function<void()>> Copies;
+struct Groups { Copies open; std::vector<Copies> closed; };
+inline Groups& groups() {
+    static Groups of[1024];
+    return of[self->thread];
+}
+inline void copy_later(char* to, const char* from, int width, int bytes) {
+    if (((uint64_t)from | (uint64_t)to) & (width - 1)) fail("a copy that is not aligned");
+    groups().open.push_back([=] { memcpy(to, from, bytes), memset(to + bytes, 0, width - bytes); });
+}
+inline void close_group() { groups().closed.emplace_back().swap(groups().open); }
+inline void wait_for_groups(size_t pending) {
+    for (auto& closed = groups().closed; closed.size() > pending; closed.erase(closed.begin()))
+        for (const auto& copy : closed.front()) copy();
+}
+inline bool all_copies_waited_for() {
+    for (Fiber& f : fibers) {
+        self = &f;
+        for (const auto& some : groups().closed)
+            if (!some.empty()) return false;
+    }
+    return true;
+}
+alignas(128) inline char generic_shared[232448];
+
 // ---- functions ----
 
 template <class T> T min(T a, T b) { return b < a ? b : a; }
