@@ -303,13 +303,14 @@ class _Backward:
         if wanted[1]:
             found[1] = self._of_weights(dweights)
         if wanted[2]:
-            found[2] = self._of_matrix(x, dpreact, turned=not net.stacked)
+            found[2] = _of_matrix(net, pairs, x, dpreact, turned=not net.stacked)
         if wanted[3]:
-            found[3] = self._of_matrix(grad, weighted, turned=net.stacked)
+            found[3] = _of_matrix(net, pairs, grad, weighted, turned=net.stacked)
         if wanted[4]:
-            found[4] = self._summed_by_expert(torch.ones_like(self._by_pair), dpreact, None, self._up_bias)
+            ones = torch.ones_like(self._by_pair)
+            found[4] = _summed_by_expert(net, pairs.ends, ones, dpreact, None, self._up_bias)
         if wanted[5]:
-            found[5] = self._summed_by_expert(self._by_pair, grad, pairs.rows, self._down_bias)
+            found[5] = _summed_by_expert(net, pairs.ends, self._by_pair, grad, pairs.rows, self._down_bias)
         return found
 
     def _of_weights(self, dots: Tensor) -> Tensor:
@@ -324,35 +325,43 @@ class _Backward:
             found = found + torch.where(there, every.gather(1, torch.where(there, expert, 0)), 0)
         return found.to(self._weights.dtype)
 
-    def _of_matrix(self, tokens: Tensor, pairs: Tensor, turned: bool) -> Tensor:
-        """tokens[rows]^T @ pairs for each expert, or `turned` its transpose."""
-        rows, ends = self._pairs.rows, self._pairs.ends
-        if turned:
-            return _product(self._net, pairs.t(), tokens, ends, jagged="k", b_rows=rows)
-        return _product(self._net, tokens.t(), pairs, ends, jagged="k", a_rows=rows)
 
-    def _summed_by_expert(self, factors: Tensor, rows: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
-        """The sum of factor * row for each expert; a factor is as many numbers of the rows' dtype as it has digits."""
-        parts, rest = [], factors
-        for _ in range(1 if factors.dtype is rows.dtype else 3):
-            parts.append(rest.to(rows.dtype))
-            rest = rest - parts[-1].to(rest.dtype)
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        found = _product(self._net, torch.stack(parts), rows, self._pairs.ends, jagged="k", b_rows=index,
-                         out_dtype=wide)  # fmt: skip
-        return found.sum(1).to(like.dtype)
+def _of_matrix(net: Network, pairs: _Pairs, tokens: Tensor, of_pairs: Tensor, turned: bool) -> Tensor:
+    """tokens[rows]^T @ of_pairs for each expert, or `turned` its transpose: the gradient of a weight."""
+    if turned:
+        return _product(net, of_pairs.t(), tokens, pairs.ends, jagged="k", b_rows=pairs.rows)
+    return _product(net, tokens.t(), of_pairs, pairs.ends, jagged="k", a_rows=pairs.rows)
+
+
+def _summed_by_expert(
+    net: Network, ends: Tensor, factors: Tensor, rows: Tensor, index: Tensor | None, like: Tensor
+) -> Tensor:
+    """The sum of factor * row for each expert; a factor is as many numbers of the rows' dtype as it has digits."""
+    parts, rest = [], factors
+    for _ in range(1 if factors.dtype is rows.dtype else 3):
+        parts.append(rest.to(rows.dtype))
+        rest = rest - parts[-1].to(rest.dtype)
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    found = _product(net, torch.stack(parts), rows, ends, jagged="k", b_rows=index, out_dtype=wide)
+    return found.sum(1).to(like.dtype)
 
 
 def gate_backward(
-    net: Network, preact: Tensor, dh: Tensor, weights: Tensor, ends: Tensor
+    net: Network,
+    preact: Tensor,
+    dh: Tensor,
+    weights: Tensor,
+    ends: Tensor,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of preact, weight * h, <dh, h>) of pairs; zeros for those that no expert has.
 
-    preact [S, W], dh [S, I] without the weights [S] of the pairs; the dots are float32 (float64).
+    preact [S, W], dh [S, I] without the weights [S] of the pairs; the dots are float32 (float64). `into`: memory for
+    the first two, of more pairs, and [S] the row of each pair there.
     """
     kernels = triton_kernels() if preact.is_cuda else None
     if kernels is not None and net.gate is not None and ends.numel():
-        found: tuple[Tensor, Tensor, Tensor] = kernels.pair_backward(net.gate, preact, dh, weights, ends)
+        found: tuple[Tensor, Tensor, Tensor] = kernels.pair_backward(net.gate, preact, dh, weights, ends, into)
         return found
     wide = torch.promote_types(preact.dtype, torch.float32)
     count = preact.shape[0]
@@ -364,4 +373,8 @@ def gate_backward(
     slope, weight = torch.where(there, dh, 0).to(wide), torch.where(there, weights.to(wide).unsqueeze(1), 0)
     (dpreact,) = torch.autograd.grad(h, x, slope * weight)
     h = h.detach()
-    return dpreact.to(preact.dtype), (h * weight).to(preact.dtype), (h * slope).sum(1)
+    dpreact, weighted = dpreact.to(preact.dtype), (h * weight).to(preact.dtype)
+    if into is not None:
+        whole, whole_weighted, rows = into
+        dpreact, weighted = whole.index_copy_(0, rows, dpreact), whole_weighted.index_copy_(0, rows, weighted)
+    return dpreact, weighted, (h * slope).sum(1)
