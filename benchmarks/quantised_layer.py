@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable
 from copy import copy
 from functools import partial
@@ -105,18 +106,29 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--mode", default="graph", choices=("graph", "cold"), help="a replayed graph, or an eager call")
     parser.add_argument("--backend", default="auto", help="of the layers of bf16 and weights alone")
-    parser.add_argument("--json", type=Path, help="a file for the numbers")
+    parser.add_argument("--json", type=Path, help="a file for the numbers, written after each row")
+    parser.add_argument("--verbose", action="store_true", help="say what is done while it is done")
     args = parser.parse_args()
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error(f"--device {args.device}: torch sees no CUDA GPU; to try it out: --device cpu --scale 32")
     torch.backends.cuda.matmul.allow_tf32 = False
     experts, top_k, hidden, inner = LAYER
     experts, hidden, inner = max(top_k, experts // args.scale), hidden // args.scale, inner // args.scale
+    began, torch_name = time.perf_counter(), torch.__version__
+    device = torch.cuda.get_device_name() if args.device.startswith("cuda") else "cpu"
+
+    def say(what: str) -> None:
+        if args.verbose:
+            print(f"[{time.perf_counter() - began:.1f} s] {what}", flush=True)
+
     torch.manual_seed(0)
     dense = Experts(experts, hidden, inner, backend=args.backend, device=args.device, dtype=torch.bfloat16)
     for name in WEIGHTS:
         getattr(dense, name).normal_(std=0.02)
-    weights_only = {name: layer_of(dense, *words) for name, words in WEIGHTS_ONLY.items()}
+    weights_only = {}
+    for name, words in WEIGHTS_ONLY.items():
+        say(f"weights in {name}")
+        weights_only[name] = layer_of(dense, *words)
     layers: dict[str, Any] = {"bf16": dense, "fp8-blocks": float8_layer(weights_only["fp8"]), **weights_only}
     table = []
     print(
@@ -127,18 +139,21 @@ def main() -> None:
         top, index = torch.topk(torch.randn(tokens, experts, device=args.device).softmax(-1), top_k)
         top = (top / top.sum(-1, keepdim=True)).to(torch.bfloat16)
         few = min(tokens, args.checked)
+        say(f"{tokens} tokens in float32")
         wanted = exact(dense, x[:few], index[:few], top[:few])
         calls: dict[str, Callable[[], Any]] = {n: partial(layer, x, index, top) for n, layer in layers.items()}
-        errors = {n: float((call()[:few].float() - wanted).norm() / wanted.norm()) for n, call in calls.items()}
+        errors = {}
+        for name, call in calls.items():
+            say(f"{tokens} tokens in {name}")
+            errors[name] = float((call()[:few].float() - wanted).norm() / wanted.norm())
         cells = [str(tokens)]
         for name, timing in measure(calls, args.device, args.mode, reps=args.rounds, min_reps=args.rounds).items():
             us = None if timing.error else timing.median
             table.append({"tokens": tokens, "layer": name, "us": us, "error": errors[name], "failed": timing.error})
             cells += [timing.error if us is None else f"{us:.0f}", f"{errors[name]:.4f}"]
         print("| " + " | ".join(cells) + " |", flush=True)
-    if args.json:
-        name = torch.cuda.get_device_name() if args.device.startswith("cuda") else "cpu"
-        args.json.write_text(json.dumps({"device": name, "torch": torch.__version__, "rows": table}, indent=1) + "\n")
+        if args.json:
+            args.json.write_text(json.dumps({"device": device, "torch": torch_name, "rows": table}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

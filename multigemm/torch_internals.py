@@ -8,7 +8,7 @@ same. No other file names torch's internals.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -91,6 +91,8 @@ _any_autocast: Callable[[], bool] = getattr(
 )
 _profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", bool)
 _function_modes: Callable[[], int] = getattr(_C, "_len_torch_function_stack", _unknown)
+_transforms: Callable[[], int] = getattr(_C, "_are_functorch_transforms_active", _unknown)
+_traced: Callable[[], bool] = getattr(_C, "_is_tracing", lambda: _C._get_tracing_state() is not None)
 
 
 def without_autocast() -> Any:
@@ -98,48 +100,25 @@ def without_autocast() -> Any:
     return _C._ExcludeDispatchKeyGuard(_AUTOCAST)
 
 
-def _included_keys() -> int:
-    return int(_C._dispatch_tls_local_include_set().raw_repr())
-
-
-def _usual_keys() -> set[int]:
-    """What a thread includes where nothing stands between a call and its kernel, with and without inference mode."""
-    found = {_included_keys()}
-    with torch.inference_mode():
-        return found | {_included_keys()}
-
-
-with ThreadPoolExecutor(1) as new_thread:  # this one may be importing in the middle of a trace or a transform
-    _USUAL_KEYS = new_thread.submit(_usual_keys).result()
-
-
 def in_transform() -> bool:
-    """Whether a mode or a transform of this thread, such as one of torch.func, has to see what operators are called."""
-    return _C._dispatch_tls_local_include_set().raw_repr() not in _USUAL_KEYS
+    """Whether a mode, a transform such as one of torch.func, or a trace of this thread has to see what operators are
+    called."""
+    return bool(_transforms() or dispatch_modes() or _traced())
 
 
-def answer_first(packet: Any, answer: Callable[..., Any], refuse: Callable[..., None]) -> None:
-    """Lets calls of an operator (`torch.ops.x.y`) ask `answer` for the result before the dispatcher, to which calls go
-    where the answer is None, and at once where a mode, a cast or a profiler has to see them. Arguments of a call that
-    torch refuses go to `refuse`, which raises an error with a remedy where it knows one.
+def is_watched() -> bool:
+    """Whether somebody has to see a call of an operator as such: besides transforms a cast or a profiler."""
+    return bool(_function_modes() or _any_autocast() or _profiled() or in_transform())
 
-    torch's dispatcher takes 5 us to read 22 arguments, about as long as all that a call like an earlier one needs.
+
+def take_calls(packet: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Has calls of an operator (`torch.ops.x.y`) made by a function; returns what torch's dispatcher did of them.
+
+    The dispatcher takes 5 us to read 22 arguments, about as long as all that a call like an earlier one needs.
     """
     dispatched: Any = type(packet)
-
-    class AnsweredFirst(dispatched):  # type: ignore[misc]
-        def __call__(self, /, *args: Any, **keywords: Any) -> Any:
-            try:
-                if not (_function_modes() or _any_autocast() or _profiled()):
-                    found = answer(*args, **keywords)
-                    if found is not None:
-                        return found
-                return dispatched.__call__(self, *args, **keywords)
-            except (TypeError, RuntimeError):  # of a call that the schema does not hold, or of the launch
-                refuse(*args, **keywords)
-                raise
-
-    packet.__class__ = AnsweredFirst
+    packet.__class__ = type("TakenCalls", (dispatched,), {"__call__": staticmethod(call)})
+    return partial(dispatched.__call__, packet)
 
 
 def dispatch_keys(*tensors: Tensor | None) -> Any:
@@ -156,7 +135,7 @@ def only_result_wanted(*tensors: Tensor | None) -> bool:
     """Whether nothing but the plain result is wanted of a call: no gradient, mode, transform, cast or trace."""
     if (grad_enabled() and any_requires_grad(*tensors)) or forward_mode() or in_transform():
         return False
-    return not _any_autocast() and not _function_modes() and _C._get_tracing_state() is None
+    return not _any_autocast() and not _function_modes()
 
 
 def _redispatched(name: str) -> tuple[Any, ...] | None:

@@ -44,6 +44,9 @@ from multigemm.backends.cupy.config import (
     STAGES,
     TURNS,
     TURNS_GROUPS,
+    WEIGHTS_MIDDLE,
+    WEIGHTS_NARROW,
+    WEIGHTS_WIDE,
     WIDE,
     Config,
     capability_of,
@@ -99,6 +102,8 @@ SPARSE_ROWS = 32
 """Rows per group up to which weights that are shifted as they are read want low tiles and many stages."""
 FP8_SPARSE_ROWS = 32
 """Rows per group up to which float8 wants low tiles and many stages."""
+FEW_WEIGHT_ROWS = 64
+"""Rows per group up to which quantised weights are taken by low tiles; not measured."""
 SHIFTED_ROWS = 1024
 """Rows per group up to which weights are shifted at all: more rows repay a copy of the weights."""
 FEW_COLUMNS = 15
@@ -265,7 +270,11 @@ def _quantised_rules(layout: Layout, counts: Counts) -> list[Rule]:
     and with empty groups. Where scales change along k, a block alone takes 0.91 to 1.02 of the time of a cluster of
     two, elsewhere 0.93 to 1.03. A choice takes at most 1.07 times as long as the fastest config.
     """
-    sparse = _rows(layout, counts) <= FP8_SPARSE_ROWS
+    rows = _rows(layout, counts)
+    if layout.spec.quantised == "weights":
+        return [(rows <= FEW_WEIGHT_ROWS, (WEIGHTS_NARROW,)), (rows <= WEIGHTS_MIDDLE.rows, (WEIGHTS_MIDDLE,)),
+                (True, (WEIGHTS_WIDE, WEIGHTS_MIDDLE, WEIGHTS_NARROW, QUANTISED))]  # fmt: skip
+    sparse = rows <= FP8_SPARSE_ROWS
     odd = layout.columns % 2 == 1 and layout.columns <= FEW_COLUMNS
     high = (FP8_ALONE, FP8_WIDE) if odd or has_block_scales(layout.spec) else (FP8_WIDE, FP8_ALONE)
     return [(sparse, (FP8_SINGLE, FP8_NARROW)), (True, (*high, *FP8, QUANTISED))]

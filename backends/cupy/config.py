@@ -10,6 +10,7 @@ import torch
 
 from multigemm.backends.cupy.support import (
     MAX_GROUPS,
+    folds_scales,
     fp8_reasons,
     has_odd_lines,
     hopper_reasons,
@@ -18,6 +19,7 @@ from multigemm.backends.cupy.support import (
     shift_b_reasons,
     small_list_reasons,
     small_reasons,
+    weights_reasons,
 )
 from multigemm.cuda.summation import INTEGERS, Summation, difference
 from multigemm.planning.fused import products_spec
@@ -29,6 +31,8 @@ TURNS_GROUPS = 448
 """Groups that the Hopper kernel's schedule holds where the stages leave it little shared memory."""
 ODD_WEIGHTS = 24576
 """Bytes of a stage of weights whose lines begin anywhere, the larger of both layouts (hopper_shift_b.cu)."""
+CODE_LINE = 64
+"""Bytes of a column of quantised weights in a stage, at most."""
 SHARED_LIMIT = 232448
 """Bytes of shared memory that one thread block may have on compute capability 9.0."""
 
@@ -46,11 +50,19 @@ class Config:
     of `tile` squared a thread block of its own, with four blocks of k in flight, or `stages` where lines begin
     anywhere. `small_list` gives a thread block to each tile of a list or batch, laid out by the host; `rows` 0 leaves
     their height to it, which knows all sizes. `quantised` takes any quantised operands, in tiles of 64 squared;
-    `hopper_fp8` is `hopper` for float8, with 128 of k in a stage.
+    `hopper_fp8` is `hopper` for float8, with 128 of k in a stage; `hopper_weights` is `hopper` for quantised weights.
     """
 
     kernel: Literal[
-        "generic", "hopper", "packed", "hopper_shift_b", "small", "small_list", "quantised", "hopper_fp8"
+        "generic",
+        "hopper",
+        "packed",
+        "hopper_shift_b",
+        "small",
+        "small_list",
+        "quantised",
+        "hopper_fp8",
+        "hopper_weights",
     ] = "generic"
     blocks_per_sm: int = 2
     tile: int = 128
@@ -62,7 +74,8 @@ class Config:
 
     def shared_bytes(self, plain: bool) -> int:
         """Dynamic shared memory of the Hopper kernel, and of the one that shifts its weights."""
-        weights = self.weight_stages * ODD_WEIGHTS if self.kernel == "hopper_shift_b" else self.stages * COLUMNS * 128
+        line = CODE_LINE if self.kernel == "hopper_weights" else 128
+        weights = self.weight_stages * ODD_WEIGHTS if self.kernel == "hopper_shift_b" else self.stages * COLUMNS * line
         staging = 2 * (8192 if plain else 9216)
         return self.stages * self.rows * 128 + weights + staging + self._scales + self._bookkeeping
 
@@ -77,7 +90,8 @@ class Config:
     @property
     def _bookkeeping(self) -> int:
         """Bytes of the schedule, of tiles and barriers."""
-        return 16 * self.groups_at_most + 1024 + 768
+        more = 256 if self.kernel == "hopper_weights" else 0  # of more stages, which are smaller
+        return 16 * self.groups_at_most + 1024 + 768 + more
 
     @property
     def weight_stages(self) -> int:
@@ -191,6 +205,10 @@ FP8_NARROW = Config("hopper_fp8", rows=64, stages=7, cluster=2)
 FP8_SINGLE = Config("hopper_fp8", rows=128, stages=5, cluster=1)
 FP8_ALONE = Config("hopper_fp8", rows=192, stages=4, cluster=1)
 FP8 = (FP8_WIDE, FP8_MIDDLE, FP8_NARROW, FP8_SINGLE, FP8_ALONE)
+WEIGHTS_WIDE = Config("hopper_weights", rows=256, stages=4, cluster=2)
+WEIGHTS_MIDDLE = Config("hopper_weights", rows=128, stages=8, cluster=2)
+WEIGHTS_NARROW = Config("hopper_weights", rows=64, stages=12, cluster=1, step=8)
+WEIGHTS = (WEIGHTS_WIDE, WEIGHTS_MIDDLE, WEIGHTS_NARROW)
 STAGES = 4
 """Blocks of k that the small kernel has in flight, if a config does not say it."""
 BLOCK_K = 64
@@ -203,8 +221,9 @@ REASONS = {
     "small": small_reasons,
     "small_list": small_list_reasons,
     "hopper_fp8": fp8_reasons,
+    "hopper_weights": weights_reasons,
 }
-FOR_QUANTISED = ("quantised", "hopper_fp8")
+FOR_QUANTISED = ("quantised", "hopper_fp8", "hopper_weights")
 """Kernels that take quantised operands, and no others."""
 
 
@@ -217,7 +236,8 @@ def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9
 def summation_of(config: Config, spec: ProblemSpec) -> Summation:
     """How a config sums: no kernel cuts K into parts."""
     if config.kernel in FOR_QUANTISED:
-        return Summation("mma.sync", 8) if config.kernel == "quantised" else Summation("wgmma", 32)
+        widths = {"quantised": 8, "hopper_fp8": 32, "hopper_weights": 16}
+        return Summation("mma.sync" if config.kernel == "quantised" else "wgmma", widths[config.kernel])
     kind = kind_of(spec)
     if kind == I8:
         return INTEGERS
@@ -261,9 +281,17 @@ def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -
         return config in (SMALL_32, SMALL_64) or (config == SMALL_DEEP and has_odd_lines(spec))
     if config.kernel == "hopper_fp8" and config.rows not in (64, 128, 192):
         return False
+    if config.kernel == "hopper_weights" and (config.pingpong or config.rows > most_weight_rows(spec)):
+        return False
     if capability != (9, 0) or config.kernel == "small_list":
         return capability == (9, 0) and config in SMALL_LISTS
     return _runs_clusters(config, plain_kind(spec) > 0) and spec.groups <= config.groups_at_most
+
+
+def most_weight_rows(spec: ProblemSpec) -> int:
+    """Rows of a tile of `hopper_weights`, at most: sums of a block of k take as many registers again."""
+    scale = spec.b.scale
+    return 128 if scale is not None and scale.k and not folds_scales(spec) else 256
 
 
 @cache

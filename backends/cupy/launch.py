@@ -17,6 +17,7 @@ from multigemm.backends.cupy import (
     hopper,
     hopper_fp8,
     hopper_shift_b,
+    hopper_weights,
     quantised,
     small,
     small_list,
@@ -56,6 +57,7 @@ KERNELS: dict[str, KernelFamily] = {
     "generic": KernelFamily(generic.sources, generic.Generic),
     "quantised": KernelFamily(quantised.sources, quantised.Quantised),
     "hopper_fp8": KernelFamily(hopper_fp8.sources, hopper_fp8.HopperFp8),
+    "hopper_weights": KernelFamily(hopper_weights.sources, hopper_weights.HopperWeights),
 }
 
 
@@ -94,7 +96,9 @@ def _load_layout(spec: ProblemSpec, capability: tuple[int, int], index: int) -> 
 
 def why(spec: ProblemSpec, config: Config) -> str:
     """What the kernel is good for, and why not the fastest one."""
-    fastest = support.fp8_reasons if spec.quantised else support.hopper_reasons
+    fastest = {"float8": support.fp8_reasons, "weights": support.weights_reasons}.get(
+        spec.quantised, support.hopper_reasons
+    )
     fused_parts = [] if spec.fused is None else ["rows picked by index, a gate, preact_out or row_scale"]
     obstacle = "; ".join(fused_parts + fastest(spec)) or "chosen by config"
     if config.kernel == "hopper_shift_b" and support.weights_of(spec).wide:
@@ -106,6 +110,7 @@ def why(spec: ProblemSpec, config: Config) -> str:
         "small_list": "one thread block per tile, laid out by the host",
         "small": "one thread block per tile, without a schedule",
         "hopper_fp8": "TMA and wgmma of float8, sums promoted every 128 of k",
+        "hopper_weights": "TMA and wgmma, codes become numbers in registers",
         "quantised": f"any quantised operands, exact in tf32 ({obstacle})",
         "generic": f"any strides, alignment and size ({obstacle})",
     }[config.kernel]

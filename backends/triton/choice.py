@@ -33,11 +33,11 @@ from multigemm.backends.triton.config import (
     is_tf32,
     mappable,
     problem_with,
-    products_spec,
     shared_memory,
     variance,
 )
 from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
+from multigemm.planning.fused import products_spec
 from multigemm.planning.fused_steps import product_spec, steps_reasons
 from multigemm.problem.spec import MIXED, FusedSpec, ProblemSpec
 

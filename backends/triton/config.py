@@ -6,16 +6,17 @@ filtered by it and a config given by hand is held to it too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 
 from multigemm.backends.triton.build import triton_version
 from multigemm.cuda.summation import ALIKE, INTEGERS, Summation, difference
-from multigemm.planning.fused_steps import columns_of, needs_finish, product_spec, rows_dtype, steps_reasons
-from multigemm.problem.spec import MIXED, OperandSpec, ProblemSpec, classify_fresh
+from multigemm.planning.fused import columns_of, products_spec
+from multigemm.planning.fused_steps import needs_finish, product_spec, steps_reasons
+from multigemm.problem.spec import MIXED, OperandSpec, ProblemSpec
 
 SHARED_LIMIT = 227 * 1024
 STRIP = 64
@@ -48,17 +49,6 @@ class Config:
     order: Literal["dealt", "drawn"] = "drawn"
     splits: int = 1
     shift_b: bool = False
-
-
-def products_spec(spec: ProblemSpec) -> ProblemSpec:
-    """The spec of the products, which a config is for: where rows of the result are sums of rows, that of the rows, in
-    the operands' dtype. Scaled float8 has rows of bfloat16."""
-    fused = spec.fused
-    if fused is None or not fused.scatters:
-        return spec
-    rest = replace(fused, combine=None, weights=None, terms=0, out_rows=None, rows=0)
-    rows = classify_fresh(rows_dtype(spec), [(max(spec.total, 2), columns_of(spec, cast(int, spec.n)))])
-    return replace(spec, fused=rest if rest.keywords else None, out=rows, c=None, zero_unowned=False)
 
 
 def shared_bytes(config: Config, spec: ProblemSpec) -> int:

@@ -31,6 +31,8 @@ OPERANDS = (*PLAIN_OPERANDS, *FUSED_OPERANDS, "work")
 launches of one call, which a call lends."""
 PLACES = (*OPERANDS, "fields")
 """What an `Address` may belong to: an operand, or the launch's own `DeviceFields`."""
+UNKNOWN = (None,) * len(PLACES)
+"""Addresses before the first move."""
 _NUMBERS = {name: number for number, name in enumerate(PLACES)}
 Addresses = tuple[int, ...]
 """The address of each of `OPERANDS`, 0 for one that is absent; then of the launch's `DeviceFields`, if any."""
@@ -189,29 +191,30 @@ class ArgumentBlock:
         self._words = view.cast("Q")
         self.pointers = _pointers(len(places))(*[address + skipped + place for place in places])
         self._slots, self._counts = _write(arguments, places, view, self._words)
-        self._writers: tuple[_Writer, ...] | None = None
+        self._writers: tuple[tuple[int, list[_Writer]], ...] | None = None
         self._resizers: tuple[list[int], list[_Resizer]] | None = None
         self._addresses: Sequence[int | None] = ()
 
     def move(self, addresses: Addresses) -> None:
         """Writes the addresses of the operands that lie elsewhere than at the last move."""
         if self._writers is None:
-            self._writers, self._addresses = self._make_writers(), (None,) * len(PLACES)
-        before, self._addresses = self._addresses, (None,) * len(PLACES)  # unknown, should this be interrupted
-        for operand, distance, fill in self._writers:
+            self._writers, self._addresses = self._make_writers(), UNKNOWN
+        before, self._addresses = self._addresses, UNKNOWN  # should this be interrupted
+        for operand, writers in self._writers:
             address = addresses[operand]
             if address != before[operand]:
-                fill(address + distance)
+                for distance, fill in writers:
+                    fill(address + distance)
         self._addresses = addresses
 
-    def _make_writers(self) -> tuple[_Writer, ...]:
-        """For each slot its operand, its distance from there, and what writes all of its words at once."""
-        found = np.frombuffer(self._words, dtype=np.uint64)
-        return tuple(
-            (slot.operand, slot.distance, found[_words_of(slot, start)].fill)
-            for start, slots in self._slots
-            for slot in slots
-        )
+    def _make_writers(self) -> tuple[tuple[int, list[_Writer]], ...]:
+        """For each operand its slots: the distance from there, and what writes all words of a slot at once."""
+        found, writers = np.frombuffer(self._words, dtype=np.uint64), dict[int, list[_Writer]]()
+        for start, slots in self._slots:
+            for slot in slots:
+                fill = found[_words_of(slot, start)].fill
+                writers.setdefault(slot.operand, []).append((slot.distance, fill))
+        return tuple(writers.items())
 
     def resize(self, before: int, after: int) -> None:
         """Writes another number of tokens; `before` is the one that stands there."""
@@ -343,7 +346,7 @@ class DeviceFields:
         return copy
 
 
-_Writer = tuple[int, int, Callable[[int], None]]
+_Writer = tuple[int, Callable[[int], None]]
 _Resizer = tuple[Counted, list[Callable[[int], None]]]
 _COUNT = fields(b"", (), (0,))
 """An argument that is the number of tokens."""

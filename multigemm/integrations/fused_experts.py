@@ -16,7 +16,7 @@ steps. Expert numbers outside of 0..E-1 contribute nothing, and get gradients of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,8 +34,7 @@ from multigemm.problem.spec import GATES
 from multigemm.select.choose import choose
 
 
-@dataclass(frozen=True, slots=True)
-class Network:
+class Network(NamedTuple):
     """What the two products of an expert are, beside their weights: `stacked` weights are [E, in, out]."""
 
     activation: str = "swiglu"
@@ -131,20 +130,34 @@ def experts_forward(
         torch.Size([3, 8])
     """
     net = Network(activation, glu_layout, glu_alpha, glu_beta, glu_limit, stacked, recompute, backend, batch_invariant)
-    if index.dim() != 2 or tuple(weights.shape) != tuple(index.shape) or len(index) != len(x):
+    check_pairs(x, index, weights)
+    return run_experts(net, x, index, weights, up, down, up_bias, down_bias)
+
+
+def check_pairs(x: Tensor, index: Tensor, weights: Tensor) -> None:
+    """Refuses experts and weights that are not those of the tokens."""
+    shape = index.shape
+    if len(shape) != 2 or weights.shape != shape or shape[0] != x.shape[0]:
         raise InvalidProblem(
             f"x {tuple(x.shape)}, index {tuple(index.shape)}, weights {tuple(weights.shape)}: index and weights must "
             "be [tokens, k] for x [tokens, H]"
         )
-    if torch.compiler.is_compiling():
-        return experts_in_steps(x, index, weights, up, down, up_bias, down_bias, net)
-    x, up, down, up_bias, down_bias = _in_autocast(x, up, down, up_bias, down_bias)
+
+
+def run_experts(
+    net: Network, x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The layer for arguments whose shapes fit: bound, or by the operators one after the other."""
     nets = layer_call.Networks(
-        up, down, up_bias, down_bias, stacked, backend=backend, batch_invariant=batch_invariant, fused=net
+        up, down, up_bias, down_bias, net.stacked, backend=net.backend, batch_invariant=net.batch_invariant, fused=net
     )
     bound = layer_call.call(x, index, weights, nets)
     if bound is not None:
         return bound
+    if torch.compiler.is_compiling():
+        return experts_in_steps(x, index, weights, up, down, up_bias, down_bias, net)
+    x, up, down, up_bias, down_bias = _in_autocast(x, up, down, up_bias, down_bias)
     result: Tensor = _Experts.apply(net, index, x, weights, up, down, up_bias, down_bias)  # type: ignore[no-untyped-call]
     return result
 
@@ -188,6 +201,9 @@ class _Pairs:
 
 
 def _pairs_of(index: Tensor, experts: int) -> _Pairs:
+    kernels = triton_kernels() if index.is_cuda else None
+    if kernels is not None and kernels.can_sort(index.numel(), experts):
+        return _Pairs(*kernels.sort_pairs(index, experts))
     top_k = index.shape[1]
     order, inverse, ends = sort_by_expert(index.reshape(-1), experts)
     return _Pairs((order // max(top_k, 1)).int(), inverse.int().view(index.shape), ends)

@@ -78,16 +78,17 @@ def _ahead(pairs, expert, first, lane, total, experts, ALL: tl.constexpr, SIZE: 
 
 
 @triton.jit(do_not_specialize=["total", "experts"])
-def _one_block_kernel(pairs, order, inverse, ends, rows, total, experts, K: tl.constexpr, SIZE: tl.constexpr,
-                      BINS: tl.constexpr):  # fmt: skip
+def _one_block_kernel(pairs, order, inverse, ends, rows, total, experts, K: tl.constexpr, ORDER: tl.constexpr,
+                      SIZE: tl.constexpr, BINS: tl.constexpr):  # fmt: skip
     lane = tl.arange(0, SIZE)
     live = lane < total
     expert = _known(pairs, lane, live, experts)
     bins = tl.arange(0, BINS)
     tl.store(ends + bins, tl.cumsum(tl.histogram(expert, BINS, mask=live), 0), mask=bins < experts)
     to = _ahead(pairs, expert, 0, lane, total, experts, True, SIZE, 32)
-    tl.store(order + to, lane.to(tl.int64), mask=live)
-    tl.store(inverse + lane, to.to(tl.int64), mask=live)
+    if ORDER:
+        tl.store(order + to, lane.to(tl.int64), mask=live)
+    tl.store(inverse + lane, to.to(inverse.dtype.element_ty), mask=live)
     if K > 0:
         tl.store(rows + to, lane // K, mask=live)
 
@@ -121,8 +122,8 @@ def _start_kernel(counts, ends, blocks, experts, ROWS: tl.constexpr, BINS: tl.co
 
 
 @triton.jit(do_not_specialize=["total", "experts"])
-def _move_kernel(pairs, starts, order, inverse, rows, total, experts, K: tl.constexpr, SIZE: tl.constexpr,
-                 BINS: tl.constexpr):  # fmt: skip
+def _move_kernel(pairs, starts, order, inverse, rows, total, experts, K: tl.constexpr, ORDER: tl.constexpr,
+                 SIZE: tl.constexpr, BINS: tl.constexpr):  # fmt: skip
     block = tl.program_id(0)
     first = block * SIZE
     lane = tl.arange(0, SIZE)
@@ -130,8 +131,9 @@ def _move_kernel(pairs, starts, order, inverse, rows, total, experts, K: tl.cons
     expert = _known(pairs, first + lane, live, experts)
     start = tl.load(starts + block.to(tl.int64) * BINS + expert, mask=live, other=0)
     to = start + _ahead(pairs, expert, first, lane, total, experts, False, SIZE, 32)
-    tl.store(order + to, (first + lane).to(tl.int64), mask=live)
-    tl.store(inverse + first + lane, to.to(tl.int64), mask=live)
+    if ORDER:
+        tl.store(order + to, (first + lane).to(tl.int64), mask=live)
+    tl.store(inverse + first + lane, to.to(inverse.dtype.element_ty), mask=live)
     if K > 0:
         tl.store(rows + to, (first + lane) // K, mask=live)
 
@@ -144,11 +146,17 @@ def sort_blocks(total, experts):
 
 
 def sort_steps(pairs, order, inverse, ends, counts, rows=None, top_k=0):
-    """`counts` [blocks, bins] is used where there are several blocks; `rows` (int32) receives the pairs' tokens."""
+    """`counts` [blocks, bins] is used where there are several blocks; `rows` (int32) receives the pairs' tokens.
+
+    `order` may be None; `inverse` is int32 or int64.
+    """
     total, experts = pairs.numel(), ends.shape[0]
     blocks, bins, size = sort_blocks(total, experts)
     known = {"total": total, "experts": experts, "SIZE": size, "BINS": bins}
-    told = {"order": order, "inverse": inverse, "rows": order if rows is None else rows, "K": top_k, **known}
+    told = {
+        "order": inverse if order is None else order, "inverse": inverse, "rows": inverse if rows is None else rows,
+        "K": top_k, "ORDER": order is not None, **known,
+    }  # fmt: skip
     if total <= SORT_BLOCK:
         return [(_one_block_kernel, (1,), 4, {"pairs": pairs, "ends": ends, **told})]
     starts = {
@@ -170,6 +178,16 @@ def sort_by_expert(pairs, experts):
     counts = torch.empty(shape, dtype=torch.int32, device=pairs.device)
     _run(pairs, *sort_steps(pairs, order, inverse, ends, counts))
     return order, inverse, ends
+
+
+def sort_pairs(index, experts):
+    """index [tokens, k] -> (tokens of the pairs by expert [S], where each pair went [tokens, k], ends), all int32."""
+    index, total = index.contiguous(), index.numel()
+    rows, place, ends = (torch.empty(n, dtype=torch.int32, device=index.device) for n in (total, total, experts))
+    shape = (0, 0) if total <= SORT_BLOCK else sort_blocks(total, experts)[:2]
+    counts = torch.empty(shape, dtype=torch.int32, device=index.device)
+    _run(index, *sort_steps(index, None, place, ends, counts, rows, index.shape[1]))
+    return rows, place.view(index.shape), ends
 
 
 # --- rows to their experts --------------------------------------------------------------------------

@@ -29,11 +29,12 @@ from multigemm.problem.spec import FLOAT8, PRECISIONS
 from multigemm.select.choose import choose
 from multigemm.torch_internals import (
     SPECIAL,
-    answer_first,
     any_requires_grad,
     dispatch_keys,
     grad_enabled,
     in_transform,
+    is_watched,
+    take_calls,
     without_autocast,
 )
 
@@ -110,8 +111,9 @@ Missed = Callable[[tuple[Key | None, Key | None], str, tuple[Any, ...], dict[str
 """Takes on what the launch cache does not serve: the keys to keep it by, what cuts its groups, tensors and options."""
 
 
-def remembered(missed: Missed) -> Callable[..., Any]:
-    """The operator on real tensors: the result of a call like an earlier one, else what `missed` makes of it."""
+def remembered(missed: Missed, watched: Callable[[], bool]) -> Callable[..., Any]:
+    """The operator on real tensors: the result of a call like an earlier one, else what `missed` makes of it, and at
+    once where it is `watched`."""
 
     def run(
         a: Tensor, b: Tensor, offsets: Tensor | None = None, sizes: Tensor | None = None, ends: Tensor | None = None,
@@ -120,11 +122,11 @@ def remembered(missed: Missed) -> Callable[..., Any]:
         jagged: str = "m", alpha: float = 1.0, beta: float | None = None, activation: str | None = None,
         out_dtype: torch.dtype | None = None, precision: str = "ieee", deterministic: bool = True,
         batch_invariant: bool | None = None, backend: str = "auto", grad_backend: str = "auto",
-        b_format: str | None = None, accumulate: str = "promoted",
+        b_format: str | None = None, accumulate: str = "promoted", **unknown: Any,
     ) -> Any:  # fmt: skip
         kind, cut, several = one_cut(offsets, sizes, ends)
         keys: tuple[Key | None, Key | None] = None, None
-        if not several and not in_transform():
+        if not several and not unknown and not watched():
             key_options: Key = (
                 "operator", jagged, alpha, type(alpha), beta, type(beta), activation, out_dtype, precision,
                 deterministic, type(deterministic), batch_invariant, type(batch_invariant), backend,
@@ -142,7 +144,7 @@ def remembered(missed: Missed) -> Callable[..., Any]:
         options = {
             "jagged": jagged, "alpha": alpha, "beta": beta, "activation": activation, "out_dtype": out_dtype,
             "precision": precision, "deterministic": deterministic, "batch_invariant": batch_invariant,
-            "backend": backend, "grad_backend": grad_backend, "b_format": b_format, "accumulate": accumulate,
+            "backend": backend, "grad_backend": grad_backend, "b_format": b_format, "accumulate": accumulate, **unknown,
         }  # fmt: skip
         return missed(keys, kind, tensors, options)
 
@@ -150,7 +152,16 @@ def remembered(missed: Missed) -> Callable[..., Any]:
     return run
 
 
-def _dispatched(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+def _handed_over(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    """By torch's dispatcher, to one of the two below."""
+    try:
+        return _dispatcher(*tensors, **options)  # type: ignore[no-any-return]
+    except (TypeError, RuntimeError):  # of a call that the schema does not hold, or of the launch
+        _refuse_arguments(*tensors, **options)
+        raise
+
+
+def _for_autograd(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
     """As the kernel for autograd: torch's own way where gradients are wanted, or a dispatch key below autograd has work
     to do: a mode, a transform, a wrapper."""
     _refuse_missing(*tensors[:2])
@@ -323,10 +334,10 @@ def _vmap(info: Any, in_dims: Any, *args: Any, **options: Any) -> Any:
     )
 
 
-answer_first(packet, remembered(lambda *_: None), _refuse_arguments)
-_library.impl("grouped_gemm", remembered(_dispatched), "Autograd")
-_library.impl("grouped_gemm", remembered(_solved), "CPU")
-_library.impl("grouped_gemm", remembered(_solved), "CUDA")
+_dispatcher = take_calls(packet, remembered(_handed_over, is_watched))
+_library.impl("grouped_gemm", remembered(_for_autograd, in_transform), "Autograd")
+_library.impl("grouped_gemm", remembered(_solved, in_transform), "CPU")
+_library.impl("grouped_gemm", remembered(_solved, in_transform), "CUDA")
 _library.impl("grouped_gemm", _autocast, "AutocastCPU", with_keyset=True)
 _library.impl("grouped_gemm", _autocast, "AutocastCUDA", with_keyset=True)
 torch.library.register_fake("multigemm::grouped_gemm", result_like, lib=_library)

@@ -7,7 +7,6 @@ Names and shapes of the weights are those of the MoE blocks of Hugging Face tran
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from multigemm.errors import InvalidProblem
 from multigemm.integrations import layer_call
-from multigemm.integrations.fused_experts import Network, experts_forward
+from multigemm.integrations.fused_experts import Network, check_pairs, run_experts
 from multigemm.integrations.quantised_weights import quantize_stack, scale_keywords
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.integrations.torch_op import grouped_gemm
@@ -184,7 +183,7 @@ class Experts(nn.Module):
 
     def _here(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The layer of one process."""
-        if self.fused and not torch.compiler.is_compiling():
+        if self.fused:
             return self._fused(x, top_k_index, top_k_weights)
         if self.weight_format is None and not self._own_gate:
             y = layer_call.call(x, top_k_index, top_k_weights, self._networks())
@@ -207,11 +206,10 @@ class Experts(nn.Module):
         return self.activation in GATED and not self.network.usual_gate
 
     def _fused(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        held: Any = self
-        biases = getattr(held, f"{self.first}_bias"), held.down_proj_bias
-        return experts_forward(
-            x, index, weights, getattr(held, self.first), held.down_proj, *biases, **asdict(self.network)
-        )
+        check_pairs(x, index, weights)
+        held: Any = self._parameters  # looked up at once: an attribute of a module takes as long as a launch
+        biases = held[f"{self.first}_bias"], held["down_proj_bias"]
+        return run_experts(self.network, x, index, weights, held[self.first], held["down_proj"], *biases)
 
     def _networks(self) -> layer_call.Networks:
         gated, held = self.activation in GATED, self  # type: bool, Any

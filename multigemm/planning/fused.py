@@ -1,7 +1,7 @@
 """Fused problems as launches: the products that make rows, and the sums of those rows behind them.
 
 Where `combine` or `out_rows` is asked for, the products are a problem of their own that any kernel may take: rows in
-the operands' dtype, in memory of the launch. A kernel behind them sums the rows in a fixed order.
+the operands' dtype, in memory that calls lend. A kernel behind them sums the rows in a fixed order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from multigemm.cuda.launch import NOTHING, Launch, in_turn
+from multigemm.cuda.launch import NOTHING, BoundKernel, Launch, in_turn
 from multigemm.planning.operands import NO_VIEW, Operands, Packed, packed
 from multigemm.problem.fused import Fused, Index
 from multigemm.problem.spec import FusedSpec, ProblemSpec, classify_fresh
@@ -27,6 +27,11 @@ def columns_of(spec: ProblemSpec, n: int) -> int:
     return n // 2 if spec.fused is not None and spec.fused.layout else n
 
 
+def rows_dtype(spec: ProblemSpec) -> torch.dtype:
+    """The dtype of rows that are summed: that of the operands; scaled float8 has rows of bfloat16."""
+    return torch.bfloat16 if spec.compute.itemsize == 1 else spec.compute
+
+
 def products_spec(spec: ProblemSpec) -> ProblemSpec:
     """The spec of the products: where rows of the result are sums of rows, that of the rows, in the operands' dtype.
     Scaled float8 has rows of bfloat16."""
@@ -34,8 +39,7 @@ def products_spec(spec: ProblemSpec) -> ProblemSpec:
     if fused is None or not fused.scatters:
         return spec
     rest = replace(fused, combine=None, weights=None, terms=0, out_rows=None, rows=0)
-    narrow = torch.bfloat16 if spec.compute.itemsize == 1 else spec.compute
-    rows = classify_fresh(narrow, [(max(spec.total, 2), columns_of(spec, cast(int, spec.n)))])
+    rows = classify_fresh(rows_dtype(spec), [(max(spec.total, 2), columns_of(spec, cast(int, spec.n)))])
     return replace(spec, fused=rest if rest.keywords else None, out=rows, c=None, zero_unowned=False)
 
 
@@ -52,12 +56,12 @@ def view_of_tokens(ops: Operands) -> Packed:
 
 
 def product_operands(ops: Operands) -> Operands:
-    """The problem that makes the rows which `combine` or `out_rows` sums, in memory of its own."""
+    """The problem that makes the rows which `combine` or `out_rows` sums, in memory that calls lend."""
     fused, spec = cast(Fused, ops.fused), products_spec(ops.spec)
     rest = replace(fused, combine=None, weights=None, out_rows=None, rows=None) if spec.fused else None
     tokens = int(view_of_tokens(ops).m)
     rows = torch.empty((tokens, cast(Tensor, ops.out).shape[1]), dtype=spec.out.dtype, device=ops.device)
-    return replace(ops, spec=spec, fused=rest, out=rows, c=None, beta=0.0)
+    return replace(ops, spec=spec, fused=rest, out=rows, c=None, beta=0.0, lent=rows)
 
 
 def sort_step(places: Tensor) -> tuple[Tensor, Tensor, Launch]:
@@ -72,18 +76,19 @@ SumLaunch = Callable[[Operands, Tensor, Tensor, "Tensor | None"], Launch]
 """Binds a sum: the problem, its rows, the index (of `out_rows`: sorted) and who goes to each sorted place, or None."""
 
 
-class _Summed:
-    """Launches in turn, which share the memory of the rows."""
-
-    def __init__(self, steps: Sequence[Launch], *keep: Tensor | None) -> None:
-        self._launch, self._keep = in_turn(steps), keep
-
-    def __call__(self) -> None:
-        self._launch()
-
-    def workspace_bytes(self) -> int:
-        """Device memory that it owns."""
-        return sum(x.nbytes for x in self._keep if x is not None)
+def lending(steps: Sequence[Launch], lent: Tensor | None) -> Launch:
+    """The steps as one launch, which has this memory between them until it is moved: then a call lends as much."""
+    launch = in_turn(steps)
+    if lent is None:
+        return launch
+    if not hasattr(launch, "move"):
+        kept = [lent]
+        return lambda: (launch(), kept)
+    for step in reversed(steps):
+        if isinstance(step, BoundKernel):
+            step.lend(lent)
+            break
+    return launch
 
 
 def bind_sums(ops: Operands, products: Callable[[Operands], Launch], bind_sum: SumLaunch) -> Launch:
@@ -97,7 +102,7 @@ def bind_sums(ops: Operands, products: Callable[[Operands], Launch], bind_sum: S
             index, order, sort = sort_step(index)
             steps.insert(0, sort)  # before the products, so that the sums may be launched while those still run
         steps.append(bind_sum(ops, rows, index, order))
-    return _Summed(steps, rows, *(() if order is None else (index, order)))
+    return lending(steps, rows)
 
 
 def _writes_preact(ops: Operands) -> bool:
@@ -109,13 +114,14 @@ def kernel_text(kernel: str, spec: ProblemSpec) -> str:
     fused = spec.fused
     if fused is None:
         return kernel
-    inside = _inside(fused)
+    inside = inside_text(fused)
     behind = ["sum of rows"] if fused.scatters else []
     ahead = ["sort"] if fused.out_rows is not None else []
     return ", then ".join([*ahead, f"{kernel} with {inside}" if inside else kernel, *behind])
 
 
-def _inside(fused: FusedSpec) -> str:
+def inside_text(fused: FusedSpec) -> str:
+    """What the kernel of products does beside them."""
     parts = {
         "gather": fused.a_rows or fused.b_rows,
         "gate": fused.layout,

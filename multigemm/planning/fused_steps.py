@@ -18,10 +18,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from multigemm.backend import Launch, Recipe
+from multigemm.backend import Launch, Recipe, fused_reasons
 from multigemm.cuda import nvrtc
 from multigemm.cuda.arguments import ACTIVATION_CODES, words
-from multigemm.cuda.launch import NOTHING, BoundKernel, in_turn
+from multigemm.cuda.launch import NOTHING
+from multigemm.planning.fused import columns_of, lending, rows_dtype, sort_step
 from multigemm.planning.operands import ABSENT, Operands, address_of, strides_of
 from multigemm.problem.fused import PICKED, Fused, Index
 from multigemm.problem.spec import FusedSpec, OperandSpec, ProblemSpec, classify, classify_fresh
@@ -37,16 +38,6 @@ THREADS, BLOCKS = 256, 16 * 132
 ALIGNED = 256
 """Bytes to which the parts of the lent memory are aligned."""
 EIGHT = 8
-
-
-def columns_of(spec: ProblemSpec, n: int) -> int:
-    """Columns of the result of products of n columns, of which a gate joins two."""
-    return n // 2 if spec.fused is not None and spec.fused.layout else n
-
-
-def rows_dtype(spec: ProblemSpec) -> torch.dtype:
-    """The dtype of rows that are summed: that of the operands; scaled float8 has rows of bfloat16."""
-    return torch.bfloat16 if spec.compute.itemsize == 1 else spec.compute
 
 
 def needs_finish(spec: ProblemSpec) -> bool:
@@ -93,6 +84,22 @@ def steps_reasons(spec: ProblemSpec) -> list[str]:
     return []
 
 
+def taken_in_steps(spec: ProblemSpec) -> bool:
+    """Whether a backend without fused kernels takes a problem in steps."""
+    return spec.fused is not None and not spec.quantised and not steps_reasons(spec)
+
+
+def fused_reasons_in_steps(spec: ProblemSpec) -> list[str]:
+    """Why a backend that takes fused problems in steps cannot take this one, whatever its products are."""
+    if spec.fused is None or taken_in_steps(spec):
+        return []
+    if spec.quantised:
+        return fused_reasons(spec)
+    if spec.batch_invariant and needs_finish(spec):
+        return ["batch_invariant=True with a gate in a step of its own: name a backend whose kernel has the gate"]
+    return steps_reasons(spec)
+
+
 def plan_in_steps(spec: ProblemSpec, inner: Recipe, index: int) -> Recipe:
     """The recipe of a fused problem round that of its `product_spec`, on GPU `index`."""
     fused = cast(FusedSpec, spec.fused)
@@ -134,7 +141,7 @@ class _Steps:
             steps.append(self._finish(ops, result, rows, lent))
         if fused.scatters and cast(Tensor, ops.out).numel():
             steps += self._sums(ops, rows, lent)
-        return _lending(steps, lent)
+        return lending(steps, lent)
 
     def _product(
         self, ops: Operands, parts: _Parts, picks: dict[str, Index], result: Tensor, lent: Tensor | None
@@ -190,7 +197,8 @@ class _Steps:
 
     def _sums(self, ops: Operands, rows: Tensor, lent: Tensor | None) -> list[Launch]:
         fused, out, c = cast(Fused, ops.fused), cast(Tensor, ops.out), cast("Tensor | None", ops.c)
-        index, steps, order, keep = cast(Index, fused.combine or fused.out_rows).values, list[Launch](), 0, ()
+        index, steps, order = cast(Index, fused.combine or fused.out_rows).values, list[Launch](), 0
+        keep: tuple[object, ...] = ()
         at, terms = address_of(index, "index"), -1
         if fused.combine is not None:
             terms = index.shape[1]
@@ -236,29 +244,6 @@ class _Parts(dict[str, Tensor]):
             self[name] = lent[at : at + size].view(dtype).view(shape)
             at += whole
         return lent
-
-
-def sort_step(places: Tensor) -> tuple[Tensor, Tensor, Launch]:
-    """Places in order, who goes there, and the launch that sorts them anew; equal places keep the order of rows."""
-    ordered, order = torch.empty_like(places), torch.empty(places.shape, dtype=torch.int64, device=places.device)
-    if not places.numel():
-        return ordered, order, NOTHING
-    return ordered, order, lambda: torch.sort(places, stable=True, out=(ordered, order))
-
-
-def _lending(steps: list[Launch], lent: Tensor | None) -> Launch:
-    """The steps as one launch, which has this memory between them until it is moved."""
-    launch = in_turn(steps)
-    if lent is None:
-        return launch
-    if not hasattr(launch, "move"):
-        kept = [lent]
-        return lambda: (launch(), kept)
-    for step in reversed(steps):
-        if isinstance(step, BoundKernel):
-            step.lend(lent)
-            break
-    return launch
 
 
 def _picked_shape(ops: Operands, name: str, index: Index) -> tuple[tuple[int, int], torch.dtype]:

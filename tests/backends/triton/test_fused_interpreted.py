@@ -21,12 +21,13 @@ from multigemm.integrations import eager
 from multigemm.integrations.fused_experts import Network, experts_forward, gate_backward
 from multigemm.integrations.layer_ops import add_returned
 from multigemm.problem.spec import GATES, GLU_LAYOUTS
-from multigemm.testing.fused_problems import findings
+from tests.support.fused_cases import FUSED, findings
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
 CPU = torch.device("cpu")
 KERNEL = Path(choice.__file__).parent / "kernels" / "fused.py"
+INTERPRETED = replace(FUSED, work=1 << 11, groups=5, longest=33)
 TILES = ((16, 32, 16, 4), (32, 64, 32, 4), (128, 32, 64, 8))
 
 
@@ -42,17 +43,17 @@ def with_tile(tile: tuple[int, int, int, int]) -> Any:
 
 
 def test_random_problems() -> None:
-    assert list(findings(BACKEND, 40)) == []
+    assert list(findings(BACKEND, 16, limits=INTERPRETED)) == []
 
 
 @pytest.mark.parametrize("number", range(len(TILES)))
 def test_random_problems_by_other_tiles(number: int) -> None:
-    assert list(findings(with_tile(TILES[number]), 12, first=5000 + 100 * number)) == []
+    assert list(findings(with_tile(TILES[number]), 12, first=5000 + 100 * number, limits=INTERPRETED)) == []
 
 
 @pytest.mark.slow
 def test_many_random_problems() -> None:
-    assert list(findings(BACKEND, 1000, first=10_000)) == []
+    assert list(findings(BACKEND, 120, first=10_000, limits=INTERPRETED)) == []
 
 
 def tokens(count: int, experts: int = 4, top_k: int = 2) -> dict[str, Any]:
@@ -316,7 +317,7 @@ def test_planted_faults_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest
 
     for name in ("fused_kernel", "sum_rows_kernel"):
         monkeypatch.setattr(device_code, name, getattr(module, name))
-    assert next(findings(with_tile(TILES[0]), 400), None) is not None
+    assert next(findings(with_tile(TILES[0]), 400, limits=INTERPRETED), None) is not None
 
 
 def test_a_rows_of_nan_stays_out_of_other_rows() -> None:

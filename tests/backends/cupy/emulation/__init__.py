@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from multigemm.backend import Availability, Recipe
-from multigemm.backends.cupy import arguments, fused, generic, hopper, hopper_fp8, quantised
+from multigemm.backends.cupy import arguments, fused, generic, hopper, hopper_fp8, hopper_weights, quantised
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import SOURCES, Source
 from multigemm.backends.cupy.config import Config
@@ -60,7 +60,7 @@ extern "C" void run(const Sum* s, int grid, int threads, const float*) {
 """
 RUN_HOPPER = """
 extern "C" void run(
-    const Problem* p, const Launch* l, const SideGrids* g, const Maps* m, int grid, int threads, const float* numbers) {
+    const Problem* p, const Launch* l, const GRIDS* g, const Maps* m, int grid, int threads, const float* numbers) {
     gridDim.x = grid, between = some_arrive, cluster_threads = CLUSTER * threads;
     memcpy(numbers_of_codes, numbers, sizeof numbers_of_codes);
     for (int b = 0; b < grid; b += CLUSTER) {
@@ -68,7 +68,7 @@ extern "C" void run(
             if (!shared_memory[rank]) shared_memory[rank] = (char*)malloc(SIZE);
             memset(shared_memory[rank], 0xFF, SIZE), memset(counters[rank], 0, sizeof counters[rank]);
         }
-        run_blocks(b, CLUSTER, threads, [=] { hopper_fp8(*p, *l, *g, *m); });
+        run_blocks(b, CLUSTER, threads, [=] { KERNEL(*p, *l, *g, *m); });
         for (auto& some : counters)
             for (auto& c : some)
                 if (c.made && (c.bytes || c.pending != c.expected)) fail("a barrier between two phases at the end");
@@ -105,6 +105,16 @@ BODIES = {
         "float4 load_shared_scales(u32 address)": "return load_shared_as<float4>(address);",
         "void settle(float (&d)[COUNT], int count)": "",
     },
+    "weights.cuh": {
+        "u32 multiply_pairs(u32 a, u32 b)": "return of_pairs(a, b, [](float x, float y) { return x * y; });",
+        "u32 subtract_pairs(u32 a, u32 b)": "return of_pairs(a, b, [](float x, float y) { return x - y; });",
+        "u32 halves_of_e4m3(u32 codes)": (
+            "const float* const of = numbers_of_codes[0];"
+            " return f16_of(of[codes & 255]) | f16_of(of[codes >> 8 & 255]) << 16;"
+        ),
+        "u32 load_shared_half(u32 address)": "return load_shared_as<u16>(address);",
+    },
+    "hopper_weights.cu": {"void settle(float (&d)[COUNT])": ""},
     "hopper_fp8.cu": {
         "void copy_number(u32 to, const void* from)": "memcpy(at(to), from, 4);",
         "void arrive_when_copied(u32 barrier)": (
@@ -166,19 +176,23 @@ def compiled(source: Source, folder: Path) -> ctypes.CDLL:
         (folder / path.name).write_text(_rewritten(path))
     common = folder / "common.cuh"
     common.write_text("inline char* dynamic_shared();\n" + common.read_text())
-    cases = " ".join(f"CASE({n}, products)" for n in range(16, 257, 16))
+    step = dict(source.defines).get("STEP", 16)
+    cases = " ".join(f"CASE({n}, products)" for n in range(step, 257, step))
     mma = "#pragma once\nconstexpr int ACCUMULATORS = ROWS / 2;\n"
     mma += "template <int N, int FIRST> struct Mma { static void run(float (&)[ACCUMULATORS], u64, u64) {} };\n"
     (folder / "mma.cuh").write_text(f"{mma}#define CASES(products) {cases}\n")
-    (folder / "mma_fp8.cuh").write_text("#pragma once\n")
+    for name in ("mma_fp8.cuh", "mma_weights.cuh"):
+        (folder / name).write_text("#pragma once\n")
     for name, file in (("tensor_cores.cuh", "mma_sync.h"), ("ptx.cuh", "ptx.h")):
         (folder / name).write_text((HERE / file).read_text())
     text = _rewritten(SOURCES / source.file).replace("extern __shared__ char raw[];", "char* const raw = at(BASE);")
     text = text.replace("extern __shared__ __align__(16) char shared[];", "char* const shared = generic_shared;")
+    grids = {"hopper_fp8": "SideGrids", "hopper_weights": "WeightGrids"}.get(source.entry)
     shared = "inline char* dynamic_shared() { return shared_memory[local_block()] - BASE; }\n"
-    text += {"hopper_fp8": shared + RUN_HOPPER, "generic": RUN_GENERIC, "sum_rows": RUN_SUM}.get(
-        source.entry, RUN_QUANTISED
-    )
+    if grids:
+        text += shared + RUN_HOPPER.replace("GRIDS", grids).replace("KERNEL", source.entry)
+    else:
+        text += {"generic": RUN_GENERIC, "sum_rows": RUN_SUM}.get(source.entry, RUN_QUANTISED)
     (folder / "kernel.cpp").write_text('#include "threads.h"\n' + text)
     library = folder / "kernel.so"
     defines = [f"-D{name}={value}" for name, value in source.defines]
@@ -256,19 +270,21 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         own.mkdir()
         return _Kernel(compiled(source, own))
 
-    for module in (quantised, hopper_fp8, generic, fused):
+    for module in (quantised, hopper_fp8, hopper_weights, generic, fused):
         monkeypatch.setattr(module, "load", load)
     monkeypatch.setattr(generic, "processors", lambda index: 3)
     monkeypatch.setattr(hopper, "Words", _Words)
     monkeypatch.setattr(hopper, "ready", lambda index, count: None)
-    monkeypatch.setattr(hopper_fp8, "on_device", lambda index: nullcontext())
-    for target in (hopper_fp8, arguments):
+    for binder in (hopper_fp8, hopper_weights):
+        monkeypatch.setattr(binder, "on_device", lambda index: nullcontext())
+    for target in (hopper_fp8, hopper_weights, arguments):
         monkeypatch.setattr(target, "encode_together", _encoded)
 
 
 KERNELS: dict[str, Any] = {
     "quantised": quantised.Quantised,
     "hopper_fp8": hopper_fp8.HopperFp8,
+    "hopper_weights": hopper_weights.HopperWeights,
     "generic": generic.Generic,
 }
 

@@ -176,6 +176,12 @@ inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
 inline unsigned __float_as_uint(float x) { unsigned y; memcpy(&y, &x, 4); return y; }
 inline float __uint_as_float(unsigned x) { float y; memcpy(&y, &x, 4); return y; }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) { return unsigned((((unsigned long long)high << 32) | low) >> (by & 31)); }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
+    const unsigned long long both = (unsigned long long)b << 32 | a;
+    unsigned found = 0;
+    for (int i = 0; i < 4; ++i) found |= unsigned(both >> (8 * (which >> (4 * i) & 7)) & 255) << (8 * i);
+    return found;
+}
 inline float __double2float_rz(double x) {
     const float y = float(x);
     return std::fabs(double(y)) > std::fabs(x) ? std::nextafterf(y, 0.0f) : y;
