@@ -43,7 +43,7 @@ from multigemm.integrations.fused_experts import (
     _summed_by_expert,
     gate_backward,
 )
-from multigemm.integrations.layer_ops import add_returned, sort_by_expert
+from multigemm.integrations.layer_ops import Sorted, add_returned, sort_by_expert
 from multigemm.integrations.rank_agreement import Input, agree, explained
 from multigemm.torch_internals import no_dynamo
 
@@ -175,17 +175,19 @@ class _Call:
         self.x: Tensor
         self.routing: Tensor
         self.arrivals: list[list[Any]]
+        self.own_pairs: Sorted
         self.returns: list[Return] = []
 
     def plan(self, index: Tensor, x: Tensor, weights: Tensor, needs_grad: bool) -> None:
         """Tells the other ranks how many rows will come, and lays out which."""
         ranks, here, chunks = self.group.size(), self.group.rank(), self.chunks
-        found: list[Tensor] = []
+        layout: list[Tensor] = []
 
         def read() -> Input:
             self._check(x, index, weights)
             counts, unplaced, goes = self._count(index)
-            found.append(goes)
+            layout.extend(_layout(goes, chunks))  # this and the next before the host waits for the counts
+            self.own_pairs = self.sorted(index)
             return Input(x.dtype, x.shape[1], index.shape[1], counts, unplaced, needs_grad)
 
         agreed = agree(read, 2 * chunks, self.experts, self.group, self.device)
@@ -195,7 +197,7 @@ class _Call:
         send, receive = (n[:, :, 0].t().tolist() for n in (sent, received))
         ends = [0, *accumulate(map(sum, receive), initial=len(x))]
         self.ways = Journeys(
-            self.group, send, receive, *_layout(found[0], chunks, sum(map(sum, send))),
+            self.group, send, receive, tokens=layout[0][: sum(map(sum, send))], place=layout[1],
             pieces=[slice(a, b) for a, b in pairwise(ends)],
             pairs=[own, *received[others, :, 1].sum(0).tolist()],
         )  # fmt: skip
@@ -226,24 +228,32 @@ class _Call:
         counts = torch.stack([torch.stack([some.sum(0), many.sum(0)], 1) for some, many in parts], 1)
         return counts.view(ranks, -1), index.numel() - pairs.sum(), goes
 
-    def local(self, routing: Tensor) -> Tensor:
-        """Numbers of this rank's experts [rows, k]; the experts of others are -1."""
-        numbers = routing[:, : routing.shape[1] // 2] - self.group.rank() * self.each
+    def local(self, index: Tensor) -> Tensor:
+        """Numbers of this rank's experts; the experts of others are -1."""
+        numbers = index - self.group.rank() * self.each
         return torch.where((numbers >= 0) & (numbers < self.here), numbers, -1)
 
+    def sorted(self, index: Tensor) -> Sorted:
+        """Pairs of token and expert by this rank's experts, those of others behind them."""
+        return sort_by_expert(self.local(index).reshape(-1), self.here)
 
-def _layout(goes: Tensor, chunks: int, total: int) -> tuple[Tensor, Tensor]:
-    """Tokens of the sent rows, by chunk, by rank, by token; and [tokens, ranks] where each was put, or -1."""
+
+def _layout(goes: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
+    """Tokens of the sent rows, by chunk, by rank, by token; and [tokens, ranks] where each was put, or -1.
+
+    The first is as long as it may be.
+    """
     numbers = torch.arange(len(goes), device=goes.device)
-    rows = numbers.new_zeros(total + 1)
+    most = goes.numel()
+    rows = numbers.new_empty(most + 1)
     places, sent = [], numbers.new_zeros(())
     for part, tokens in zip(goes.tensor_split(chunks), numbers.tensor_split(chunks), strict=True):
         by_rank = part.t().contiguous()
         to = by_rank.view(-1).cumsum(0).view(by_rank.shape) - 1 + sent
-        rows.scatter_(0, torch.where(by_rank, to, total).view(-1), tokens.expand(by_rank.shape).reshape(-1))
+        rows.scatter_(0, torch.where(by_rank, to, most).view(-1), tokens.expand(by_rank.shape).reshape(-1))
         places.append(torch.where(by_rank, to, -1).t())
         sent = sent + by_rank.sum()
-    return rows[:total], torch.cat(places).contiguous()
+    return rows, torch.cat(places).contiguous()
 
 
 def _packed(index: Tensor, weights: Tensor) -> Tensor:
@@ -251,6 +261,10 @@ def _packed(index: Tensor, weights: Tensor) -> Tensor:
     wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
     whole = torch.int64 if wide.dtype is torch.float64 else torch.int32
     return torch.cat([index.to(whole), wide.contiguous().view(whole)], 1)
+
+
+def _index_of(routing: Tensor) -> Tensor:
+    return routing[:, : routing.shape[1] // 2]
 
 
 def _weights_of(routing: Tensor) -> Tensor:
@@ -301,7 +315,7 @@ class _Finish(torch.autograd.Function):
         kept = [tensor for piece in pieces for tensor in piece]
         ctx.call, ctx.net = call, net
         ctx.save_for_backward(*parameters, call.x, call.routing, *kept)
-        del call.x, call.routing, call.arrivals
+        del call.x, call.routing, call.arrivals, call.own_pairs
         return result
 
     @staticmethod
@@ -352,10 +366,10 @@ class _Layer(NamedTuple):
         """A piece whose rows are here."""
         rows, pairs = self.call.ways.pieces[number], self.call.ways.pairs[number]
         routing = self.routing[rows]
-        local = self.call.local(routing)
-        order, inverse, ends = sort_by_expert(local.reshape(-1), self.call.here)
-        tokens = (order[:pairs] // max(local.shape[1], 1)).int()
-        return _Piece(tokens, inverse.int().view(local.shape), ends, order[:pairs], _weights_of(routing), None)
+        index = _index_of(routing)
+        order, inverse, ends = self.call.sorted(index) if number else self.call.own_pairs
+        tokens = (order[:pairs] // max(index.shape[1], 1)).int()
+        return _Piece(tokens, inverse.int().view(index.shape), ends, order[:pairs], _weights_of(routing), None)
 
     def first(self, number: int, piece: _Piece, keep: bool) -> tuple[Tensor, _Piece]:
         """What the gate gives for each pair; and the piece, with the first products if `keep` them."""
@@ -409,9 +423,9 @@ class _Layer(NamedTuple):
 
     def _every_pair(self, pieces: list[_Piece]) -> _EveryPair:
         """The pairs of all pieces, sorted by expert."""
-        local = self.call.local(self.routing)
-        top_k, total = local.shape[1], sum(self.call.ways.pairs)
-        order, inverse, ends = sort_by_expert(local.reshape(-1), self.call.here)
+        index = _index_of(self.routing)
+        top_k, total = index.shape[1], sum(self.call.ways.pairs)
+        order, inverse, ends = self.call.sorted(index)
         starts = [rows.start * top_k for rows in self.call.ways.pieces]
         places = [inverse[piece.order + start] for piece, start in zip(pieces, starts, strict=True)]
         return _EveryPair((order[:total] // max(top_k, 1)).int(), ends, order[:total], places)
@@ -436,7 +450,7 @@ class _Layer(NamedTuple):
         pairs = len(piece.tokens)
         found = torch.cat([dots, dots.new_zeros(1)])[piece.place.clamp(max=pairs)]
         if self.down_bias is not None and self.call.here:
-            local = self.call.local(self.routing[self.call.ways.pieces[number]]).long()
+            local = self.call.local(_index_of(self.routing[self.call.ways.pieces[number]])).long()
             every = grad.to(dots.dtype) @ self.down_bias.detach().to(dots.dtype).t()
             found = found + torch.where(local >= 0, every.gather(1, local.clamp(min=0)), 0)
         return found.to(piece.weights.dtype)
