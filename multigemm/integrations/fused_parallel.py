@@ -33,15 +33,15 @@ from multigemm.errors import InvalidProblem
 from multigemm.integrations import expert_parallel
 from multigemm.integrations.fused_experts import (
     Network,
-    _by_rows,
-    _first,
-    _in_autocast,
-    _of_matrix,
-    _Pairs,
-    _preact_for,
-    _product,
-    _summed_by_expert,
+    Pairs,
+    by_rows,
+    first_product,
     gate_backward,
+    in_autocast,
+    matrix_gradient,
+    preact_for,
+    product,
+    summed_by_expert,
 )
 from multigemm.integrations.layer_ops import Sorted, add_returned, sort_by_expert
 from multigemm.integrations.rank_agreement import Input, agree, explained
@@ -75,7 +75,7 @@ def run_fused(
     """
     group, slices = expert_parallel.groups_of(mesh)
     device = expert_parallel.device_of(mesh, x)
-    x, *parameters = _in_autocast(x, held.up, held.down, held.up_bias, held.down_bias)
+    x, *parameters = in_autocast(x, held.up, held.down, held.up_bias, held.down_bias)
     if slices is not None:
         x, weights = expert_parallel.enter(x, slices), expert_parallel.enter(weights, slices)
     call = _Call(held.experts, parameters[0], group, chunks, device)
@@ -374,21 +374,21 @@ class _Layer(NamedTuple):
     def first(self, number: int, piece: _Piece, keep: bool) -> tuple[Tensor, _Piece]:
         """What the gate gives for each pair; and the piece, with the first products if `keep` them."""
         x = self.x[self.call.ways.pieces[number]]
-        pairs = _Pairs(piece.tokens, piece.place, piece.ends)
-        preact = _preact_for(self.net, x, pairs, self.up) if keep else None
+        pairs = Pairs(piece.tokens, piece.place, piece.ends)
+        preact = preact_for(self.net, x, pairs, self.up) if keep else None
         if not len(piece.tokens):
             return x.new_empty(0, self.down.shape[1 if self.net.stacked else 2]), piece._replace(preact=preact)
-        return _first(self.net, x, pairs, self.up, self.up_bias, preact), piece._replace(preact=preact)
+        return first_product(self.net, x, pairs, self.up, self.up_bias, preact), piece._replace(preact=preact)
 
     def second(self, piece: _Piece, hidden: Tensor) -> Tensor:
         """The weighted sum of each row's pairs here."""
         weights = piece.weights.detach()
-        return self._summed(piece, hidden, _by_rows(self.down, self.net.stacked), weights, bias=self.down_bias)
+        return self._summed(piece, hidden, by_rows(self.down, self.net.stacked), weights, bias=self.down_bias)
 
     def _summed(self, piece: _Piece, rows: Tensor, b: Tensor, weights: Tensor | None, **keywords: Any) -> Tensor:
         if not len(piece.tokens):
             return rows.new_zeros(len(piece.place), b.shape[2])
-        return _product(self.net, rows, b, piece.ends, combine=(piece.place, weights), **keywords)
+        return product(self.net, rows, b, piece.ends, combine=(piece.place, weights), **keywords)
 
     def backward(
         self, pieces: list[_Piece], grad: Tensor, wanted: tuple[bool, ...]
@@ -437,13 +437,13 @@ class _Layer(NamedTuple):
             return weights
         preact = self.first(number, piece, True)[1].preact if piece.preact is None else piece.preact
         assert preact is not None
-        matrix = _by_rows(self.down, not net.stacked)
-        dh = _product(net, grad, matrix, piece.ends, a_rows=piece.tokens)
+        matrix = by_rows(self.down, not net.stacked)
+        dh = product(net, grad, matrix, piece.ends, a_rows=piece.tokens)
         return gate_backward(net, preact, dh, weights, piece.ends, into)[2]
 
     def _of_rows(self, piece: _Piece, of_pairs: Tensor, places: Tensor) -> Tensor:
         """The gradient of each row of a piece, by experts here."""
-        return self._summed(piece, of_pairs, _by_rows(self.up, not self.net.stacked), None, a_rows=places)
+        return self._summed(piece, of_pairs, by_rows(self.up, not self.net.stacked), None, a_rows=places)
 
     def _of_weights(self, number: int, piece: _Piece, grad: Tensor, dots: Tensor) -> Tensor:
         """<gradient, row of down> of each pair that is here, and 0 for the others."""
@@ -463,19 +463,19 @@ class _Layer(NamedTuple):
             return [
                 torch.zeros_like(p) if want and p is not None else None for p, want in zip(given, wanted, strict=True)
             ]
-        pairs = _Pairs(every.tokens, every.order, every.ends)
+        pairs = Pairs(every.tokens, every.order, every.ends)
         found: list[Tensor | None] = [None] * 4
         if wanted[0]:
-            found[0] = _of_matrix(net, pairs, self.x, of_pairs, turned=not net.stacked)
+            found[0] = matrix_gradient(net, pairs, self.x, of_pairs, turned=not net.stacked)
         if wanted[1]:
-            found[1] = _of_matrix(net, pairs, grad, weighted, turned=net.stacked)
+            found[1] = matrix_gradient(net, pairs, grad, weighted, turned=net.stacked)
         weights = _weights_of(self.routing).reshape(-1)[every.order]
         if wanted[2]:
             assert self.up_bias is not None
-            found[2] = _summed_by_expert(net, every.ends, torch.ones_like(weights), of_pairs, None, self.up_bias)
+            found[2] = summed_by_expert(net, every.ends, torch.ones_like(weights), of_pairs, None, self.up_bias)
         if wanted[3]:
             assert self.down_bias is not None
-            found[3] = _summed_by_expert(net, every.ends, weights, grad, every.tokens, self.down_bias)
+            found[3] = summed_by_expert(net, every.ends, weights, grad, every.tokens, self.down_bias)
         return found
 
 

@@ -300,9 +300,9 @@ def fused_rows_travel_while_multiplying() -> None:
     with pytest.MonkeyPatch.context() as patch:
         noted(fused_parallel.Journeys, "start", "start")
         noted(fused_parallel.Journeys, "wait", "wait")
-        noted(fused_parallel, "_first", "first")
-        noted(fused_parallel, "_product", "product")
-        noted(fused_parallel, "_of_matrix", "weights")
+        noted(fused_parallel, "first_product", "first")
+        noted(fused_parallel, "product", "product")
+        noted(fused_parallel, "matrix_gradient", "weights")
         spread, _ = layers(mesh_of(1), 1, fused=True, bias=False, shared_experts=Noted(seen))
         x = torch.randn(20, WIDTH, dtype=torch.float64, requires_grad=True)
         y: Any = spread(x)
