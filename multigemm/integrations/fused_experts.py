@@ -31,6 +31,7 @@ from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.problem.fused import Gate
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import GATES
+from multigemm.torch_internals import any_requires_grad
 
 
 class Network(NamedTuple):
@@ -157,6 +158,9 @@ def run_experts(
     if torch.compiler.is_compiling():
         return experts_in_steps(x, index, weights, up, down, up_bias, down_bias, net)
     x, up, down, up_bias, down_bias = in_autocast(x, up, down, up_bias, down_bias)
+    if not (torch.is_grad_enabled() and any_requires_grad(x, weights, up, down, up_bias, down_bias)):
+        with torch.no_grad():
+            return _forward(net, pairs_of(index, up.shape[0]), x, weights, up, down, up_bias, down_bias, None)
     result: Tensor = _Experts.apply(net, index, x, weights, up, down, up_bias, down_bias)  # type: ignore[no-untyped-call]
     return result
 
@@ -238,6 +242,16 @@ def _summable(weights: Tensor, x: Tensor) -> Tensor:
     return weights if weights.dtype in (torch.float32, x.dtype) else weights.float()
 
 
+def _forward(
+    net: Network, pairs: Pairs, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Any, down_bias: Any,
+    preact: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Both products; `preact` receives what the gate is applied to."""
+    hidden = _first(net, x, pairs, up, up_bias, preact)
+    sums = (pairs.place, _summable(weights, x).detach())
+    return product(net, hidden, by_rows(down, net.stacked), pairs.ends, bias=down_bias, combine=sums)
+
+
 class _Experts(torch.autograd.Function):
     """The layer; its tensors are passed one by one so that autograd sees them."""
 
@@ -247,11 +261,8 @@ class _Experts(torch.autograd.Function):
         down_bias: Any,
     ) -> Tensor:  # fmt: skip
         pairs = pairs_of(index, up.shape[0])
-        wanted = any(ctx.needs_input_grad) and not net.recompute
-        preact = preact_for(net, x, pairs, up) if wanted else None
-        hidden = first_product(net, x, pairs, up, up_bias, preact)
-        sums = (pairs.place, _summable(weights, x).detach())
-        out = product(net, hidden, by_rows(down, net.stacked), pairs.ends, bias=down_bias, combine=sums)
+        preact = None if net.recompute else preact_for(net, x, pairs, up)
+        out = _forward(net, pairs, x, weights, up, down, up_bias, down_bias, preact)
         ctx.net = net
         ctx.save_for_backward(
             index, x, weights, up, down, up_bias, down_bias, preact, pairs.rows, pairs.place, pairs.ends
