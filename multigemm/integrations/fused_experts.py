@@ -247,7 +247,7 @@ def _forward(
     preact: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Both products; `preact` receives what the gate is applied to."""
-    hidden = _first(net, x, pairs, up, up_bias, preact)
+    hidden = first_product(net, x, pairs, up, up_bias, preact)
     sums = (pairs.place, _summable(weights, x).detach())
     return product(net, hidden, by_rows(down, net.stacked), pairs.ends, bias=down_bias, combine=sums)
 
