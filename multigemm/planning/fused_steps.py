@@ -81,6 +81,8 @@ def steps_reasons(spec: ProblemSpec) -> list[str]:
     """Why a fused problem cannot be taken in steps; empty if it can, as far as its product can be formed."""
     if spec.form == "per_group":
         return ["fused keywords with lists: the steps round a product take packed operands: pack them, or use 'triton'"]
+    if spec.compute is torch.int8 and needs_finish(spec):
+        return ["preact_out with int8 operands: the step that rounds sums takes floats: use 'triton' or 'cupy'"]
     return []
 
 

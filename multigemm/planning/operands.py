@@ -126,6 +126,8 @@ def address_of(tensor: Tensor | None, operand: str, lent: Tensor | None = None) 
     if tensor is None:
         return 0
     at = tensor.data_ptr()
+    if not at and not operand:  # a part of lent memory without an element
+        return 0
     if lent is not None and lent.data_ptr() <= at < lent.data_ptr() + max(lent.nbytes, 1):
         return Address(at, "work", lent.data_ptr())
     return Address(at, operand)
