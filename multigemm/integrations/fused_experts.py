@@ -22,16 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from multigemm.api import grouped_gemm
 from multigemm.errors import InvalidProblem
 from multigemm.integrations import layer_call, torch_op
 from multigemm.integrations.fused_gradients import gate_by_torch
 from multigemm.integrations.layer_ops import geglu, sort_by_expert, swiglu, triton_kernels
 from multigemm.integrations.routing import combine, dispatch, route
-from multigemm.planning import launch_cache
 from multigemm.problem.fused import Gate
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import GATES
-from multigemm.select.choose import choose
 
 
 class Network(NamedTuple):
@@ -210,10 +209,10 @@ def _pairs_of(index: Tensor, experts: int) -> _Pairs:
 
 
 def _product(net: Network, a: Tensor, b: Tensor, ends: Tensor, **keywords: Any) -> Tensor:
-    """A grouped product that autograd does not see."""
-    rest: dict[str, Any] = {name: x.detach() if isinstance(x, Tensor) else x for name, x in keywords.items()}
-    problem = GroupedGemmProblem(a.detach(), b.detach(), ends=ends, batch_invariant=net.batch_invariant, **rest)
-    found: Tensor = launch_cache.solve(choose(problem, torch_op.names(net.backend), eager=True), problem)
+    """A grouped product, where autograd is off: a call like an earlier one finds its launch."""
+    found: Tensor = grouped_gemm(
+        a, b, ends=ends, batch_invariant=net.batch_invariant, backend=torch_op.names(net.backend), **keywords
+    )
     return found
 
 
