@@ -210,7 +210,7 @@ def pairs_of(index: Tensor, experts: int) -> Pairs:
 
 def product(net: Network, a: Tensor, b: Tensor, ends: Tensor, **keywords: Any) -> Tensor:
     """A grouped product that autograd does not see."""
-    given = {name: x.detach() if isinstance(x, Tensor) else x for name, x in keywords.items()}
+    given: dict[str, Any] = {name: x.detach() if isinstance(x, Tensor) else x for name, x in keywords.items()}
     options: dict[str, Any] = {"backend": torch_op.names(net.backend), "batch_invariant": net.batch_invariant}
     found: Tensor = api.grouped_gemm(a.detach(), b.detach(), ends=ends, **options, **given)
     return found

@@ -234,7 +234,8 @@ class _Call:
         kernels = triton_kernels() if index.is_cuda else None
         if kernels is not None and kernels.can_sort(index.numel(), self.here):
             order = torch.empty(index.numel(), dtype=torch.int64, device=index.device)
-            return Sorted(*kernels.sort_pairs(index, self.here, order), order)
+            tokens, place, ends = kernels.sort_pairs(index, self.here, order)
+            return Sorted(tokens, place, ends, order)
         order, inverse, ends = sort_by_expert(index.reshape(-1), self.here)
         return Sorted((order // max(index.shape[1], 1)).int(), inverse.int().view(index.shape), ends, order)
 
@@ -256,8 +257,8 @@ class _Call:
 
 
 def _layout(goes: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens of the sent rows, by chunk, by rank, by token, as long as it may be; and where each was put [chunks, ranks,
-    tokens], or -1."""
+    """Tokens of the sent rows, by chunk, by rank, by token, as long as it may be; and [chunks, ranks, tokens] where they
+    were put, or -1."""
     flat = goes.view(-1)
     sent = flat.cumsum(0)
     place = (sent * flat - 1).view(goes.shape)
