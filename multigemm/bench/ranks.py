@@ -201,8 +201,9 @@ class TestBed:
         self.mesh = init_device_mesh(device.type, (self.ranks,))
         make = {"fused": True, "backend": backend, "dtype": torch.bfloat16, **layer.options}
         shape = layer.experts, layer.hidden, layer.inner
-        spread = Experts(*shape, **make, device="meta")
-        self.spread = ExpertParallel()._apply(spread, self.mesh).to_empty(device=device)
+        self.spread = Experts(*shape, **make, device="meta")
+        ExpertParallel()._apply(self.spread, self.mesh)
+        self.spread.to_empty(device=device)
         self.shared = Shared(layer, device) if layer.shared else None
         each = -(-layer.experts // self.ranks)
         self.here = range(min(layer.experts, self.rank * each), min(layer.experts, (self.rank + 1) * each))
@@ -280,7 +281,7 @@ class TestBed:
                 times.append(milliseconds(self._of(experts, batch, training), rounds, self.device, together=False))
             found += min(times)
         dist.broadcast(found, 0)
-        return found.item()
+        return float(found.item())
 
     def compare(self, way: str, chunks: int) -> None:
         """The result, the gradients of tokens and weights, and those of all experts are those of rank 0 alone."""
@@ -310,7 +311,8 @@ class TestBed:
                 elif self.rank == rank:
                     dist.recv(expected, 0)
             if mine.numel():
-                far = (mine - expected).float().norm() / expected.float().norm().clamp(min=1e-30)
+                size = torch.linalg.vector_norm(expected, dtype=torch.float32).clamp(min=1e-30)
+                far = torch.linalg.vector_norm(expected.sub_(mine), dtype=torch.float32) / size
                 worst = torch.maximum(worst, far.reshape(1))
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         if not worst.item() <= TOLERANCE[way]:
@@ -479,7 +481,8 @@ def milliseconds(call: Callable[[], Any], rounds: int, device: torch.device, tog
     spent = torch.tensor(times[WARM_UP:], device=device, dtype=torch.float64)
     if together:
         dist.all_reduce(spent, dist.ReduceOp.MAX)
-    return statistics.median(spent.tolist()) * 1e3
+    of_rounds: list[float] = spent.tolist()
+    return statistics.median(of_rounds) * 1e3
 
 
 def _wait(device: torch.device) -> None:

@@ -155,17 +155,17 @@ def run_experts(
     bound = layer_call.call(x, index, weights, nets)
     if bound is not None:
         return bound
-    x, up, down, up_bias, down_bias = _in_autocast(x, up, down, up_bias, down_bias)
+    x, up, down, up_bias, down_bias = in_autocast(x, up, down, up_bias, down_bias)
     if torch.compiler.is_compiling():
         return _in_graph(net, x, index, weights, up, down, up_bias, down_bias)
     if not (torch.is_grad_enabled() and any_requires_grad(x, weights, up, down, up_bias, down_bias)):
         with torch.no_grad():
-            return _forward(net, _pairs_of(index, up.shape[0]), x, weights, up, down, up_bias, down_bias, None)
+            return _forward(net, pairs_of(index, up.shape[0]), x, weights, up, down, up_bias, down_bias, None)
     result: Tensor = _Experts.apply(net, index, x, weights, up, down, up_bias, down_bias)  # type: ignore[no-untyped-call]
     return result
 
 
-def _in_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+def in_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The operands as torch.autocast wants them, as those of the torch operator."""
     kind = next(x.device.type for x in tensors if x is not None)
     if not torch.is_autocast_enabled(kind):
@@ -195,7 +195,7 @@ def experts_in_steps(
 
 
 @dataclass(slots=True)
-class _Pairs:
+class Pairs:
     """Pairs of token and expert, by expert: their tokens [S], where each pair went [T, k], where experts end [E]."""
 
     rows: Tensor
@@ -203,34 +203,37 @@ class _Pairs:
     ends: Tensor
 
 
-def _pairs_of(index: Tensor, experts: int) -> _Pairs:
+def pairs_of(index: Tensor, experts: int) -> Pairs:
     kernels = triton_kernels() if index.is_cuda else None
     if kernels is not None and kernels.can_sort(index.numel(), experts):
-        return _Pairs(*kernels.sort_pairs(index, experts))
+        return Pairs(*kernels.sort_pairs(index, experts))
     top_k = index.shape[1]
     order, inverse, ends = sort_by_expert(index.reshape(-1), experts)
-    return _Pairs((order // max(top_k, 1)).int(), inverse.int().view(index.shape), ends)
+    return Pairs((order // max(top_k, 1)).int(), inverse.int().view(index.shape), ends)
 
 
-def _product(net: Network, a: Tensor, b: Tensor, ends: Tensor, **keywords: Any) -> Tensor:
-    """A grouped product, where autograd is off: a call like an earlier one finds its launch."""
+def product(net: Network, a: Tensor, b: Tensor, ends: Tensor, **keywords: Any) -> Tensor:
+    """A grouped product that autograd does not see: a call like an earlier one finds its launch."""
+    if torch.is_grad_enabled():
+        a, b = a.detach(), b.detach()
+        keywords = {name: x.detach() if isinstance(x, Tensor) else x for name, x in keywords.items()}
     found: Tensor = grouped_gemm(
         a, b, ends=ends, batch_invariant=net.batch_invariant, backend=torch_op.names(net.backend), **keywords
     )
     return found
 
 
-def _by_rows(weight: Tensor, stacked: bool) -> Tensor:
+def by_rows(weight: Tensor, stacked: bool) -> Tensor:
     """Weights as the second operand of rows @ weight."""
     return weight if stacked else weight.transpose(1, 2)
 
 
-def _first(net: Network, x: Tensor, pairs: _Pairs, up: Tensor, up_bias: Any, preact: Tensor | None) -> Tensor:
-    return _product(net, x, _by_rows(up, net.stacked), pairs.ends, a_rows=pairs.rows, bias=up_bias, preact_out=preact,
+def first_product(net: Network, x: Tensor, pairs: Pairs, up: Tensor, up_bias: Any, preact: Tensor | None) -> Tensor:
+    return product(net, x, by_rows(up, net.stacked), pairs.ends, a_rows=pairs.rows, bias=up_bias, preact_out=preact,
                     **net.keywords)  # fmt: skip
 
 
-def _preact_for(net: Network, x: Tensor, pairs: _Pairs, up: Tensor) -> Tensor:
+def preact_for(net: Network, x: Tensor, pairs: Pairs, up: Tensor) -> Tensor:
     return x.new_empty((pairs.rows.shape[0], up.shape[2 if net.stacked else 1]))
 
 
@@ -240,13 +243,13 @@ def _summable(weights: Tensor, x: Tensor) -> Tensor:
 
 
 def _forward(
-    net: Network, pairs: _Pairs, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Any, down_bias: Any,
+    net: Network, pairs: Pairs, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Any, down_bias: Any,
     preact: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Both products; `preact` receives what the gate is applied to."""
-    hidden = _first(net, x, pairs, up, up_bias, preact)
+    hidden = first_product(net, x, pairs, up, up_bias, preact)
     sums = (pairs.place, _summable(weights, x).detach())
-    return _product(net, hidden, _by_rows(down, net.stacked), pairs.ends, bias=down_bias, combine=sums)
+    return product(net, hidden, by_rows(down, net.stacked), pairs.ends, bias=down_bias, combine=sums)
 
 
 class _Experts(torch.autograd.Function):
@@ -257,8 +260,8 @@ class _Experts(torch.autograd.Function):
         ctx: Any, net: Network, index: Tensor, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Any,
         down_bias: Any,
     ) -> Tensor:  # fmt: skip
-        pairs = _pairs_of(index, up.shape[0])
-        preact = None if net.recompute else _preact_for(net, x, pairs, up)
+        pairs = pairs_of(index, up.shape[0])
+        preact = None if net.recompute else preact_for(net, x, pairs, up)
         out = _forward(net, pairs, x, weights, up, down, up_bias, down_bias, preact)
         ctx.net = net
         ctx.save_for_backward(
@@ -293,10 +296,10 @@ class _Backward:
     def __init__(self, net: Network, saved: Any, grad: Tensor) -> None:
         self._net, self._grad = net, grad
         _, self._x, self._weights, self._up, self._down, self._up_bias, self._down_bias, preact, *pairs = saved
-        self._pairs = _Pairs(*pairs)
+        self._pairs = Pairs(*pairs)
         if preact is None:
-            preact = _preact_for(net, self._x, self._pairs, self._up)
-            _first(net, self._x, self._pairs, self._up, self._up_bias, preact)
+            preact = preact_for(net, self._x, self._pairs, self._up)
+            first_product(net, self._x, self._pairs, self._up, self._up_bias, preact)
         self._preact = preact
         place, weights = self._pairs.place.view(-1).long(), _summable(self._weights, self._x)
         self._by_pair = torch.empty_like(weights.reshape(-1)).scatter_(0, place, weights.reshape(-1))
@@ -304,23 +307,23 @@ class _Backward:
     def gradients(self, wanted: Any) -> list[Tensor | None]:
         """Those of x, the routing weights, up, down and the biases that are wanted."""
         net, x, pairs, grad = self._net, self._x, self._pairs, self._grad
-        dh = _product(net, grad, _by_rows(self._down, not net.stacked), pairs.ends, a_rows=pairs.rows)
+        dh = product(net, grad, by_rows(self._down, not net.stacked), pairs.ends, a_rows=pairs.rows)
         dpreact, weighted, dweights = gate_backward(net, self._preact, dh, self._by_pair, pairs.ends)
         found: list[Tensor | None] = [None] * 6
         if wanted[0]:
             sums = (pairs.place, None)
-            found[0] = _product(net, dpreact, _by_rows(self._up, not net.stacked), pairs.ends, combine=sums)
+            found[0] = product(net, dpreact, by_rows(self._up, not net.stacked), pairs.ends, combine=sums)
         if wanted[1]:
             found[1] = self._of_weights(dweights)
         if wanted[2]:
-            found[2] = _of_matrix(net, pairs, x, dpreact, turned=not net.stacked)
+            found[2] = matrix_gradient(net, pairs, x, dpreact, turned=not net.stacked)
         if wanted[3]:
-            found[3] = _of_matrix(net, pairs, grad, weighted, turned=net.stacked)
+            found[3] = matrix_gradient(net, pairs, grad, weighted, turned=net.stacked)
         if wanted[4]:
             ones = torch.ones_like(self._by_pair)
-            found[4] = _summed_by_expert(net, pairs.ends, ones, dpreact, None, self._up_bias)
+            found[4] = summed_by_expert(net, pairs.ends, ones, dpreact, None, self._up_bias)
         if wanted[5]:
-            found[5] = _summed_by_expert(net, pairs.ends, self._by_pair, grad, pairs.rows, self._down_bias)
+            found[5] = summed_by_expert(net, pairs.ends, self._by_pair, grad, pairs.rows, self._down_bias)
         return found
 
     def _of_weights(self, dots: Tensor) -> Tensor:
@@ -336,14 +339,14 @@ class _Backward:
         return found.to(self._weights.dtype)
 
 
-def _of_matrix(net: Network, pairs: _Pairs, tokens: Tensor, of_pairs: Tensor, turned: bool) -> Tensor:
+def matrix_gradient(net: Network, pairs: Pairs, tokens: Tensor, of_pairs: Tensor, turned: bool) -> Tensor:
     """tokens[rows]^T @ of_pairs for each expert, or `turned` its transpose: the gradient of a weight."""
     if turned:
-        return _product(net, of_pairs.t(), tokens, pairs.ends, jagged="k", b_rows=pairs.rows)
-    return _product(net, tokens.t(), of_pairs, pairs.ends, jagged="k", a_rows=pairs.rows)
+        return product(net, of_pairs.t(), tokens, pairs.ends, jagged="k", b_rows=pairs.rows)
+    return product(net, tokens.t(), of_pairs, pairs.ends, jagged="k", a_rows=pairs.rows)
 
 
-def _summed_by_expert(
+def summed_by_expert(
     net: Network, ends: Tensor, factors: Tensor, rows: Tensor, index: Tensor | None, like: Tensor
 ) -> Tensor:
     """The sum of factor * row for each expert; a factor is as many numbers of the rows' dtype as it has digits."""
@@ -352,7 +355,7 @@ def _summed_by_expert(
         parts.append(rest.to(rows.dtype))
         rest = rest - parts[-1].to(rest.dtype)
     wide = torch.promote_types(rows.dtype, torch.float32)
-    found = _product(net, torch.stack(parts), rows, ends, jagged="k", b_rows=index, out_dtype=wide)
+    found = product(net, torch.stack(parts), rows, ends, jagged="k", b_rows=index, out_dtype=wide)
     return found.sum(1).to(like.dtype)
 
 
@@ -425,8 +428,8 @@ def _experts(
     down_bias: Tensor | None, *, keep: bool, **options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The operator on real tensors: the result, what the gate is applied to (if it is kept), and the pairs."""
-    net, pairs = _network(options), _pairs_of(index, up.shape[0])
-    preact = _preact_for(net, x, pairs, up) if keep else None
+    net, pairs = _network(options), pairs_of(index, up.shape[0])
+    preact = preact_for(net, x, pairs, up) if keep else None
     out = _forward(net, pairs, x, weights, up, down, up_bias, down_bias, preact)
     return out, x.new_empty(0) if preact is None else preact, pairs.rows, pairs.place, pairs.ends
 

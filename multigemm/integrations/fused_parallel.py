@@ -33,17 +33,17 @@ from multigemm.errors import InvalidProblem
 from multigemm.integrations import expert_parallel
 from multigemm.integrations.fused_experts import (
     Network,
-    _by_rows,
-    _first,
-    _in_autocast,
-    _of_matrix,
-    _Pairs,
-    _preact_for,
-    _product,
-    _summed_by_expert,
+    Pairs,
+    by_rows,
+    first_product,
     gate_backward,
+    in_autocast,
+    matrix_gradient,
+    preact_for,
+    product,
+    summed_by_expert,
 )
-from multigemm.integrations.layer_ops import add_returned, sort_by_expert
+from multigemm.integrations.layer_ops import Sorted, add_returned, sort_by_expert
 from multigemm.integrations.rank_agreement import Input, agree, explained
 from multigemm.torch_internals import no_dynamo
 
@@ -75,7 +75,7 @@ def run_fused(
     """
     group, slices = expert_parallel.groups_of(mesh)
     device = expert_parallel.device_of(mesh, x)
-    x, *parameters = _in_autocast(x, held.up, held.down, held.up_bias, held.down_bias)
+    x, *parameters = in_autocast(x, held.up, held.down, held.up_bias, held.down_bias)
     if slices is not None:
         x, weights = expert_parallel.enter(x, slices), expert_parallel.enter(weights, slices)
     call = _Call(held.experts, parameters[0], group, chunks, device)
@@ -175,17 +175,19 @@ class _Call:
         self.x: Tensor
         self.routing: Tensor
         self.arrivals: list[list[Any]]
+        self.own_pairs: Sorted
         self.returns: list[Return] = []
 
     def plan(self, index: Tensor, x: Tensor, weights: Tensor, needs_grad: bool) -> None:
         """Tells the other ranks how many rows will come, and lays out which."""
         ranks, here, chunks = self.group.size(), self.group.rank(), self.chunks
-        found: list[Tensor] = []
+        layout: list[Tensor] = []
 
         def read() -> Input:
             self._check(x, index, weights)
             counts, unplaced, goes = self._count(index)
-            found.append(goes)
+            layout.extend(_layout(goes, chunks))  # this and the next before the host waits for the counts
+            self.own_pairs = self.sorted(index)
             return Input(x.dtype, x.shape[1], index.shape[1], counts, unplaced, needs_grad)
 
         agreed = agree(read, 2 * chunks, self.experts, self.group, self.device)
@@ -195,7 +197,7 @@ class _Call:
         send, receive = (n[:, :, 0].t().tolist() for n in (sent, received))
         ends = [0, *accumulate(map(sum, receive), initial=len(x))]
         self.ways = Journeys(
-            self.group, send, receive, *_layout(found[0], chunks, sum(map(sum, send))),
+            self.group, send, receive, tokens=layout[0][: sum(map(sum, send))], place=layout[1],
             pieces=[slice(a, b) for a, b in pairwise(ends)],
             pairs=[own, *received[others, :, 1].sum(0).tolist()],
         )  # fmt: skip
@@ -226,24 +228,32 @@ class _Call:
         counts = torch.stack([torch.stack([some.sum(0), many.sum(0)], 1) for some, many in parts], 1)
         return counts.view(ranks, -1), index.numel() - pairs.sum(), goes
 
-    def local(self, routing: Tensor) -> Tensor:
-        """Numbers of this rank's experts [rows, k]; the experts of others are -1."""
-        numbers = routing[:, : routing.shape[1] // 2] - self.group.rank() * self.each
+    def local(self, index: Tensor) -> Tensor:
+        """Numbers of this rank's experts; the experts of others are -1."""
+        numbers = index - self.group.rank() * self.each
         return torch.where((numbers >= 0) & (numbers < self.here), numbers, -1)
 
+    def sorted(self, index: Tensor) -> Sorted:
+        """Pairs of token and expert by this rank's experts, those of others behind them."""
+        return sort_by_expert(self.local(index).reshape(-1), self.here)
 
-def _layout(goes: Tensor, chunks: int, total: int) -> tuple[Tensor, Tensor]:
-    """Tokens of the sent rows, by chunk, by rank, by token; and [tokens, ranks] where each was put, or -1."""
+
+def _layout(goes: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
+    """Tokens of the sent rows, by chunk, by rank, by token; and [tokens, ranks] where each was put, or -1.
+
+    The first is as long as it may be.
+    """
     numbers = torch.arange(len(goes), device=goes.device)
-    rows = numbers.new_zeros(total + 1)
+    most = goes.numel()
+    rows = numbers.new_empty(most + 1)
     places, sent = [], numbers.new_zeros(())
     for part, tokens in zip(goes.tensor_split(chunks), numbers.tensor_split(chunks), strict=True):
         by_rank = part.t().contiguous()
         to = by_rank.view(-1).cumsum(0).view(by_rank.shape) - 1 + sent
-        rows.scatter_(0, torch.where(by_rank, to, total).view(-1), tokens.expand(by_rank.shape).reshape(-1))
+        rows.scatter_(0, torch.where(by_rank, to, most).view(-1), tokens.expand(by_rank.shape).reshape(-1))
         places.append(torch.where(by_rank, to, -1).t())
         sent = sent + by_rank.sum()
-    return rows[:total], torch.cat(places).contiguous()
+    return rows, torch.cat(places).contiguous()
 
 
 def _packed(index: Tensor, weights: Tensor) -> Tensor:
@@ -251,6 +261,10 @@ def _packed(index: Tensor, weights: Tensor) -> Tensor:
     wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
     whole = torch.int64 if wide.dtype is torch.float64 else torch.int32
     return torch.cat([index.to(whole), wide.contiguous().view(whole)], 1)
+
+
+def _index_of(routing: Tensor) -> Tensor:
+    return routing[:, : routing.shape[1] // 2]
 
 
 def _weights_of(routing: Tensor) -> Tensor:
@@ -301,7 +315,7 @@ class _Finish(torch.autograd.Function):
         kept = [tensor for piece in pieces for tensor in piece]
         ctx.call, ctx.net = call, net
         ctx.save_for_backward(*parameters, call.x, call.routing, *kept)
-        del call.x, call.routing, call.arrivals
+        del call.x, call.routing, call.arrivals, call.own_pairs
         return result
 
     @staticmethod
@@ -352,29 +366,29 @@ class _Layer(NamedTuple):
         """A piece whose rows are here."""
         rows, pairs = self.call.ways.pieces[number], self.call.ways.pairs[number]
         routing = self.routing[rows]
-        local = self.call.local(routing)
-        order, inverse, ends = sort_by_expert(local.reshape(-1), self.call.here)
-        tokens = (order[:pairs] // max(local.shape[1], 1)).int()
-        return _Piece(tokens, inverse.int().view(local.shape), ends, order[:pairs], _weights_of(routing), None)
+        index = _index_of(routing)
+        order, inverse, ends = self.call.sorted(index) if number else self.call.own_pairs
+        tokens = (order[:pairs] // max(index.shape[1], 1)).int()
+        return _Piece(tokens, inverse.int().view(index.shape), ends, order[:pairs], _weights_of(routing), None)
 
     def first(self, number: int, piece: _Piece, keep: bool) -> tuple[Tensor, _Piece]:
         """What the gate gives for each pair; and the piece, with the first products if `keep` them."""
         x = self.x[self.call.ways.pieces[number]]
-        pairs = _Pairs(piece.tokens, piece.place, piece.ends)
-        preact = _preact_for(self.net, x, pairs, self.up) if keep else None
+        pairs = Pairs(piece.tokens, piece.place, piece.ends)
+        preact = preact_for(self.net, x, pairs, self.up) if keep else None
         if not len(piece.tokens):
             return x.new_empty(0, self.down.shape[1 if self.net.stacked else 2]), piece._replace(preact=preact)
-        return _first(self.net, x, pairs, self.up, self.up_bias, preact), piece._replace(preact=preact)
+        return first_product(self.net, x, pairs, self.up, self.up_bias, preact), piece._replace(preact=preact)
 
     def second(self, piece: _Piece, hidden: Tensor) -> Tensor:
         """The weighted sum of each row's pairs here."""
         weights = piece.weights.detach()
-        return self._summed(piece, hidden, _by_rows(self.down, self.net.stacked), weights, bias=self.down_bias)
+        return self._summed(piece, hidden, by_rows(self.down, self.net.stacked), weights, bias=self.down_bias)
 
     def _summed(self, piece: _Piece, rows: Tensor, b: Tensor, weights: Tensor | None, **keywords: Any) -> Tensor:
         if not len(piece.tokens):
             return rows.new_zeros(len(piece.place), b.shape[2])
-        return _product(self.net, rows, b, piece.ends, combine=(piece.place, weights), **keywords)
+        return product(self.net, rows, b, piece.ends, combine=(piece.place, weights), **keywords)
 
     def backward(
         self, pieces: list[_Piece], grad: Tensor, wanted: tuple[bool, ...]
@@ -409,9 +423,9 @@ class _Layer(NamedTuple):
 
     def _every_pair(self, pieces: list[_Piece]) -> _EveryPair:
         """The pairs of all pieces, sorted by expert."""
-        local = self.call.local(self.routing)
-        top_k, total = local.shape[1], sum(self.call.ways.pairs)
-        order, inverse, ends = sort_by_expert(local.reshape(-1), self.call.here)
+        index = _index_of(self.routing)
+        top_k, total = index.shape[1], sum(self.call.ways.pairs)
+        order, inverse, ends = self.call.sorted(index)
         starts = [rows.start * top_k for rows in self.call.ways.pieces]
         places = [inverse[piece.order + start] for piece, start in zip(pieces, starts, strict=True)]
         return _EveryPair((order[:total] // max(top_k, 1)).int(), ends, order[:total], places)
@@ -423,20 +437,20 @@ class _Layer(NamedTuple):
             return weights
         preact = self.first(number, piece, True)[1].preact if piece.preact is None else piece.preact
         assert preact is not None
-        matrix = _by_rows(self.down, not net.stacked)
-        dh = _product(net, grad, matrix, piece.ends, a_rows=piece.tokens)
+        matrix = by_rows(self.down, not net.stacked)
+        dh = product(net, grad, matrix, piece.ends, a_rows=piece.tokens)
         return gate_backward(net, preact, dh, weights, piece.ends, into)[2]
 
     def _of_rows(self, piece: _Piece, of_pairs: Tensor, places: Tensor) -> Tensor:
         """The gradient of each row of a piece, by experts here."""
-        return self._summed(piece, of_pairs, _by_rows(self.up, not self.net.stacked), None, a_rows=places)
+        return self._summed(piece, of_pairs, by_rows(self.up, not self.net.stacked), None, a_rows=places)
 
     def _of_weights(self, number: int, piece: _Piece, grad: Tensor, dots: Tensor) -> Tensor:
         """<gradient, row of down> of each pair that is here, and 0 for the others."""
         pairs = len(piece.tokens)
         found = torch.cat([dots, dots.new_zeros(1)])[piece.place.clamp(max=pairs)]
         if self.down_bias is not None and self.call.here:
-            local = self.call.local(self.routing[self.call.ways.pieces[number]]).long()
+            local = self.call.local(_index_of(self.routing[self.call.ways.pieces[number]])).long()
             every = grad.to(dots.dtype) @ self.down_bias.detach().to(dots.dtype).t()
             found = found + torch.where(local >= 0, every.gather(1, local.clamp(min=0)), 0)
         return found.to(piece.weights.dtype)
@@ -449,19 +463,19 @@ class _Layer(NamedTuple):
             return [
                 torch.zeros_like(p) if want and p is not None else None for p, want in zip(given, wanted, strict=True)
             ]
-        pairs = _Pairs(every.tokens, every.order, every.ends)
+        pairs = Pairs(every.tokens, every.order, every.ends)
         found: list[Tensor | None] = [None] * 4
         if wanted[0]:
-            found[0] = _of_matrix(net, pairs, self.x, of_pairs, turned=not net.stacked)
+            found[0] = matrix_gradient(net, pairs, self.x, of_pairs, turned=not net.stacked)
         if wanted[1]:
-            found[1] = _of_matrix(net, pairs, grad, weighted, turned=net.stacked)
+            found[1] = matrix_gradient(net, pairs, grad, weighted, turned=net.stacked)
         weights = _weights_of(self.routing).reshape(-1)[every.order]
         if wanted[2]:
             assert self.up_bias is not None
-            found[2] = _summed_by_expert(net, every.ends, torch.ones_like(weights), of_pairs, None, self.up_bias)
+            found[2] = summed_by_expert(net, every.ends, torch.ones_like(weights), of_pairs, None, self.up_bias)
         if wanted[3]:
             assert self.down_bias is not None
-            found[3] = _summed_by_expert(net, every.ends, weights, grad, every.tokens, self.down_bias)
+            found[3] = summed_by_expert(net, every.ends, weights, grad, every.tokens, self.down_bias)
         return found
 
 
