@@ -268,6 +268,8 @@ class Hopper:
             maps = list(self._maps(view, x, w))
             if fused.gate is not None and self._fused is not None and self._fused.gate == IN_TWO_BOXES:
                 maps[0] = arguments.gate_map(w, fused.gate.layout == "interleaved")
+            elif not self._ragged and picks_rows(ops.spec):
+                maps[0] = arguments.plain_map(w, COLUMNS // self._config.cluster)  # blocks load a part for all
         return self._clusters.bound(ops, view, [tuple(maps)], columns=w.mn)
 
     def bound(self, ops: Operands, view: Packed) -> BoundKernel:
