@@ -39,7 +39,9 @@ struct Room {
     }
 };
 
-[[maybe_unused]] constexpr u16 ALL_BLOCKS = (1 << CLUSTER) - 1;
+#if SPLIT_ROWS
+constexpr u16 ALL_BLOCKS = (1 << CLUSTER) - 1;
+#endif
 
 // This block's columns of the weights. Of the leader block this warp also says when the next tile is wanted.
 __device__ __forceinline__ void load_weights(const Given& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank) {
@@ -73,8 +75,11 @@ __device__ __forceinline__ void load_weights(const Given& p, const Launch& l, co
                 for (int i = 0; i < BOXES; ++i) {
                     const int which = i ^ p.fused.up_first, feature = col / 2;
                     const int x = W_K ? k : feature, y = W_K ? which : k, z = W_K ? feature : which;
-                    if (!SPLIT_ROWS) load_box(to + i * BLOCK, w, full, x, y, z, group, hint);
-                    else if (i == rank) multicast_box(to + i * BLOCK, w, full, ALL_BLOCKS, x, y, z, group, hint);
+#if SPLIT_ROWS
+                    if (i == rank) multicast_box(to + i * BLOCK, w, full, ALL_BLOCKS, x, y, z, group, hint);
+#else
+                    load_box(to + i * BLOCK, w, full, x, y, z, group, hint);
+#endif
                 }
 #elif SPLIT_ROWS
                 // Each block loads 64 of the columns, for both.

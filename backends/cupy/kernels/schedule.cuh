@@ -171,7 +171,11 @@ __device__ __forceinline__ Tile decode(const Problem& p, const Schedule& s, int 
     Tile r;
     r.row0 = piece * height, r.rows = min(height, e.rows - r.row0);
     r.col0 = column * columns;
-    const bool halves = SPLIT_ROWS || (HALVES_LAST && !p.table && e.cols - r.col0 <= columns / CLUSTER);
+#if SPLIT_ROWS
+    const bool halves = true;
+#else
+    const bool halves = HALVES_LAST && !p.table && e.cols - r.col0 <= columns / CLUSTER;
+#endif
     r.group = group | (pieces == 1 && !halves ? ONCE : 0) | (halves ? HALVES : 0);
     r.n = (max(r.rows, 0) + 7) & ~7;
     const bool along_rows = p.jagged == JAG_M || p.jagged == JAG_N;
