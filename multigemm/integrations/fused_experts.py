@@ -388,7 +388,7 @@ def gate_backward(
     h = h.detach()
     dpreact, weighted = dpreact.to(preact.dtype), (h * weight).to(preact.dtype)
     if into is not None:
-        whole, whole_weighted, rows = into
+        whole, whole_weighted, rows = into[0], into[1], into[2].long()
         dpreact, weighted = whole.index_copy_(0, rows, dpreact), whole_weighted.index_copy_(0, rows, weighted)
     return dpreact, weighted, (h * slope).sum(1)
 
