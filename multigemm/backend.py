@@ -90,7 +90,7 @@ def fused_reasons(spec: ProblemSpec, takes: Collection[str] = ()) -> list[str]:
     if not asked:
         return []
     names = ", ".join(f"activation={spec.activation!r}" if name == "gate" else name for name in asked)
-    others = "'cpu'" if spec.quantised else "'triton' or 'cpu'"
+    others = "'cpu'" if spec.quantised else "'triton', 'cupy' or 'cpu'"
     quantised = " beside quantised operands" if spec.quantised else ""
     return [
         f"{names}{quantised}: this backend has no kernel for it: use backend={others}, or take these steps in torch "

@@ -1,4 +1,4 @@
-"""Quantise operands, and turn quantised ones back into float32: torch operations, on any device.
+"""Quantise operands, and turn quantised ones back into float32, on any device.
 
     qa = quantize(x, "e4m3", "1x128")
     qb = quantize(w, "e4m3", "128x128", side="b")
@@ -8,11 +8,16 @@ A scale is the largest finite magnitude of its block divided by the largest numb
 least 2^-126; that of a block of zeros is 1. In e8m0 it is rounded up to a power of two, so that nothing saturates. Data
 are the float32 quotients x / scale, rounded to nearest, ties to even, and clamped. NaN and infinities become NaN; a
 format without NaN gives their block a scale that is NaN. Data are contiguous along K, as kernels read them fastest.
+
+Torch operations do it. On a GPU with Triton one kernel quantises to float8 by blocks and rows that no group cuts
+(quantize_kernels.py): the same bits.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -34,6 +39,7 @@ HOLDS: dict[torch.dtype, tuple[str, ...]] = {
     torch.uint8: BYTE_FORMATS, scales.FLOAT4: ("e2m1",),
 }  # fmt: skip
 """The formats that data of a dtype may hold; the first one is meant where none is named."""
+E8M0 = torch.float8_e8m0fnu
 GRANULARITIES = ("tensor", "group", "row", "1x32", "1x64", "1x128", "128x128")
 SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu, torch.bfloat16, torch.float16)
 SMALLEST = 2.0**-126
@@ -227,6 +233,10 @@ def quantize(
     is_shared = cut is None and not (offsets is sizes is ends is None) and given.dim() == 2
     _check_coverage(scale, jagged, axis, cut is not None, is_shared)
     stack = lines if lines.dim() == 3 else lines.unsqueeze(0)
+    uncut = cut is None or axis == "rows"
+    if uncut and format in FLOATS and (found := _by_kernel(stack, format, scale, side, dtype)) is not None:
+        return Quantized(*(give_back(_outward(t, given.dim(), side), taken.kind) for t in found))
+    stack = stack.to(torch.float32)
     at = _entries(stack, scale, axis if cut is not None else "", None if cut is None else _offsets(cut, given.device))
     numbers, used, zeros = _scales(stack, at, format, dtype, zero)
     quotients = torch.where(stack.isinf(), torch.nan, stack / _spread(used, at))
@@ -259,13 +269,47 @@ def _check_words(format: Any, scale: Any, side: Any, scale_dtype: Any, zero: Any
 
 
 def _as_lines(x: Tensor, side: str) -> Tensor:
-    """An operand in float32 as [.., lines, K]."""
+    """An operand as [.., lines, K]."""
     if not x.dtype.is_floating_point or x.dtype.itemsize == 1:
         raise InvalidProblem(f"x has dtype {dtype_name(x.dtype)}: quantize takes floats of 16 bits or more")
     if x.dim() not in (2, 3):
         raise InvalidProblem(f"x has shape {tuple(x.shape)}: it must be a matrix or a stack of matrices")
-    whole = x.to(torch.float32)
-    return whole if side == "a" else whole.mT
+    return x if side == "a" else x.mT
+
+
+@cache  # finding a package takes as long as a launch
+def _kernels() -> Any:
+    """The kernel in Triton, or None where it is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from multigemm import quantize_kernels
+
+    return quantize_kernels
+
+
+def _by_kernel(x: Tensor, format: Format, scale: str, side: str, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """Data and scales of a stack [groups, lines, K] of floats, by the kernel; None where it does not take them."""
+    if x.device.type != "cuda" or type(x) is not Tensor or torch.compiler.is_compiling():
+        return None
+    if dtype not in (torch.float32, E8M0) or (kernels := _kernels()) is None or not kernels.takes(x, scale):
+        return None
+    with torch.cuda.device(x.device):
+        return blockwise(x, format, scale, side, dtype, kernels)
+
+
+def blockwise(
+    x: Tensor, format: Format, scale: str, side: str, dtype: torch.dtype, kernels: Any
+) -> tuple[Tensor, Tensor]:
+    """As `quantize`, by the kernel: data [groups, lines, K] and scales [groups, entries, blocks]."""
+    groups, lines, k = x.shape
+    block = k if scale == "row" else int(scale.partition("x")[2])
+    entries = -(-lines // block) if scale == "128x128" else lines
+    along_k = -(-k // block)
+    shape = (groups, entries, along_k) if side == "a" else (groups, along_k, entries)
+    grid = torch.empty(shape, dtype=dtype, device=x.device)
+    grid = grid if side == "a" else grid.mT
+    whole = x if x.dtype in (*HALVES, torch.float32) else x.to(torch.float32)
+    return kernels.quantised(whole, FLOATS[format], LARGEST[format], scale, dtype is E8M0, grid), grid
 
 
 def _check_packing(format: str, axis: str, k: int) -> None:
@@ -309,7 +353,8 @@ def _scales(
     finite = torch.where(x.isfinite(), x, 0)
     high = _reduced(finite if zero else finite.abs(), at, "amax", 0.0)
     low = _reduced(finite, at, "amin", 0.0) if zero else torch.zeros_like(high)
-    span = (high * 0.5 - low * 0.5) / (top * 0.5)  # of halves: the range of float32 overflows
+    # of halves: the range of float32 overflows; by a tensor: to divide by a number a GPU multiplies by its reciprocal
+    span = (high * 0.5 - low * 0.5) / torch.full_like(high, top * 0.5)
     number = torch.where(high == low, 1.0, span.clamp(min=SMALLEST))
     if format not in FLOATS:
         bad = _reduced((~x.isfinite()).to(torch.float32), at, "amax", 0.0) > 0

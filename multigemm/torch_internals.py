@@ -155,6 +155,15 @@ redispatched_grouped_mm, redispatched_scaled_grouped_mm = map(_redispatched, ("_
 name is missing. The public ways are functions of `torch.nn.functional`, whose results have to be copied."""
 
 
+def group_timeout(group: Any, device: torch.device) -> float:
+    """The seconds after which a collective of a process group gives up; torch's usual ones where it does not tell."""
+    try:
+        found: float = group._get_backend(device).options._timeout.total_seconds()
+        return found
+    except (AttributeError, RuntimeError):
+        return 1800.0 if device.type == "cpu" else 600.0
+
+
 # --- torch.compile -----------------------------------------------------------------------------------
 
 

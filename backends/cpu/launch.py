@@ -20,6 +20,7 @@ from multigemm.backends.cpu.quantised import QuantisedProducts
 from multigemm.backends.cpu.stacks import STEP, Call, ProductCalls, reads_into_next_row
 from multigemm.errors import InvalidSetting
 from multigemm.planning.operands import Operands
+from multigemm.problem.arrays import numpy_view
 from multigemm.problem.spec import ProblemSpec
 
 INT8_EXACT_K = 1024
@@ -34,7 +35,7 @@ def _matmul32(a: Tensor, b: Tensor) -> Tensor:
     """Through NumPy, which knows nothing of the precision that torch's float32 products may be lowered to."""
     out = torch.empty((a.shape[0], b.shape[1]), dtype=torch.float32, device="cpu")
     with np.errstate(all="ignore"):
-        np.matmul(a.contiguous().numpy(), b.contiguous().numpy(), out=out.numpy())
+        np.matmul(numpy_view(a.contiguous()), numpy_view(b.contiguous()), out=out.numpy())
     return out
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from multigemm.backends.cpu.epilogue import finish, store
 from multigemm.backends.cpu.groups import Group
 from multigemm.planning.operands import Operands
+from multigemm.problem.arrays import numpy_view
 
 AT_ONCE = 1 << 16
 """Elements that NumPy adds to before it turns to the next k: they stay in the cache."""
@@ -29,7 +30,7 @@ PIECE, VECTOR = 1 << 14, 256
 def ordered_product(a: Tensor, b: Tensor, acc: torch.dtype) -> Tensor:
     """a @ b in the accumulator's precision, in a fresh tensor; each element is summed in the order of k."""
     out = torch.zeros((a.shape[0], b.shape[1]), dtype=acc, device="cpu")
-    left, right, sums = a.to(acc).numpy(), b.to(acc).contiguous().numpy(), out.numpy()
+    left, right, sums = numpy_view(a.to(acc)), numpy_view(b.to(acc).contiguous()), out.numpy()
     height = max(1, AT_ONCE // max(1, b.shape[1]))
     with np.errstate(all="ignore"):
         for first in range(0, a.shape[0], height):

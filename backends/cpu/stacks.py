@@ -19,6 +19,7 @@ from torch import Tensor
 
 from multigemm.backends.cpu.groups import Index, each_group
 from multigemm.planning.operands import Operands
+from multigemm.problem.arrays import numpy_view
 
 Call = Callable[[], object]
 STEP = 32
@@ -118,7 +119,7 @@ def _is_small(a: Tensor, b: Tensor, out: Tensor) -> bool:
 def product_call(a: Tensor, b: Tensor, out: Tensor) -> Call:
     """One product. torch swaps the operands of a column-major `out`, and then columns of B could meet."""
     if _is_small(a, b, out):
-        x, y, z = a.numpy(), b.numpy(), out.numpy()
+        x, y, z = numpy_view(a), numpy_view(b), numpy_view(out)
         return lambda: np.matmul(x, y, out=z)
     multiply = torch.bmm if a.dim() == 3 else torch.mm
     if not reads_into_next_row(a) or out.stride(-1) == 1:

@@ -28,6 +28,7 @@ from multigemm.backends.cublas.config import (
 )
 from multigemm.backends.cublas.products import TRANSPOSE, Products, Shape
 from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
+from multigemm.planning.fused_steps import product_spec, taken_in_steps
 from multigemm.problem.spec import ProblemSpec
 
 # Fitted numbers, last changed on 2026-11-21: bfloat16 and float32 on an H100 (33 cases of mixtures of experts) and an
@@ -87,6 +88,8 @@ def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
     """All configs that can run this spec, the best guess first."""
     if spec.quantised:
         return [SCALED]
+    if taken_in_steps(spec):
+        spec = product_spec(spec)
     return [config for config in EVERY if not problem_with(config, spec, device)]
 
 

@@ -42,7 +42,9 @@ from multigemm.backends.cublas.products import (
 from multigemm.backends.cublas.run import Calls, Step, Steps, Streamed, Zeros
 from multigemm.backends.cublas.staging import Copies, Side, expressible, scratch, stage, writable
 from multigemm.cuda.arguments import OPERANDS
+from multigemm.cuda.device import index_of
 from multigemm.errors import BackendUnsupported, NotCapturable
+from multigemm.planning.fused_steps import plan_in_steps, product_spec, taken_in_steps
 from multigemm.planning.operands import Operands, group_table, packed
 from multigemm.problem.spec import ProblemSpec
 
@@ -84,6 +86,8 @@ def method(spec: ProblemSpec, config: Config, device: torch.device) -> Method:
 
 def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
     """A recipe for every problem of the spec; raises BackendUnsupported for a config that cannot run it."""
+    if taken_in_steps(spec):
+        return plan_in_steps(spec, plan(product_spec(spec), config, device), index_of(device))
     if problem := problem_with(config, spec, device):
         raise BackendUnsupported({f"cublas ({config.variant})": [problem]})
     if spec.quantised:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from multigemm.backend import Availability, fused_reasons, quantised_reasons
+from multigemm.backend import Availability, quantised_reasons
 from multigemm.backends.cublas.config import LARGEST_GROUPED_MM, aligned, result_type
 from multigemm.backends.cublas.products import FARTHEST_BYTES, FARTHEST_ELEMENTS, countable
+from multigemm.planning.fused_steps import fused_reasons_in_steps, product_spec, taken_in_steps
 from multigemm.problem.spec import FLOAT_DTYPES, ProblemSpec
 
 INT8_STEP = 4
@@ -40,8 +41,10 @@ def availability() -> Availability:
 
 def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     """Each limit that this spec breaks, with the value seen and the remedy; empty if it can run."""
-    if reasons := quantised_reasons(spec, takes=("float8",)) + fused_reasons(spec):
+    if reasons := quantised_reasons(spec, takes=("float8",)) + fused_reasons_in_steps(spec):
         return reasons
+    if taken_in_steps(spec):
+        return not_supported_reasons(product_spec(spec), device)
     if spec.quantised:
         return scaled_grouped_mm_reasons(spec, device)
     reasons = []

@@ -51,7 +51,10 @@ class Source(NamedTuple):
 def headers() -> tuple[tuple[str, str], ...]:
     """Name and text of every header."""
     written = [(path.name, path.read_text()) for path in sorted(SOURCES.glob("*.cuh"))]
-    made = ((MMA_HEADER, mma_header), (FRAGMENT_HEADER, fragment_header), (FP8_HEADER, fp8_header))
+    made = (
+        (MMA_HEADER, mma_header), (FRAGMENT_HEADER, fragment_header), (FP8_HEADER, fp8_header),
+        (WEIGHTS_HEADER, weights_header),
+    )  # fmt: skip
     return (*written, *((name, header()) for name, header in made))
 
 
@@ -147,10 +150,12 @@ def load_all(sources: Iterable[Source], index: int) -> None:
             pass
 
 
-# Three headers that are written here: `Mma<N>::run`, `MmaFragment<N>::run` and `MmaFp8<N>`, one wgmma instruction for
-# each width n of the row side. An operand list is as long as the accumulator, so a loop writes the 32 widths.
+# Four headers that are written here: `Mma<N>::run`, `MmaFragment<N>::run`, `MmaWeights<N>::run` and `MmaFp8<N>`, one
+# wgmma instruction for each width n of the row side. An operand list is as long as the accumulator, so a loop
+# writes the 32 widths.
 
 MMA_HEADER, FRAGMENT_HEADER, FP8_HEADER = "mma.cuh", "fragments.cuh", "mma_fp8.cuh"
+WEIGHTS_HEADER = "mma_weights.cuh"
 WIDTHS = range(8, 257, 8)
 
 
@@ -236,6 +241,43 @@ def _from_registers(n: int) -> str:
 def fragment_header() -> str:
     """The header for weights in registers, where they cannot lie in shared memory as the tensor cores read it."""
     return FRAGMENT_HEAD + _guarded(_from_registers)
+
+
+WEIGHTS_HEAD = """// Written by build.py: d = W x X, or with `keep` d += W x X, for 64 columns, N rows and k = 16; W in
+// registers, X in shared memory along k.
+#pragma once
+#include "ptx.cuh"
+template <int N> struct MmaWeights;
+"""
+
+
+def _of_weights(n: int) -> str:
+    count = n // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    fragment = ", ".join(f"%{count + i}" for i in range(4))
+    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    lines = []
+    for start, name in (("#if BFLOAT", "bf16.bf16"), ("#else", "f16.f16")):
+        lines.append(start)
+        lines.append(
+            f'        asm volatile("{{\\n.reg .pred keep;\\nsetp.ne.b32 keep, %{count + 5}, 0;\\n'
+            f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name} {{{registers}}}, "
+            f'{{{fragment}}}, %{count + 4}, keep, 1, 1, 0;\\n}}"'
+        )
+    body = "\n".join([*lines, "#endif"])
+    return (
+        f"template <> struct MmaWeights<{n}> {{\n"
+        "    template <int COUNT> static __device__ __forceinline__ "
+        f"void run(float (&d)[COUNT], const u32 (&w)[4], u64 x, int keep) {{\n{body}\n"
+        f'                     : {operands}\n                     : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), '
+        '"l"(x), "r"(keep));\n'
+        "    }\n};\n"
+    )
+
+
+def weights_header() -> str:
+    """The header for quantised weights, which become numbers in registers."""
+    return WEIGHTS_HEAD + _guarded(_of_weights)
 
 
 FP8_HEAD = """// Written by build.py: W x X for 64 columns, N rows and k = 32 of float8, both in shared memory along k.

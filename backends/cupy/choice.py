@@ -44,6 +44,9 @@ from multigemm.backends.cupy.config import (
     STAGES,
     TURNS,
     TURNS_GROUPS,
+    WEIGHTS_MIDDLE,
+    WEIGHTS_NARROW,
+    WEIGHTS_WIDE,
     WIDE,
     Config,
     capability_of,
@@ -66,6 +69,7 @@ from multigemm.backends.cupy.support import (
     small_reasons,
 )
 from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
+from multigemm.planning.fused import products_spec
 from multigemm.planning.tiles import Number, TileCost, longest_time, typical_extent
 from multigemm.problem.spec import ProblemSpec
 
@@ -98,6 +102,8 @@ SPARSE_ROWS = 32
 """Rows per group up to which weights that are shifted as they are read want low tiles and many stages."""
 FP8_SPARSE_ROWS = 32
 """Rows per group up to which float8 wants low tiles and many stages."""
+FEW_WEIGHT_ROWS = 64
+"""Rows per group up to which quantised weights are taken by low tiles; not measured."""
 SHIFTED_ROWS = 1024
 """Rows per group up to which weights are shifted at all: more rows repay a copy of the weights."""
 FEW_COLUMNS = 15
@@ -191,6 +197,7 @@ def _order(spec: ProblemSpec) -> Iterator[Config]:
 @lru_cache(maxsize=1024)
 def ranked(spec: ProblemSpec, capability: tuple[int, int]) -> tuple[Config, ...]:
     """Every shipped config that is valid for `spec`, the best guess first: the valid ones of `_order`."""
+    spec = products_spec(spec)
     judge = Judge(spec, capability)
     return tuple(c for c in dict.fromkeys(_order(spec)) if judge.accepts(c))
 
@@ -207,7 +214,7 @@ def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
 
 def first_choices(spec: ProblemSpec, capability: tuple[int, int]) -> tuple[Config, ...]:
     """The heuristic's choices for the spec's layouts and extents, whatever the number of tokens and groups."""
-    spec = replace(spec, total=0, groups=1, largest=0)
+    spec = replace(products_spec(spec), total=0, groups=1, largest=0)
     total, groups = (x.ravel() for x in np.meshgrid(np.array(TOTALS, float), np.array(GROUPS, float)))
     layout = _layout(spec)
     known = {"small": layout.small, "small_list": layout.small_list, "hopper": layout.hopper}
@@ -245,7 +252,7 @@ def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
     if layout.spec.quantised:
         yield _quantised_rules(layout, counts)
         return
-    if layout.spec.compute not in HALVES:
+    if layout.spec.compute not in HALVES or layout.spec.fused is not None:
         yield list(_generic_rules(layout, counts))
         return
     small, listed = _few_tiles_rules(layout, counts), _small_list_rules(layout, counts)
@@ -263,7 +270,11 @@ def _quantised_rules(layout: Layout, counts: Counts) -> list[Rule]:
     and with empty groups. Where scales change along k, a block alone takes 0.91 to 1.02 of the time of a cluster of
     two, elsewhere 0.93 to 1.03. A choice takes at most 1.07 times as long as the fastest config.
     """
-    sparse = _rows(layout, counts) <= FP8_SPARSE_ROWS
+    rows = _rows(layout, counts)
+    if layout.spec.quantised == "weights":
+        return [(rows <= FEW_WEIGHT_ROWS, (WEIGHTS_NARROW,)), (rows <= WEIGHTS_MIDDLE.rows, (WEIGHTS_MIDDLE,)),
+                (True, (WEIGHTS_WIDE, WEIGHTS_MIDDLE, WEIGHTS_NARROW, QUANTISED))]  # fmt: skip
+    sparse = rows <= FP8_SPARSE_ROWS
     odd = layout.columns % 2 == 1 and layout.columns <= FEW_COLUMNS
     high = (FP8_ALONE, FP8_WIDE) if odd or has_block_scales(layout.spec) else (FP8_WIDE, FP8_ALONE)
     return [(sparse, (FP8_SINGLE, FP8_NARROW)), (True, (*high, *FP8, QUANTISED))]

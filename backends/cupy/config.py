@@ -10,6 +10,7 @@ import torch
 
 from multigemm.backends.cupy.support import (
     MAX_GROUPS,
+    folds_scales,
     fp8_reasons,
     has_odd_lines,
     hopper_reasons,
@@ -18,8 +19,10 @@ from multigemm.backends.cupy.support import (
     shift_b_reasons,
     small_list_reasons,
     small_reasons,
+    weights_reasons,
 )
 from multigemm.cuda.summation import INTEGERS, Summation, difference
+from multigemm.planning.fused import products_spec
 from multigemm.problem.spec import ProblemSpec
 
 COLUMNS = 128
@@ -28,6 +31,8 @@ TURNS_GROUPS = 448
 """Groups that the Hopper kernel's schedule holds where the stages leave it little shared memory."""
 ODD_WEIGHTS = 24576
 """Bytes of a stage of weights whose lines begin anywhere, the larger of both layouts (hopper_shift_b.cu)."""
+CODE_LINE = 64
+"""Bytes of a column of quantised weights in a stage, at most."""
 SHARED_LIMIT = 232448
 """Bytes of shared memory that one thread block may have on compute capability 9.0."""
 
@@ -45,11 +50,19 @@ class Config:
     of `tile` squared a thread block of its own, with four blocks of k in flight, or `stages` where lines begin
     anywhere. `small_list` gives a thread block to each tile of a list or batch, laid out by the host; `rows` 0 leaves
     their height to it, which knows all sizes. `quantised` takes any quantised operands, in tiles of 64 squared;
-    `hopper_fp8` is `hopper` for float8, with 128 of k in a stage.
+    `hopper_fp8` is `hopper` for float8, with 128 of k in a stage; `hopper_weights` is `hopper` for quantised weights.
     """
 
     kernel: Literal[
-        "generic", "hopper", "packed", "hopper_shift_b", "small", "small_list", "quantised", "hopper_fp8"
+        "generic",
+        "hopper",
+        "packed",
+        "hopper_shift_b",
+        "small",
+        "small_list",
+        "quantised",
+        "hopper_fp8",
+        "hopper_weights",
     ] = "generic"
     blocks_per_sm: int = 2
     tile: int = 128
@@ -61,7 +74,8 @@ class Config:
 
     def shared_bytes(self, plain: bool) -> int:
         """Dynamic shared memory of the Hopper kernel, and of the one that shifts its weights."""
-        weights = self.weight_stages * ODD_WEIGHTS if self.kernel == "hopper_shift_b" else self.stages * COLUMNS * 128
+        line = CODE_LINE if self.kernel == "hopper_weights" else 128
+        weights = self.weight_stages * ODD_WEIGHTS if self.kernel == "hopper_shift_b" else self.stages * COLUMNS * line
         staging = 2 * (8192 if plain else 9216)
         return self.stages * self.rows * 128 + weights + staging + self._scales + self._bookkeeping
 
@@ -76,7 +90,8 @@ class Config:
     @property
     def _bookkeeping(self) -> int:
         """Bytes of the schedule, of tiles and barriers."""
-        return 16 * self.groups_at_most + 1024 + 768
+        more = 256 if self.kernel == "hopper_weights" else 0  # of more stages, which are smaller
+        return 16 * self.groups_at_most + 1024 + 768 + more
 
     @property
     def weight_stages(self) -> int:
@@ -150,9 +165,14 @@ def generic_bytes(spec: ProblemSpec, side: int) -> int:
     return max(shape.stages * stage, shape.threads // 32 * 16 * 36 * max(SIZES[kind], 4))
 
 
+def _place_bytes(spec: ProblemSpec, side: int) -> int:
+    """Static shared memory: fused problems have an address for each line of a tile (picked_load.cuh)."""
+    return PLACE_BYTES + (0 if spec.fused is None else 2 * side * 9 + 256)
+
+
 def tile_fits(spec: ProblemSpec, side: int, capability: tuple[int, int]) -> bool:
     """Whether there is such a tile, and a device has the shared memory for it."""
-    limit = SHARED_MEMORY.get(capability, LEAST_SHARED) - PLACE_BYTES
+    limit = SHARED_MEMORY.get(capability, LEAST_SHARED) - _place_bytes(spec, side)
     return side in shapes_of(spec) and generic_bytes(spec, side) <= limit
 
 
@@ -185,6 +205,10 @@ FP8_NARROW = Config("hopper_fp8", rows=64, stages=7, cluster=2)
 FP8_SINGLE = Config("hopper_fp8", rows=128, stages=5, cluster=1)
 FP8_ALONE = Config("hopper_fp8", rows=192, stages=4, cluster=1)
 FP8 = (FP8_WIDE, FP8_MIDDLE, FP8_NARROW, FP8_SINGLE, FP8_ALONE)
+WEIGHTS_WIDE = Config("hopper_weights", rows=256, stages=4, cluster=2)
+WEIGHTS_MIDDLE = Config("hopper_weights", rows=128, stages=8, cluster=2)
+WEIGHTS_NARROW = Config("hopper_weights", rows=64, stages=12, cluster=1, step=8)
+WEIGHTS = (WEIGHTS_WIDE, WEIGHTS_MIDDLE, WEIGHTS_NARROW)
 STAGES = 4
 """Blocks of k that the small kernel has in flight, if a config does not say it."""
 BLOCK_K = 64
@@ -197,20 +221,23 @@ REASONS = {
     "small": small_reasons,
     "small_list": small_list_reasons,
     "hopper_fp8": fp8_reasons,
+    "hopper_weights": weights_reasons,
 }
-FOR_QUANTISED = ("quantised", "hopper_fp8")
+FOR_QUANTISED = ("quantised", "hopper_fp8", "hopper_weights")
 """Kernels that take quantised operands, and no others."""
 
 
 def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> bool:
     """Whether `config` runs `spec` on a device: the limits of shared memory and registers included."""
+    spec = products_spec(spec)
     return not reasons_against(config.kernel, spec) and shape_fits(config, spec, capability)
 
 
 def summation_of(config: Config, spec: ProblemSpec) -> Summation:
     """How a config sums: no kernel cuts K into parts."""
     if config.kernel in FOR_QUANTISED:
-        return Summation("mma.sync", 8) if config.kernel == "quantised" else Summation("wgmma", 32)
+        widths = {"quantised": 8, "hopper_fp8": 32, "hopper_weights": 16}
+        return Summation("mma.sync" if config.kernel == "quantised" else "wgmma", widths[config.kernel])
     kind = kind_of(spec)
     if kind == I8:
         return INTEGERS
@@ -231,6 +258,9 @@ def variance(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> 
 
 def reasons_against(kernel: str, spec: ProblemSpec) -> list[str]:
     """Why a kernel cannot run a spec, whatever its config; of plain operands the generic one runs all."""
+    spec = products_spec(spec)
+    if spec.fused is not None and kernel != "generic":
+        return ["rows picked by index, a gate, preact_out or row_scale: the generic kernel takes them"]
     if bool(spec.quantised) != (kernel in FOR_QUANTISED):
         takers = " and ".join(FOR_QUANTISED)
         return [f"operands are quantised: {takers} take them" if spec.quantised else "operands are not quantised"]
@@ -251,9 +281,17 @@ def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -
         return config in (SMALL_32, SMALL_64) or (config == SMALL_DEEP and has_odd_lines(spec))
     if config.kernel == "hopper_fp8" and config.rows not in (64, 128, 192):
         return False
+    if config.kernel == "hopper_weights" and (config.pingpong or config.rows > most_weight_rows(spec)):
+        return False
     if capability != (9, 0) or config.kernel == "small_list":
         return capability == (9, 0) and config in SMALL_LISTS
     return _runs_clusters(config, plain_kind(spec) > 0) and spec.groups <= config.groups_at_most
+
+
+def most_weight_rows(spec: ProblemSpec) -> int:
+    """Rows of a tile of `hopper_weights`, at most: sums of a block of k take as many registers again."""
+    scale = spec.b.scale
+    return 128 if scale is not None and scale.k and not folds_scales(spec) else 256
 
 
 @cache

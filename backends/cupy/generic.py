@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
 
 from multigemm.backend import Launch
 from multigemm.backends.cupy.arguments import problem_bytes, table_of
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import Config, generic_bytes, kind_of, shapes_of
+from multigemm.backends.cupy.fused import fused_bytes, table_with_preacts
 from multigemm.cuda.arguments import Argument
 from multigemm.cuda.device import processors
 from multigemm.cuda.launch import Kernel, without_move
-from multigemm.planning.operands import Operands, view_of
+from multigemm.planning.fused import view_of_tokens
+from multigemm.planning.operands import Operands, Packed, view_of
 from multigemm.planning.tiles import most_tiles_by_rows
 from multigemm.problem.spec import ProblemSpec
 
@@ -19,11 +24,13 @@ from multigemm.problem.spec import ProblemSpec
 def source(spec: ProblemSpec, config: Config) -> Source:
     """The kernel's key: arithmetic, contiguous directions and the tile, no sizes."""
     shape = shapes_of(spec)[config.tile]
-    defines = (
+    defines: tuple[tuple[str, int], ...] = (
         ("KIND", kind_of(spec)), ("A_K", int(spec.a.order != "col")), ("B_K", int(spec.b.order == "col")),
         ("TILE", config.tile), ("BLOCK_K", shape.depth), ("STAGES", shape.stages),
         ("BLOCK_THREADS", shape.threads), ("RESIDENT", shape.resident), ("SHARED", generic_bytes(spec, config.tile)),
     )  # fmt: skip
+    if spec.fused is not None:
+        defines = (*defines, ("FUSED", 1))
     return Source("generic.cu", "generic", defines, generic_bytes(spec, config.tile))
 
 
@@ -44,13 +51,19 @@ class ResidentBlocks:
     def bound(self, ops: Operands, more: Sequence[Argument] = (), keep: Sequence[object] = ()) -> Launch:
         """A launch for one problem; `more`: what the kernel takes behind the problem."""
         table, view = table_of(ops), view_of(ops)
+        return self.bound_as(ops, table, view, [problem_bytes(ops, table, view), *more], keep)
+
+    def bound_as(
+        self, ops: Operands, table: Tensor | None, view: Packed, given: Sequence[Argument], keep: Sequence[object] = ()
+    ) -> Launch:
+        """A launch with these arguments, of a list with a table or of one formula."""
         most_tiles = most_tiles_by_rows(ops, view, self._tile, self._tile)
 
         def grid_for(tokens: int) -> int:
             return max(self._least, min(most_tiles(tokens), self._most))
 
         bound = self._kernel.bound(
-            [problem_bytes(ops, table, view), *more],
+            given,
             grid=grid_for(view.m),
             threads=self._threads,
             shared=self._shared,
@@ -69,4 +82,8 @@ class Generic:
 
     def bind(self, ops: Operands) -> Launch:
         """Lays out the arguments of one problem."""
-        return self._blocks.bound(ops)
+        if ops.fused is None:
+            return self._blocks.bound(ops)
+        table, view = table_with_preacts(ops), view_of_tokens(ops)
+        plain = ops if ops.fused.gate is None else replace(ops, spec=replace(ops.spec, activation=None))
+        return self._blocks.bound_as(ops, table, view, [(problem_bytes(plain, table, view), fused_bytes(ops))])

@@ -12,10 +12,12 @@ import torch
 from multigemm.backend import Launch, Recipe
 from multigemm.backends.cupy import (
     choice,
+    fused,
     generic,
     hopper,
     hopper_fp8,
     hopper_shift_b,
+    hopper_weights,
     quantised,
     small,
     small_list,
@@ -26,6 +28,7 @@ from multigemm.backends.cupy.build import Source, load_all
 from multigemm.backends.cupy.config import Config
 from multigemm.cuda.device import index_of
 from multigemm.errors import InvalidSetting
+from multigemm.planning.fused import kernel_text, products_spec
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
 
@@ -54,11 +57,13 @@ KERNELS: dict[str, KernelFamily] = {
     "generic": KernelFamily(generic.sources, generic.Generic),
     "quantised": KernelFamily(quantised.sources, quantised.Quantised),
     "hopper_fp8": KernelFamily(hopper_fp8.sources, hopper_fp8.HopperFp8),
+    "hopper_weights": KernelFamily(hopper_weights.sources, hopper_weights.HopperWeights),
 }
 
 
 def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
     """Compiles and loads what `spec` needs; sizes, strides and addresses come in at `bind`."""
+    given, spec = spec, products_spec(spec)
     index = index_of(device)
     capability = torch.cuda.get_device_capability(index)
     if config == choice.heuristic(spec, capability):
@@ -67,7 +72,8 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
         raise InvalidSetting(f"{config} cannot run {spec}{_obstacle(config, spec, capability)}")
     load_all(KERNELS[config.kernel].sources(spec, config), index)
     name = "packed+hopper" if config.kernel == "packed" else config.kernel
-    return Recipe(name, config, KERNELS[config.kernel].loaded(spec, config, index).bind, why(spec, config))
+    bind = fused.summed(given, KERNELS[config.kernel].loaded(spec, config, index).bind, index)
+    return Recipe(kernel_text(name, given), config, bind, why(spec, config))
 
 
 def _obstacle(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> str:
@@ -90,8 +96,11 @@ def _load_layout(spec: ProblemSpec, capability: tuple[int, int], index: int) -> 
 
 def why(spec: ProblemSpec, config: Config) -> str:
     """What the kernel is good for, and why not the fastest one."""
-    fastest = support.fp8_reasons if spec.quantised else support.hopper_reasons
-    obstacle = "; ".join(fastest(spec)) or "chosen by config"
+    fastest = {"float8": support.fp8_reasons, "weights": support.weights_reasons}.get(
+        spec.quantised, support.hopper_reasons
+    )
+    fused_parts = [] if spec.fused is None else ["rows picked by index, a gate, preact_out or row_scale"]
+    obstacle = "; ".join(fused_parts + fastest(spec)) or "chosen by config"
     if config.kernel == "hopper_shift_b" and support.weights_of(spec).wide:
         obstacle += "; by the generic kernel where groups of 2^31 elements lie no whole number of lines apart"
     what = {
@@ -101,6 +110,7 @@ def why(spec: ProblemSpec, config: Config) -> str:
         "small_list": "one thread block per tile, laid out by the host",
         "small": "one thread block per tile, without a schedule",
         "hopper_fp8": "TMA and wgmma of float8, sums promoted every 128 of k",
+        "hopper_weights": "TMA and wgmma, codes become numbers in registers",
         "quantised": f"any quantised operands, exact in tf32 ({obstacle})",
         "generic": f"any strides, alignment and size ({obstacle})",
     }[config.kernel]

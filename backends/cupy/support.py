@@ -13,9 +13,11 @@ from typing import Literal
 import torch
 
 from multigemm.backend import Availability, fused_reasons, quantised_reasons
+from multigemm.planning.fused import KEYWORDS
 from multigemm.problem.spec import HALVES, INPUT_DTYPES, OperandSpec, Order, ProblemSpec
 
 OLDEST = (8, 0)
+E8M0 = torch.float8_e8m0fnu
 RESULTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32)
 INSTALL = "pip install cupy-cuda13x  (cupy-cuda12x for CUDA 12)"
 MAX_GROUPS = 960
@@ -46,7 +48,8 @@ def availability() -> Availability:
 
 def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     """Every reason against this problem on this device; none means that it runs."""
-    if reasons := quantised_reasons(spec, takes=("float8", "weights")) + fused_reasons(spec):
+    takes = ("combine", "out_rows") if spec.quantised else KEYWORDS
+    if reasons := quantised_reasons(spec, takes=("float8", "weights")) + fused_reasons(spec, takes):
         return reasons
     reasons = []
     if device.type != "cuda":
@@ -148,6 +151,36 @@ def fp8_reasons(spec: ProblemSpec) -> list[str]:
         reasons.append(f"{spec.groups} groups: its schedule holds 1 to {MAX_GROUPS}")
     if spec.form in ("jagged_k", "per_group"):
         reasons.append(f"the form {spec.form}: it takes jagged m, jagged n, batched and masked")
+    if spec.form == "masked" and spec.out.order == "col":
+        reasons.append("a masked result stored by columns")
+    return reasons
+
+
+def folds_scales(spec: ProblemSpec) -> bool:
+    """Whether scales along k multiply the weights themselves, exactly: powers of two under bfloat16."""
+    scale = spec.b.scale
+    return scale is not None and bool(scale.k) and scale.dtype is E8M0 and spec.compute is torch.bfloat16
+
+
+def weights_reasons(spec: ProblemSpec) -> list[str]:
+    """Why the Hopper kernel for quantised weights cannot run a spec; the one for any quantised operands can."""
+    reasons = [] if spec.quantised == "weights" else [f"{spec.a.dtype} x {spec.b.dtype}: it takes quantised weights"]
+    for name, operand, order in (("a", spec.a, "row"), ("b", spec.b, "col")):
+        if operand.order != order or operand.align < 16 or not operand.dense:
+            reasons.append(
+                f"{name} is {operand.order}, aligned to {operand.align} bytes: TMA and wgmma need contiguous k and 16"
+            )
+    scale = spec.b.scale
+    if scale is not None and scale.k not in (0, 32, 64, 128):
+        reasons.append("scale_b covers unlike parts of k")
+    if scale is not None and scale.align < scale.dtype.itemsize:
+        reasons.append(f"scale_b in {scale.dtype}, aligned to {scale.align} bytes")
+    if spec.groups > MAX_GROUPS or spec.groups == 0:
+        reasons.append(f"{spec.groups} groups: its schedule holds 1 to {MAX_GROUPS}")
+    if spec.form not in ("jagged_m", "batched", "masked") or is_swapped(spec):
+        reasons.append(
+            f"the form {spec.form}, result by {spec.out.order}: it takes jagged m, batched and masked by rows"
+        )
     if spec.form == "masked" and spec.out.order == "col":
         reasons.append("a masked result stored by columns")
     return reasons

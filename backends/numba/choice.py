@@ -36,6 +36,7 @@ from multigemm.backends.numba.config import (
 )
 from multigemm.backends.numba.support import capability_of, hopper_obstacle, mma_obstacle
 from multigemm.cuda.summation import difference
+from multigemm.planning.fused_steps import product_spec, taken_in_steps
 from multigemm.planning.tiles import TileCost, longest_time, typical_extent
 from multigemm.problem.spec import ProblemSpec
 
@@ -67,6 +68,8 @@ STATIC_SHARED = 48 * 1024
 
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
     """Configs that are right for this spec; the first is the heuristic's choice."""
+    if taken_in_steps(spec):
+        spec = product_spec(spec)
     return [config for config in _ranked(spec, device) if not variance(config, spec, device)]
 
 

@@ -45,6 +45,7 @@ from multigemm.cuda.arguments import DeviceFields, Fields, join, words
 from multigemm.cuda.device import index_of, processors, to_device
 from multigemm.cuda.launch import NOTHING, Kernel, without_move
 from multigemm.errors import InvalidSetting
+from multigemm.planning.fused_steps import plan_in_steps, product_spec, taken_in_steps
 from multigemm.planning.operands import Operands, view_of
 from multigemm.planning.tiles import most_tiles_by_rows
 from multigemm.problem.spec import ProblemSpec
@@ -73,6 +74,8 @@ def kernel_of(config: Config, signature: Signature | QuantisedSignature, index: 
 
 def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
     """The recipe for a spec: compiles (or loads) the kernel now, binds later."""
+    if taken_in_steps(spec):
+        return plan_in_steps(spec, plan(product_spec(spec), config, device), index_of(device))
     if reason := problem_with(config, spec, device):
         raise InvalidSetting(f"{config} cannot run this problem: {reason}")
     bind: Bind

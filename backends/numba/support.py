@@ -12,8 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from multigemm.backend import Availability, fused_reasons, quantised_reasons
+from multigemm.backend import Availability, quantised_reasons
 from multigemm.backends.numba.config import a_inner_jagged, b_inner_jagged
+from multigemm.planning.fused_steps import fused_reasons_in_steps, product_spec, taken_in_steps
 from multigemm.problem.spec import ProblemSpec
 from multigemm.settings import settings
 
@@ -86,8 +87,12 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     """Every reason against this problem on this device; empty when it runs."""
-    if reasons := quantised_reasons(spec, takes=("float8", "weights")) + fused_reasons(spec):
+    if reasons := quantised_reasons(spec, takes=("float8", "weights")) + fused_reasons_in_steps(spec):
         return reasons
+    if taken_in_steps(spec):
+        if device.type == "cpu":
+            return ["fused keywords in Numba's simulator: the steps round a product are kernels for a GPU; use 'cpu'"]
+        return not_supported_reasons(product_spec(spec), device)
     if settings().emulate:
         if device.type != "cpu":
             return [f"operands on {device}, but MULTIGEMM_EMULATE=1 runs CPU tensors only; unset it to use the GPU"]

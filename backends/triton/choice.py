@@ -15,7 +15,7 @@ tile's start and end as long as ENDS elements of K.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 
@@ -33,17 +33,20 @@ from multigemm.backends.triton.config import (
     is_tf32,
     mappable,
     problem_with,
-    products_spec,
     shared_memory,
     variance,
 )
 from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
-from multigemm.problem.spec import MIXED, ProblemSpec
+from multigemm.planning.fused import products_spec
+from multigemm.planning.fused_steps import product_spec, steps_reasons
+from multigemm.problem.spec import MIXED, FusedSpec, ProblemSpec
 
 BRIEF_US = 50.0
 """Below that, programs take so few tiles that the balance of drawing them from a counter is not worth its end."""
 UNCOPIED_ROWS = {256: 1024, 128: 256}
 """Rows per group up to which a copy of unaligned weights takes longer than tiles of that height that shift them."""
+FEW_ROWS_OF_A_GATE = 16
+"""Rows per group up to which a gate's tile is as low as tiles are."""
 CHEAP_TO_COPY = 4 << 20
 """Elements of weights up to which a copy of them costs less than the slower products: it never leaves the L2 cache."""
 DEEP = 2048
@@ -462,11 +465,22 @@ def _roomy(spec: ProblemSpec) -> bool:
 
 
 def fused_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> list[Config]:
-    """Valid configs of the kernel of fused products, the best guess first: those of plain products of as many columns.
-    None of them was measured. A large tile reads picked rows half as often."""
+    """Valid configs of the kernel of fused products, and of a plain product among steps, the best guess first.
+
+    Measured on an H200 (us, layers of Qwen3-30B and Mixtral, 4096 tokens, bfloat16):
+    * Many rows: the warp-specialised kernel makes up for the steps round it. Rows picked in front of a plain product:
+      255 and 1234, in the fused kernel 301 and 1920; gradients of weights: 427 and 2518, fused 1836 and 9834. A gate
+      that leaves registers for 128 x 256 products is the exception: 450 fused at K = 2048, 439 as three calls.
+    * Few rows: tiles of 16 rows and 64 columns, of which a gate makes 32: 203 for Qwen3's 64 tokens, of 32 x 32: 271.
+    """
     plain = pointer_candidates(spec, capability)
+    if cast(FusedSpec, spec.fused).layout and typical_rows(spec) <= FEW_ROWS_OF_A_GATE:
+        plain.sort(key=lambda x: (x.block_n < 64, x.block_m))
     # addresses of picked rows leave no registers for steps of 128 that bring 64 columns
     plain = [replace(x, block_k=64, stages=6) if x.block_k > 64 and x.block_n > 32 else x for x in plain]
+    many = spec.jagged == "k" or typical_rows(spec) > 96
+    steps = hopper_candidates(product_spec(spec))[:4] if capability[0] == 9 and not steps_reasons(spec) else []
+    plain = [*steps, *plain] if many else [*plain, *steps[:1]]
     if spec.compute.itemsize == 2 and capability[0] == 9 and typical_rows(spec) > 96 and _roomy(spec):
         large = Config(block_m=128, block_n=256, block_k=64, warps=8, stages=3, programs=1)
         plain = [large, *plain] if tiles_in(large, spec) >= PROCESSORS else [*plain, large]

@@ -6,15 +6,17 @@ filtered by it and a config given by hand is held to it too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 
 from multigemm.backends.triton.build import triton_version
 from multigemm.cuda.summation import ALIKE, INTEGERS, Summation, difference
-from multigemm.problem.spec import MIXED, OperandSpec, ProblemSpec, classify_fresh
+from multigemm.planning.fused import columns_of, products_spec
+from multigemm.planning.fused_steps import needs_finish, product_spec, steps_reasons
+from multigemm.problem.spec import MIXED, OperandSpec, ProblemSpec
 
 SHARED_LIMIT = 227 * 1024
 STRIP = 64
@@ -47,23 +49,6 @@ class Config:
     order: Literal["dealt", "drawn"] = "drawn"
     splits: int = 1
     shift_b: bool = False
-
-
-def columns_of(spec: ProblemSpec, n: int) -> int:
-    """Columns of the result of products of n columns, of which a gate joins two."""
-    return n // 2 if spec.fused is not None and spec.fused.layout else n
-
-
-def products_spec(spec: ProblemSpec) -> ProblemSpec:
-    """The spec of the products, which a config is for: where rows of the result are sums of rows, that of the rows, in
-    the operands' dtype. Scaled float8 has rows of bfloat16."""
-    fused = spec.fused
-    if fused is None or not fused.scatters:
-        return spec
-    rest = replace(fused, combine=None, weights=None, terms=0, out_rows=None, rows=0)
-    narrow = torch.bfloat16 if spec.compute.itemsize == 1 else spec.compute
-    rows = classify_fresh(narrow, [(max(spec.total, 2), columns_of(spec, cast(int, spec.n)))])
-    return replace(spec, fused=rest if rest.keywords else None, out=rows, c=None, zero_unowned=False)
 
 
 def shared_bytes(config: Config, spec: ProblemSpec) -> int:
@@ -125,6 +110,8 @@ def shared_memory(config: Config, spec: ProblemSpec) -> int:
         return quantised_shared(config, spec)
     if config.kernel != "hopper":
         return shared_bytes(config, spec)
+    if spec.fused is not None:
+        spec = product_spec(products_spec(spec))
     return list_shared(config, spec) if spec.form == "per_group" else hopper_shared(config, spec)
 
 
@@ -367,7 +354,11 @@ def value_problem(config: Config) -> str:
 
 
 def fused_problem(config: Config, spec: ProblemSpec) -> str:
-    """Why no kernel of fused products has this config, or ''."""
+    """Why no kernel of fused products has this config, or ''. The warp-specialised one forms a product among steps."""
+    if config.kernel == "hopper":
+        if spec.batch_invariant and needs_finish(spec):
+            return "batch_invariant=True: a gate in a step of its own rounds unlike one inside of kernel='pointer'"
+        return "; ".join(steps_reasons(spec)) or problem_with(config, product_spec(spec))
     if config.kernel != "pointer" or config.splits != 1:
         return (
             f"kernel={config.kernel!r}, splits={config.splits}: picked rows, gates, preact_out and row_scale are parts "
@@ -383,7 +374,7 @@ def problem_with(config: Config, spec: ProblemSpec) -> str:
     if reason := value_problem(config):
         return reason
     spec = products_spec(spec)
-    if spec.fused is not None and (reason := fused_problem(config, spec)):
+    if spec.fused is not None and ((reason := fused_problem(config, spec)) or config.kernel == "hopper"):
         return reason
     if bool(spec.quantised) != (config.kernel == "quantised"):
         held = "quantised" if spec.quantised else "plain"

@@ -18,7 +18,6 @@ from torch import Tensor
 from multigemm.backend import Launch
 from multigemm.backends.triton.config import Config
 from multigemm.backends.triton.fused import (
-    bind_sums,
     fused_constants,
     fused_numbers,
     fused_tensors,
@@ -26,9 +25,12 @@ from multigemm.backends.triton.fused import (
     most_tiles,
     result_tile,
     sum_constants,
+    sum_grid,
+    sum_numbers,
+    sum_operands,
     sum_types,
     table_of,
-    view_of_tokens,
+    view_of_result,
 )
 from multigemm.backends.triton.generic import (
     CHUNK,
@@ -61,6 +63,7 @@ from multigemm.backends.triton.quantised import (
     scale_strides,
     scale_table,
 )
+from multigemm.planning.fused import bind_sums
 from multigemm.planning.operands import ABSENT, NO_VIEW, Operands, group_table, packed, view_of
 from multigemm.planning.tiles import most_tiles_by_rows
 
@@ -179,7 +182,7 @@ def _bind_fused(ops: Operands, config: Config) -> Launch:
     from multigemm.backends.triton.kernels.schedule import write_prefix
 
     spec, kernel, count = ops.spec, cast(Any, fused_kernel), cast(Any, write_prefix)
-    shape, types = view_of_tokens(ops), fused_types(spec)
+    shape, types = view_of_result(ops), fused_types(spec)
     options = {**fused_constants(spec, config, chunk_of(spec, config)), "INTERPRETED": True}
     options["ACC"] = getattr(tl, options["ACC"].removeprefix("tl."))
     tensors = _tensors(ops, table_of(ops) if spec.form == "per_group" else None)
@@ -196,7 +199,7 @@ def _bind_fused(ops: Operands, config: Config) -> Launch:
     return launch
 
 
-def _bind_sum(ops: Operands, tensors: dict[str, Tensor | None], values: list[int], grid: int) -> Launch:
+def _bind_sum(ops: Operands, rows: Tensor, index: Tensor, order: Tensor | None) -> Launch:
     """Interprets the kernel that sums rows."""
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.language as tl
@@ -207,7 +210,8 @@ def _bind_sum(ops: Operands, tensors: dict[str, Tensor | None], values: list[int
     options = {**sum_constants(ops.spec, sums), "INTERPRETED": True}
     options["ACC"] = getattr(tl, options["ACC"].removeprefix("tl."))
     types = sum_types(ops.spec, sums)
-    given = {**tensors, "ends": group_sizes(ops, sums)}
+    values, grid = sum_numbers(ops, rows.shape[0]), sum_grid(ops.spec, ops)
+    given = {**sum_operands(ops, rows, index, order), "ends": group_sizes(ops, sums)}
     found = [_absent(types[name]) if x is None else x for name, x in given.items()]
     return lambda: kernel[(grid,)](*found, *values, **options)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from multigemm.backend import Launch, Recipe
 from multigemm.backends.triton.build import KernelSource, compile_all, load
-from multigemm.backends.triton.config import Config, columns_of, products_spec
+from multigemm.backends.triton.config import Config
 from multigemm.backends.triton.generic import (
     ACCUMULATORS,
     CHUNK,
@@ -37,14 +37,23 @@ from multigemm.backends.triton.generic import (
     uniform,
 )
 from multigemm.cuda.device import processors, to_device
-from multigemm.cuda.launch import NOTHING, in_turn, without_move
-from multigemm.planning.operands import ABSENT, NO_VIEW, TABLE, Operands, Packed, group_table, packed, strides_of
+from multigemm.cuda.launch import in_turn, without_move
+from multigemm.planning.fused import bind_sums, columns_of, kernel_text, products_spec, view_of_tokens
+from multigemm.planning.fused_steps import plan_in_steps, product_spec
+from multigemm.planning.operands import (
+    ABSENT,
+    NO_VIEW,
+    TABLE,
+    Operands,
+    Packed,
+    address_of,
+    group_table,
+    strides_of,
+)
 from multigemm.planning.tiles import list_tiles, most_packed_tiles, tiles_of
-from multigemm.problem.fused import Fused, Index
+from multigemm.problem.fused import Fused
 from multigemm.problem.spec import FusedSpec, OperandSpec, ProblemSpec
 
-KEYWORDS = ("a_rows", "b_rows", "preact_out", "row_scale", "combine", "out_rows", "gate")
-"""All of `FusedSpec.keywords`."""
 PREACT, PREACT_ROW = 17, 18
 """Columns of a list's table that its products leave free."""
 NOT_HERE = ("MULTIPLE", "SPLITS", "INTERPRETED")
@@ -60,42 +69,23 @@ def bits(x: float) -> int:
     return int(np.float64(x).view(np.int64))
 
 
-# --- the products of a problem -----------------------------------------------------------------------
+# --- the kernel of products ---------------------------------------------------------------------------
 
 
-def _products(ops: Operands, spec: ProblemSpec) -> Operands:
-    """The problem that makes the rows, in memory of its own."""
-    fused = cast(Fused, ops.fused)
-    rest = replace(fused, combine=None, weights=None, out_rows=None, rows=None) if spec.fused else None
-    tokens = view_of_tokens(ops).m
-    rows = torch.empty((tokens, cast(Tensor, ops.out).shape[1]), dtype=spec.out.dtype, device=ops.device)
-    return replace(ops, spec=spec, fused=rest, out=rows, c=None, beta=0.0)
-
-
-def view_of_tokens(ops: Operands) -> Packed:
-    """The formula of a problem: extents are those of tokens, which indices may pick from fewer or more rows, and n is
-    that of the result. Of a list `NO_VIEW`."""
-    if ops.spec.form == "per_group":
-        return NO_VIEW
-    shape, fused = packed(ops), cast(Fused, ops.fused)
-    extents: dict[str, Any] = {"n": columns_of(ops.spec, shape.n)}
-    for rows in (fused.a_rows, fused.b_rows):
-        if rows is not None:
-            extents[cast(str, ops.spec.jagged)] = rows.values.shape[0]
-    return replace(shape, **extents)
+def view_of_result(ops: Operands) -> Packed:
+    """The formula of a problem: extents are those of tokens, and n is that of the result. Of a list `NO_VIEW`."""
+    shape = view_of_tokens(ops)
+    return shape if shape is NO_VIEW else replace(shape, n=columns_of(ops.spec, shape.n))
 
 
 def table_of(ops: Operands) -> npt.NDArray[np.int64]:
-    """A row for each product of a list, as `view_of_tokens` has the extents."""
+    """A row for each product of a list, as `view_of_result` has the extents."""
     table = group_table(ops)
     table[:, TABLE.N] = [columns_of(ops.spec, n) for n in table[:, TABLE.N]]
     for g, preact in enumerate(cast(Fused, ops.fused).preacts()):
         s = strides_of(preact)
         table[g, PREACT], table[g, PREACT_ROW], table[g, PREACT_ROW + 1] = s.ptr, s.row, s.col
     return table
-
-
-# --- the kernel of products ---------------------------------------------------------------------------
 
 
 def _preact_of(spec: ProblemSpec) -> OperandSpec:
@@ -218,20 +208,21 @@ class FusedPlan:
 
     def bind(self, ops: Operands) -> Launch:
         """Lays out the arguments of one problem; the tiles of many groups are counted before."""
-        shape, groups, listed = view_of_tokens(ops), ops.spec.groups, ops.spec.form == "per_group"
+        shape, groups, listed = view_of_result(ops), ops.spec.groups, ops.spec.form == "per_group"
         table = to_device(table_of(ops), ops.device) if listed else None
         prefix = None if self._count is None else torch.empty(groups, dtype=torch.int32, device=ops.device)
         sizes = 0 if listed else sizes_address(ops, sums_sizes(ops.spec))
         at, counted = (0 if x is None else x.data_ptr() for x in (table, prefix))
         grid = programs(most_tiles(ops, shape, self._config), self._config, processors(self._index))
-        own = (0 if x is None else x.data_ptr() for x in fused_tensors(ops).values())
+        own = (address_of(x, name) for name, x in fused_tensors(ops).items())
         data = [shape.a.ptr, shape.b.ptr, (shape.c or ABSENT).ptr, shape.out.ptr, (shape.bias or ABSENT).ptr, sizes, at,
                 counted, *own]  # fmt: skip
-        launch = without_move(self._main.bound([*data, *fused_numbers(ops, shape)], grid, (table, prefix)))
+        main = self._main.bound([*data, *fused_numbers(ops, shape)], grid, (table, prefix))
         if self._count is None:
-            return launch
+            return without_move(main) if listed else main
         values = [counted, sizes, at, shape.m, shape.n, groups, int(ops.head)]
-        return in_turn([without_move(self._count.bound(values, 1, (table, prefix))), launch])
+        count = self._count.bound(values, 1, (table, prefix))
+        return in_turn([without_move(count), without_move(main)] if listed else [count, main])
 
 
 # --- sums of rows -------------------------------------------------------------------------------------
@@ -289,14 +280,6 @@ def sum_source(spec: ProblemSpec, sums: bool) -> KernelSource:
     )
 
 
-def sort_step(places: Tensor) -> tuple[Tensor, Tensor, Launch]:
-    """Places in order, who goes there, and the launch that sorts them anew; equal places keep the order of rows."""
-    ordered, order = torch.empty_like(places), torch.empty(places.shape, dtype=torch.int64, device=places.device)
-    if not places.numel():
-        return ordered, order, NOTHING
-    return ordered, order, lambda: torch.sort(places, stable=True, out=(ordered, order))
-
-
 def sum_operands(ops: Operands, rows: Tensor, index: Tensor, order: Tensor | None) -> dict[str, Tensor | None]:
     """The tensors that a sum of rows reads and writes, but for what cuts the groups."""
     c = cast("Tensor | None", ops.c)
@@ -318,39 +301,6 @@ def sum_grid(spec: ProblemSpec, ops: Operands) -> int:
     return rows * tiles_of(columns, cast(int, sum_constants(spec, False)["BLOCK"]))
 
 
-SumLaunch = Callable[[Operands, dict[str, "Tensor | None"], list[int], int], Launch]
-"""Binds a sum of rows: the problem, the tensors, the numbers, the grid."""
-
-
-class _Summed:
-    """Launches in turn, which share the memory of the rows."""
-
-    def __init__(self, steps: list[Launch], *keep: Tensor | None) -> None:
-        self._launch, self._keep = in_turn(steps), keep
-
-    def __call__(self) -> None:
-        self._launch()
-
-    def workspace_bytes(self) -> int:
-        """Device memory that it owns."""
-        return sum(x.nbytes for x in self._keep if x is not None)
-
-
-def bind_sums(ops: Operands, products: Callable[[Operands], Launch], bind_sum: SumLaunch) -> Launch:
-    """The launch of the products, and of the sums behind it; neither of one that has no elements."""
-    fused, inner = cast(Fused, ops.fused), _products(ops, products_spec(ops.spec))
-    rows = cast(Tensor, inner.out)
-    index, order = cast(Index, fused.combine or fused.out_rows).values, None
-    steps = [products(inner)] if rows.numel() else []
-    if cast(Tensor, ops.out).numel():
-        if fused.out_rows is not None:
-            index, order, sort = sort_step(index)
-            steps.append(sort)
-        tensors = sum_operands(ops, rows, index, order)
-        steps.append(bind_sum(ops, tensors, sum_numbers(ops, rows.shape[0]), sum_grid(ops.spec, ops)))
-    return _Summed(steps, rows, *(() if order is None else (index, order)))
-
-
 class SumPlan:
     """The kernel that sums rows, behind a recipe that makes them."""
 
@@ -365,35 +315,21 @@ class SumPlan:
         """Lays out the arguments of one problem."""
         return bind_sums(ops, self._inner.bind, self._bind_sum)
 
-    def _bind_sum(self, ops: Operands, tensors: dict[str, Tensor | None], values: list[int], grid: int) -> Launch:
-        data = {name: 0 if x is None else x.data_ptr() for name, x in tensors.items()}
-        data["ends"] = sizes_address(ops, self._sums)
-        return without_move(self._kernel.bound([*data.values(), *values], grid))
-
-
-def inside_text(spec: ProblemSpec) -> str:
-    """What the kernel of products does beside them."""
-    fused = cast(FusedSpec, spec.fused)
-    parts = {
-        "gather": fused.a_rows or fused.b_rows,
-        "gate": fused.layout,
-        "preact_out": fused.preact,
-        "row_scale": fused.row_scale,
-    }
-    return ", ".join(name for name, asked in parts.items() if asked)
-
-
-def kernel_text(kernel: str, spec: ProblemSpec) -> str:
-    """The name of the kernel of products, with what it does beside them and what is launched behind it."""
-    fused = spec.fused
-    inside = "" if fused is None else inside_text(spec)
-    behind = [] if fused is None or not fused.scatters else ["sort"] * (fused.out_rows is not None) + ["sum of rows"]
-    return ", then ".join([f"{kernel} with {inside}" if inside else kernel, *behind])
+    def _bind_sum(self, ops: Operands, rows: Tensor, index: Tensor, order: Tensor | None) -> Launch:
+        tensors = sum_operands(ops, rows, index, order)
+        data = {name: address_of(x, name, rows) for name, x in tensors.items() if name != "order"}
+        data |= {"ends": sizes_address(ops, self._sums), "order": 0}
+        keep: tuple[object, ...] = ()
+        if order is not None:  # sorted anew by each launch, in memory of its own
+            data, keep = data | {"index": index.data_ptr(), "order": order.data_ptr()}, (index, order)
+        return self._kernel.bound([*data.values(), *sum_numbers(ops, rows.shape[0])], sum_grid(ops.spec, ops), keep)
 
 
 def plan_fused(spec: ProblemSpec, config: Config, index: int, why: str, plan: Callable[..., Recipe]) -> Recipe:
     """Compiles (or loads) the kernels of a fused problem; `plan` makes the recipe of plain products."""
     products = products_spec(spec)
+    if products.fused is not None and config.kernel == "hopper":
+        return plan_in_steps(spec, plan(product_spec(spec), config, index, why), index)
     if products.fused is None:
         inner = plan(products, config, index, why)
     else:

@@ -12,7 +12,7 @@ import torch
 from multigemm.backend import Availability, fused_reasons, quantised_reasons
 from multigemm.backends.triton.build import triton_version
 from multigemm.backends.triton.config import one_instruction
-from multigemm.backends.triton.fused import KEYWORDS
+from multigemm.planning.fused import KEYWORDS
 from multigemm.problem.spec import MIXED, ProblemSpec
 from multigemm.settings import settings
 

@@ -14,7 +14,7 @@ import torch
 
 from multigemm import fleet as places
 from multigemm import interrupts
-from multigemm.bench import fleet, machine, own, page, plots, reports, table
+from multigemm.bench import fleet, machine, own, page, plots, ranks, reports, table
 from multigemm.bench.compare import compare
 from multigemm.bench.entries import Entry, backend_entries, ceiling_entry
 from multigemm.bench.operands import Tensors, make
@@ -64,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pages = commands.add_parser("embed", help="draw the tables of Markdown pages anew from the reports that they name")
     pages.add_argument("pages", type=Path, nargs="+", help="Markdown files; run it where their paths begin")
     pages.add_argument("--check", action="store_true", help="change nothing; exit 1 if a page differs from its reports")
+    ranks.add_arguments(commands.add_parser("ranks", help="a layer of experts over many GPUs, under torchrun"))
     commands.add_parser("list")  # what --list does
     parser.set_defaults(began=False)
 
@@ -124,6 +125,8 @@ def main(args: argparse.Namespace) -> int:
         return finish(report, args.report if args.report.is_dir() else args.report.parent)
     if args.bench_command == "embed":
         return table.embed(args.pages, args.check)
+    if args.bench_command == "ranks":
+        return ranks.main(args)
     if args.bench_command == "list" or args.list:
         return _list(parts(args.suite))
     above_zero(args, "reps", "budget_ms", "seconds", "stall")

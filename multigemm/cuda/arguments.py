@@ -23,8 +23,12 @@ from torch import Tensor
 from multigemm.cuda.device import index_of, to_device
 from multigemm.torch_internals import current_raw_stream
 
-OPERANDS = ("a", "b", "out", "c", "bias", "ends", "valid_rows", "sizes", "scale_a", "scale_b", "zero_b")
-"""What may lie elsewhere in a later call, in the order in which `Addresses` hold it."""
+PLAIN_OPERANDS = ("a", "b", "out", "c", "bias", "ends", "valid_rows", "sizes", "scale_a", "scale_b", "zero_b")
+FUSED_OPERANDS = ("a_rows", "b_rows", "preact", "row_scale", "index", "weights")
+"""What a fused problem has beside them; `index` is that of `combine`, or `out_rows`."""
+OPERANDS = (*PLAIN_OPERANDS, *FUSED_OPERANDS, "work")
+"""What may lie elsewhere in a later call, in the order in which `Addresses` hold it; `work` is memory between the
+launches of one call, which a call lends."""
 PLACES = (*OPERANDS, "fields")
 """What an `Address` may belong to: an operand, or the launch's own `DeviceFields`."""
 UNKNOWN = (None,) * len(PLACES)

@@ -159,8 +159,8 @@ class BoundKernel:
     """A launch of a kernel on its device's current stream."""
 
     __slots__ = (
-        "_block", "_call", "_counted", "_fields", "_grid_for", "_handle", "_keep", "_kernel", "_records", "index",
-        "on_capture",
+        "_block", "_call", "_counted", "_fields", "_grid_for", "_handle", "_keep", "_kernel", "_lent", "_records",
+        "index", "on_capture", "work_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -174,6 +174,9 @@ class BoundKernel:
         grid_for: Callable[[int], Grid] | None = None,
     ) -> None:
         self._fields, self._grid_for = fields, grid_for
+        self._lent: torch.Tensor | None = None
+        self.work_bytes = 0
+        """Bytes that whoever moves it lends it, at the address of `work`."""
         self._counted = block.counted or (fields is not None and fields.counted)
         self._kernel, self._block, self.on_capture, self._keep = kernel, block, on_capture, keep
         self._call, self._handle, self.index = library().cuLaunchKernelEx, kernel.handle, kernel.index
@@ -202,9 +205,14 @@ class BoundKernel:
 
     def move(self, addresses: Addresses) -> None:
         """Gives the launch, which comes next on this thread's current stream, other addresses of its operands."""
+        self._lent = None
         if self._fields is not None:
             addresses = (*addresses, self._fields.follow(addresses))
         self._block.move(addresses)
+
+    def lend(self, memory: torch.Tensor) -> None:
+        """Keeps the memory at the address of `work` until the launch moves: whoever moves it lends as much."""
+        self._lent, self.work_bytes = memory, memory.nbytes
 
     def can_resize(self, before: int, after: int) -> bool:
         """Whether `resize` gives the launch that a bind for another number of tokens would give."""
@@ -236,7 +244,7 @@ class BoundKernel:
         return self._block.stays_behind(spans) or (self._fields is not None and self._fields.stays_behind(spans))
 
     def workspace_bytes(self) -> int:
-        """Device memory that it owns."""
+        """Device memory that it owns, without what it is lent."""
         own = sum(x.nbytes for x in self._keep if isinstance(x, torch.Tensor))
         return own + (0 if self._fields is None else self._fields.nbytes)
 
@@ -301,6 +309,11 @@ class LaunchSequence(_Steps):
         """Makes every launch one for another number of tokens."""
         for step in self._steps:
             step.resize(before, after, regrid)
+
+    @property
+    def work_bytes(self) -> int:
+        """Bytes that whoever moves the launches lends them, at the address of `work`."""
+        return max((step.work_bytes for step in self._steps if hasattr(step, "work_bytes")), default=0)
 
     def workspace_bytes(self) -> int:
         """Device memory that the launches own; what they share counts more than once."""

@@ -22,7 +22,7 @@ from multigemm.errors import LibraryError
 SIZE = 128
 BLANK = fields(bytes(SIZE), ())
 """The map of an operand through which nothing is loaded."""
-NO_SWIZZLE, SWIZZLE_128B, PROMOTION_256B, ZERO_FILL = 0, 3, 3, 0
+NO_SWIZZLE, SWIZZLE_64B, SWIZZLE_128B, PROMOTION_256B, ZERO_FILL = 0, 2, 3, 3, 0
 TYPES = {
     torch.uint8: 0, torch.int32: 3, torch.int64: 5, torch.float16: 6, torch.float32: 7, torch.float64: 8,
     torch.bfloat16: 9,

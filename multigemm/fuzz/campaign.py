@@ -27,7 +27,7 @@ from typing import Any
 from multigemm import fleet, interrupts
 from multigemm.fuzz.plan import Batch, Failure, Options, Summary, Tally, WorkQueue
 from multigemm.fuzz.shrink import shrink
-from multigemm.fuzz.worker import LOST_CONTEXT, Position, drawn, trial, with_all_configs
+from multigemm.fuzz.worker import LOST_CONTEXT, Position, drawn, trial, with_required
 from multigemm.fuzz.worker import main as worker_main
 from multigemm.testing import corpus
 from multigemm.testing.case import Case
@@ -42,7 +42,8 @@ ALONE_SECONDS = 120.0
 SHRINK_ALONE_SECONDS = 60.0
 Progress = Callable[[Tally, float], None]
 """Told the counts so far and the seconds since the start."""
-_context = mp.get_context("spawn")
+_context = mp.get_context("forkserver")
+"""Workers are forked from a process that has imported what they need, and never opened a device."""
 
 
 @dataclass(slots=True)
@@ -233,9 +234,10 @@ def run(options: Options, progress: Progress | None = None) -> Summary:
     """Runs a campaign to its end, or to Ctrl-C: the summary of what was checked until then says so."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")  # for the workers: one core each
+    _context.set_forkserver_preload(["multigemm.fuzz.worker"])
     summary = Summary(options, Tally(), 0.0)
     try:
-        summary.options = options = with_all_configs(options)
+        summary.options = options = with_required(options)
         campaign = Campaign(options)
         summary.tally, summary.notes = campaign.total, campaign.notes
         try:

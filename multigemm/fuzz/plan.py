@@ -27,9 +27,10 @@ class Options:
     over the kinds one for each, `turns` different ones at most, so that all come up); `deep` runs the
     expensive oracles on one problem in so many. `kinds` draws all problems from so many kinds (form,
     dtypes, layouts, epilogue; 0: without limit), `burst` of one in a row, so that compiled kernels are
-    used more than once; `carriers` are those of them that were added for the sake of a config. One
+    used more than once; `carriers` are those of them that were added for the sake of a config. Without
+    kinds, `begin_with` are the first problems, which show every required class. One
     problem in `large` may have 16 times the work, one in `quantised` has quantised operands (0: none),
-    one in `fused` is a problem of `fused_problems` in place of the one that would be drawn (0: none).
+    one in `fused` picks rows, has a gate, weights or sums of rows (0: none).
     Workers take `devices` in turn, or all `device` where none is named."""
 
     backends: tuple[str, ...]
@@ -55,13 +56,19 @@ class Options:
     corpus: str = ""
     shrink_seconds: float = 20.0
     carriers: tuple[Case, ...] = ()
+    begin_with: tuple[Case, ...] = ()
 
     @property
     def limits(self) -> Limits:
         return Limits(
             work=self.work, groups=self.groups, forms=self.forms, dtypes=self.dtypes, longest=self.longest,
-            quantised=self.quantised,
+            quantised=self.quantised, fused=self.fused,
         )  # fmt: skip
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every form and dtype is drawn."""
+        return set(self.forms) == set(FORMS) and set(self.dtypes) == set(DTYPES)
 
     def at(self, worker: int) -> Options:
         """The campaign as one of its workers sees it: on its own device."""
@@ -158,6 +165,8 @@ class Summary:
     next_seed: int = 0
 
 
+GATE_FROM = 5000
+"""A campaign over everything with at least so many problems must have met every required class."""
 LEAD = 8
 """Batches by which a slot may be ahead of the others where its kernels are loaded: another process takes as long to
 load them as to run a batch or more."""

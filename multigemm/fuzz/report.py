@@ -6,26 +6,23 @@ import math
 from collections import Counter
 from typing import Any
 
-from multigemm.fuzz.plan import Summary, Tally
-from multigemm.problem.spec import FORMS
+from multigemm.fuzz.plan import GATE_FROM, Summary, Tally
 from multigemm.testing.campaigns import versions
 from multigemm.testing.case import Case
 from multigemm.testing.corpus import snippet
-from multigemm.testing.strategies import DTYPES, REQUIRED, REQUIRED_QUANTISED
-
-GATE_FROM = 5000
-"""A campaign over everything with at least so many problems must have met every required class."""
+from multigemm.testing.strategies import required, show_every_class
 
 RHO = "rho: the error of an element over half an ulp plus sqrt(K) u |A||B|; a healthy kernel stays at a few"
 
 
 def missing(summary: Summary) -> list[str]:
-    """Required classes that the campaign did not meet; empty where it was narrowed by its options."""
+    """Required classes that the campaign did not meet; empty where it was narrowed by its options: to few kinds too."""
     options, tally = summary.options, summary.tally
-    whole = set(options.forms) == set(FORMS) and set(options.dtypes) == set(DTYPES)
-    if not whole or tally.problems < GATE_FROM:
+    if not options.is_whole or tally.problems < GATE_FROM:
         return []
-    return sorted((REQUIRED | REQUIRED_QUANTISED if options.quantised else REQUIRED) - set(tally.classes))
+    if options.kinds and not show_every_class(options.limits, options.kinds - len(options.carriers), options.seed):
+        return []
+    return sorted(required(options.limits) - set(tally.classes))
 
 
 def idle(summary: Summary) -> list[str]:
@@ -66,7 +63,7 @@ def to_dict(summary: Summary) -> dict[str, Any]:
         "schema": "multigemm-fuzz-1",
         "versions": versions(),
         "options": {name: getattr(options, name) for name in options.__slots__}
-        | {"carriers": [case.to_dict() for case in options.carriers]},
+        | {name: [case.to_dict() for case in getattr(options, name)] for name in ("carriers", "begin_with")},
         "seconds": round(summary.seconds, 1),
         "problems": tally.problems,
         "checks": dict(sorted(tally.checks.items())),

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
-from multigemm.testing import fused_problems
-from multigemm.testing.case import PLAIN, UNSCALED, Case, Scale
+from multigemm.testing.case import INDICES, NO_ROWS, PLAIN, UNFUSED, UNSCALED, Case, Fused, Scale
 from multigemm.testing.strategies import legal
 
 SIMPLE: dict[str, Any] = {
@@ -89,6 +88,8 @@ def _plainer(case: Case) -> Iterator[Case]:
         yield replace(case, given=False, out=PLAIN)
     if case.quantised:
         yield from _plainer_numbers(case)
+    if case.is_fused:
+        yield from _less_fused(case)
     for name in PLAINER:
         if getattr(case, name) != SIMPLE[name] and not (name == "kind" and case.head):
             yield _changed(case, name, SIMPLE[name])
@@ -119,11 +120,33 @@ def _plainer_numbers(case: Case) -> Iterator[Case]:
         yield from (_changed(case, name, other) for other in plainer if other != scale)
 
 
+def _less_fused(case: Case) -> Iterator[Case]:
+    """Nothing fused; else one index, weight or number of the gate less, or an index that is honest."""
+    fused = case.fused
+    yield replace(case, fused=UNFUSED, activation=None if case.gated else case.activation)
+    for name, value in asdict(UNFUSED).items():
+        if name not in INDICES and getattr(fused, name) != value:
+            yield replace(case, fused=_changed_part(fused, name, value))
+    for name in INDICES:
+        index = getattr(fused, name)
+        simpler_ones = [
+            NO_ROWS,
+            replace(index, how="honest"),
+            replace(index, host=False),
+            replace(index, dtype="int64"),
+        ]
+        simpler_ones += [replace(index, rows=rows) for rows in _smaller(index.rows)]
+        for other in simpler_ones if index.given else ():
+            yield replace(case, fused=_changed_part(fused, name, other))
+
+
+def _changed_part(fused: Fused, name: str, value: Any) -> Fused:
+    changes: dict[str, Any] = {name: value}
+    return replace(fused, **changes)
+
+
 def simpler(case: Case) -> Iterator[Case]:
     """Cases that are simpler in one respect, the boldest first."""
-    if case.fused >= 0:
-        yield from fused_problems.simpler_than(case)
-        return
     for propose in (_fewer_groups, _plainer, _smaller_sizes):
         for candidate in propose(case):
             candidate = legal(candidate)

@@ -18,16 +18,22 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from multigemm.fuzz.plan import Batch, Failure, Options, Tally
+from multigemm.fuzz.plan import GATE_FROM, Batch, Failure, Options, Tally
 from multigemm.fuzz.shrink import shrink
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.arrays import dtype_name
-from multigemm.testing import fused_problems
 from multigemm.testing.case import Case, classes
 from multigemm.testing.deep_oracles import GPU_ORACLES, ORACLES, THREAD_ORACLES, run_oracles
 from multigemm.testing.oracles import Outcome, check, check_case, check_pairs
 from multigemm.testing.placed_case import DeviceCase
-from multigemm.testing.strategies import RandomChooser, keep_divisibility, kinds, random_case, redrawn
+from multigemm.testing.strategies import (
+    RandomChooser,
+    covering,
+    keep_divisibility,
+    kinds,
+    random_case,
+    redrawn,
+)
 from multigemm.testing.subject import Subject, assigned, compile_singly, kinds_for_rare_configs, offered
 
 LOST_CONTEXT = 3
@@ -42,8 +48,11 @@ def _kinds(options: Options) -> list[Case]:
     return [*kinds(options.limits, options.kinds - len(options.carriers), options.seed), *options.carriers]
 
 
-def with_all_configs(options: Options) -> Options:
-    """The campaign with kinds added, so that every config that a backend ships for anything comes up."""
+def with_required(options: Options) -> Options:
+    """The campaign with what must come up: problems that show every required class and, where each kind has a config of
+    its own, kinds for every config that a backend ships for anything."""
+    if not options.kinds and options.is_whole and not 0 < options.examples < GATE_FROM:
+        return replace(options, begin_with=covering(options.limits, options.seed))
     if options.configs != "pinned" or not options.kinds:
         return options
     device = torch.device(options.at(0).device)
@@ -53,8 +62,8 @@ def with_all_configs(options: Options) -> Options:
 
 def drawn(options: Options, number: int) -> Case:
     """The case of a problem number; with `kinds`, one that the kernels compiled for its kind can run."""
-    if options.fused and number % options.fused == options.fused - 1:
-        return Case(fused=options.seed + number)
+    if number < len(options.begin_with):
+        return options.begin_with[number]
     if not options.kinds:
         return random_case(options.seed + number, options.limits_of(number))
     kind = _kinds(options)[options.kind_of(number)]
@@ -178,9 +187,6 @@ class Worker:
         """One problem on every backend."""
         begin = time.perf_counter()
         case = drawn(self.options, number)
-        if case.fused >= 0:
-            self.fused_problem(case, number, alone_from)
-            return
         device_case = DeviceCase.from_case(case, self.device)
         self.tally.problems += alone_from <= 0
         self.tally.classes.update(classes(case) if alone_from <= 0 else ())
@@ -200,31 +206,6 @@ class Worker:
             self.one(case, device_case, name, config, number, outcome)
         ended = time.perf_counter()
         self.tally.spent.update({"build": built - begin, "check": checked - built, "deep": ended - checked})
-
-    def fused_problem(self, case: Case, number: int, alone_from: int) -> None:
-        """One problem of `fused_problems` on each backend in turn, from a position on."""
-        options, slot = self.options, self.options.config_of(number)
-        config = {"pinned": slot, "all": number % 8}.get(options.configs, 0)
-        if alone_from <= 0:
-            self.tally.problems += 1
-            traits = fused_problems.random_problem(case.fused).traits
-            self.tally.classes.update({"fused", *(f"fused {trait}" for trait in traits)})
-        for index, name in enumerate(options.backends):
-            if index < alone_from:
-                continue
-            self.position.alone, self.position.config = index, config
-            self.position.index, self.position.heartbeat = index, int(time.monotonic())
-            subject = self.subject(name, config)
-            outcome = fused_problems.examine(case, subject, self.device)
-            if not outcome.ran:
-                self.tally.refusals.update((name, reason) for reason in outcome.refusals)
-                continue
-            self.tally.checks[name] += 1
-            self.tally.fused_checks[name] += 1
-            self.tally.kernels[name, outcome.kernel] += 1
-            if outcome.findings:
-                self.report(case, name, config, number, outcome, "")
-            self.send()
 
     def together(self, device_case: DeviceCase, chosen: list[tuple[str, int]], number: int) -> list[Outcome]:
         """All subjects at once, then one wait for the device. A lost device ends the process: whose fault
@@ -266,6 +247,7 @@ class Worker:
             deep_checks(device_case, subject, outcome, number // self.options.deep, self.tally)
         self.tally.checks[name] += 1
         self.tally.quantised_checks[name] += case.quantised
+        self.tally.fused_checks[name] += case.is_fused
         self.tally.kernels[name, outcome.kernel] += 1
         self.tally.configs[name, str(outcome.config)] += 1
         if outcome.rho:
@@ -291,8 +273,6 @@ class Worker:
     def fails(self, case: Case, name: str, config: int) -> bool:
         """Whether a simpler case still fails; a case that cannot even be built does not."""
         self.position.heartbeat = int(time.monotonic())
-        if case.fused >= 0:
-            return bool(fused_problems.examine(case, self.subject(name, config), self.device).findings)
         try:
             device_case = DeviceCase.from_case(case, self.device)
         except (ValueError, IndexError, RuntimeError):

@@ -1,8 +1,9 @@
 """Experts on many ranks: rows travel to the rank that holds their expert, and back. Dropless.
 
-Rank r of R holds experts [r*E/R, (r+1)*E/R). A rank sorts its rows by expert, so what goes to one rank
-is one piece; counts travel first, then rows, by torch's functional all-to-all, whose gradient is the
-way back. Between the two sits whatever the caller does to rows that are sorted by local expert.
+Every rank holds ceil(E/R) of E experts, the last ranks fewer or none. A rank sorts its rows by expert, so
+what goes to one rank is one piece; counts travel first, then rows, by torch's functional all-to-all, whose
+gradient is the way back. Between the two sits whatever the caller does to rows that are sorted by local
+expert. Fused experts (fused_parallel.py) exchange tokens instead, once for each rank.
 
 The splits of an uneven all-to-all are host numbers in torch, so each exchange waits for the device
 once, for all counts together. With `chunks` > 1 tokens are cut in pieces. All pieces are sent before
@@ -12,18 +13,20 @@ while others are multiplied; the same holds backwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
+import torch.nn.functional as F
 from torch import Tensor
 
-from multigemm.errors import InvalidProblem, LibraryError
+from multigemm.errors import InvalidProblem
+from multigemm.integrations.rank_agreement import Agreed, Input, agree, explained
 from multigemm.integrations.routing import Routing, combine, dispatch, permute, route
+from multigemm.torch_internals import no_dynamo
 
 _collectives: Any = torch.ops._c10d_functional
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -63,64 +66,102 @@ def groups_of(mesh: Any) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
     return mesh.get_group(0), mesh.get_group(1) if mesh.ndim == 2 else None
 
 
+def experts_per_rank(experts: int, ranks: int) -> int:
+    """How many experts a rank holds, but for the last ones, which may hold fewer or none: as DTensor's Shard(0)."""
+    return -(-experts // ranks)
+
+
 def experts_here(experts: int, group: dist.ProcessGroup) -> int:
-    """How many of `experts` each rank of the group holds."""
-    ranks = group.size()
-    if experts % ranks:
-        raise InvalidProblem(f"{experts} experts cannot be spread evenly over {ranks} ranks: choose a divisor")
-    return experts // ranks
+    """How many of `experts` this rank of the group holds."""
+    each = experts_per_rank(experts, group.size())
+    return max(0, min(each, experts - group.rank() * each))
 
 
+@no_dynamo
 def run_experts(
-    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: int, compute: Compute, mesh: Any, chunks: int = 1
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    experts: int,
+    compute: Compute,
+    mesh: Any,
+    chunks: int = 1,
+    beside: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """This rank's tokens x [tokens, H] through all `experts`; every rank of the mesh must call it.
 
     `compute` runs on the rows that reach this rank's experts. Ranks may have different numbers of
     tokens, none included; `chunks` must be the same on all of them. Ranks that hold slices of the same
-    experts (the mesh's second dimension) pass the same tokens, and `compute` gives partial sums.
+    experts (the mesh's second dimension) pass the same tokens, and `compute` gives partial sums. What `beside` returns,
+    [tokens, H], is computed while rows travel, and added.
+
+    Raises:
+        InvalidProblem: on every rank alike, if one of them passes what is no routing, or what does not fit the others.
+        LibraryError: a rank does not answer within the group's timeout.
     """
     group, slices = groups_of(mesh)
-    here = experts_here(experts, group)
+    device = device_of(mesh, x)
     if slices is not None:
         x, top_k_weights = enter(x, slices), enter(top_k_weights, slices)
-    pieces = [p.tensor_split(chunks) for p in (x, top_k_index, top_k_weights)]
-    with _explained(group):
-        routings = [route(index, experts) for index in pieces[1]]
-        plans = _exchange_counts(routings, here, group)
+    here, ranks = experts_per_rank(experts, group.size()), group.size()
+    routings: list[Routing] = []
+
+    def read() -> Input:
+        check_routing(x, top_k_index, top_k_weights)
+        routings.extend(route(index, experts) for index in top_k_index.tensor_split(chunks))
+        ends = torch.stack([routing.ends for routing in routings]).to(torch.int64)
+        counts = F.pad(ends.diff(dim=1, prepend=ends.new_zeros(chunks, 1)), (0, here * ranks - experts))
+        by_rank = counts.view(chunks, ranks, here).transpose(0, 1).reshape(ranks, -1)
+        return Input(x.dtype, x.shape[1], top_k_index.shape[1], by_rank, top_k_index.numel() - counts.sum())
+
+    agreed = agree(read, chunks * here, experts, group, device)
+    journeys = _journeys(agreed, chunks, here)
+    pieces = zip(x.tensor_split(chunks), top_k_weights.tensor_split(chunks), routings, journeys, strict=True)
+    with explained(group):
         under_way = [
-            _send(part, routing, plan, experts, group)
-            for part, routing, plan in zip(pieces[0], routings, plans, strict=True)
+            (Sent(routing, Exchange(dispatch(part, routing), way.received, way.sent, group), way), weights)
+            for part, weights, routing, way in pieces
         ]
-        results = [_send_home(piece, compute, here, group) for piece in under_way]
+        extra = None if beside is None else beside()
+        results = [_send_home(piece, compute, experts_here(experts, group), group) for piece, _ in under_way]
         home = [
             combine(rows.arrive(), weights, piece.routing)
-            for rows, weights, piece in zip(results, pieces[2], under_way, strict=True)
+            for rows, (piece, weights) in zip(results, under_way, strict=True)
         ]
         result = torch.cat(home) if chunks > 1 else home[0]
-        return result if slices is None else leave(result, slices)
+        result = result if slices is None else leave(result, slices)
+        return result if extra is None else result + extra
 
 
-def _exchange_counts(routings: list[Routing], here: int, group: dist.ProcessGroup) -> list[Journey]:
-    """Tells all ranks the row counts of all pieces at once: one collective, and one wait for the device."""
-    ranks = group.size()
-    ends = torch.stack([routing.ends for routing in routings]).to(torch.int64)
-    counts = ends.diff(dim=1, prepend=ends.new_zeros(len(routings), 1)).view(-1, ranks, here)
-    by_rank = counts.transpose(0, 1).contiguous()  # [rank, piece, expert]
-    arriving = collectives.all_to_all_single(by_rank, None, None, group).view_as(by_rank)
-    sent, received = torch.stack([by_rank.sum(2), arriving.sum(2)]).transpose(1, 2).tolist()  # the wait
-    experts = torch.arange(here, device=ends.device).repeat(ranks)
+def device_of(mesh: Any, x: Tensor) -> torch.device:
+    """Where the ranks of a mesh exchange rows, wherever the tokens of one of them may lie."""
+    if isinstance(mesh, dist.ProcessGroup):
+        return x.device
+    cuda = mesh.device_type == "cuda"
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device(mesh.device_type)
+
+
+def check_routing(x: Tensor, index: Tensor, weights: Tensor) -> None:
+    """Refuses what is no routing of tokens x [tokens, H]: index and weights [tokens, k]."""
+    if x.dim() != 2 or tuple(index.shape) != tuple(weights.shape) or index.dim() != 2 or len(index) != len(x):
+        raise InvalidProblem(
+            f"x {tuple(x.shape)}, index {tuple(index.shape)}, weights {tuple(weights.shape)}: index and weights must "
+            "be [tokens, k] for x [tokens, H]"
+        )
+    if index.dtype is torch.bool or index.dtype.is_floating_point or index.dtype.is_complex:
+        raise InvalidProblem(f"top_k_index has dtype {index.dtype}; expert numbers are integers: call .long()")
+
+
+def _journeys(agreed: Agreed, chunks: int, here: int) -> list[Journey]:
+    """The way of each piece, by the counts of [ranks, pieces, experts of a rank]."""
+    ranks = agreed.sent.shape[0]
+    sent, received = (x.view(ranks, chunks, here).sum(2).t().tolist() for x in (agreed.sent, agreed.received))
+    arriving = agreed.arriving.reshape(ranks, chunks, here)
+    experts = torch.arange(here, device=arriving.device).repeat(ranks)
     return [
         Journey(out, back, experts.repeat_interleave(arriving[:, piece].reshape(-1), output_size=sum(back)))
         for piece, (out, back) in enumerate(zip(sent, received, strict=True))
     ]
-
-
-def _send(x: Tensor, routing: Routing, way: Journey, experts: int, group: dist.ProcessGroup) -> Sent:
-    rows = dispatch(x, routing)
-    if sum(way.sent) != rows.shape[0]:
-        raise InvalidProblem(f"an expert number lies outside of 0..{experts - 1}")
-    return Sent(routing, Exchange(rows, way.received, way.sent, group), way)
 
 
 def _send_home(piece: Sent, compute: Compute, here: int, group: dist.ProcessGroup) -> Exchange:
@@ -134,20 +175,6 @@ def _send_home(piece: Sent, compute: Compute, here: int, group: dist.ProcessGrou
     return Exchange(back, piece.way.sent, piece.way.received, group)
 
 
-@contextmanager
-def _explained(group: dist.ProcessGroup) -> Iterator[None]:
-    """A collective that fails says what was going on, and whom to look at."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, dist.DistError) or "onnection" in str(error) or "imed out" in str(error):
-            raise LibraryError(
-                f"rank {dist.get_rank()} could not exchange rows with its group of {group.size()} ranks; one of them "
-                f"has probably died or hangs: see their logs ({error})"
-            ) from error
-        raise
-
-
 # --- an all-to-all in two halves ----------------------------------------------------------------------
 #
 # Something else can be computed while rows are under way. The gradients of the halves are each other's mirror image:
@@ -157,13 +184,15 @@ def _explained(group: dist.ProcessGroup) -> Iterator[None]:
 
 def begin(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
     """Starts to send `sent[r]` rows to each rank r; `received[r]` rows of each will be in the result."""
-    under_way: Tensor = _collectives.all_to_all_single(rows.contiguous(), received, sent, group.group_name)
+    with explained(group):
+        under_way: Tensor = _collectives.all_to_all_single(rows.contiguous(), received, sent, group.group_name)
     return under_way
 
 
-def finish(under_way: Tensor) -> Tensor:
+def finish(under_way: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The rows of `begin`, there for whatever the current stream does next."""
-    there: Tensor = _collectives.wait_tensor(under_way)
+    with explained(group):
+        there: Tensor = _collectives.wait_tensor(under_way)
     return there
 
 
@@ -171,12 +200,13 @@ class _Depart(torch.autograd.Function):
     """Rows -> a ticket without data, of the rows' shape because its gradients are theirs."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
+        ctx.group = group
         return rows.new_empty(()).expand(rows.shape)
 
     @staticmethod
     def backward(ctx: Any, under_way: Tensor) -> Any:
-        return finish(under_way)
+        return finish(under_way, ctx.group), None
 
 
 class _Arrive(torch.autograd.Function):
@@ -185,14 +215,14 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ticket: Tensor, under_way: Tensor, *way: Any) -> Tensor:
         ctx.way = way
-        return finish(under_way).view_as(under_way)
+        return finish(under_way, way[2]).view_as(under_way)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         received, sent, group = ctx.way
         back = begin(grad, sent, received, group)
         if torch.is_anomaly_enabled():
-            finish(back)  # anomaly detection reads every gradient as soon as it is returned
+            finish(back, group)  # anomaly detection reads every gradient as soon as it is returned
         return back, None, None, None, None
 
 
@@ -201,7 +231,7 @@ class Exchange:
 
     def __init__(self, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> None:
         self._way = received, sent, group
-        self._ticket: Tensor = _Depart.apply(rows)  # type: ignore[no-untyped-call]
+        self._ticket: Tensor = _Depart.apply(rows, group)  # type: ignore[no-untyped-call]
         self._under_way = begin(rows.detach(), *self._way)
 
     def arrive(self) -> Tensor:
@@ -250,7 +280,8 @@ class _Share(torch.autograd.Function):
 
 
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total: Tensor = collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))  # type: ignore[no-untyped-call]
+    with explained(group):
+        total: Tensor = collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))  # type: ignore[no-untyped-call]
     return total
 
 

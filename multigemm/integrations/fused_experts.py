@@ -16,7 +16,7 @@ steps. Expert numbers outside of 0..E-1 contribute nothing, and get gradients of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,8 +34,7 @@ from multigemm.problem.spec import GATES
 from multigemm.select.choose import choose
 
 
-@dataclass(frozen=True, slots=True)
-class Network:
+class Network(NamedTuple):
     """What the two products of an expert are, beside their weights: `stacked` weights are [E, in, out]."""
 
     activation: str = "swiglu"
@@ -131,20 +130,34 @@ def experts_forward(
         torch.Size([3, 8])
     """
     net = Network(activation, glu_layout, glu_alpha, glu_beta, glu_limit, stacked, recompute, backend, batch_invariant)
-    if index.dim() != 2 or tuple(weights.shape) != tuple(index.shape) or len(index) != len(x):
+    check_pairs(x, index, weights)
+    return run_experts(net, x, index, weights, up, down, up_bias, down_bias)
+
+
+def check_pairs(x: Tensor, index: Tensor, weights: Tensor) -> None:
+    """Refuses experts and weights that are not those of the tokens."""
+    shape = index.shape
+    if len(shape) != 2 or weights.shape != shape or shape[0] != x.shape[0]:
         raise InvalidProblem(
             f"x {tuple(x.shape)}, index {tuple(index.shape)}, weights {tuple(weights.shape)}: index and weights must "
             "be [tokens, k] for x [tokens, H]"
         )
-    if torch.compiler.is_compiling():
-        return experts_in_steps(x, index, weights, up, down, up_bias, down_bias, net)
-    x, up, down, up_bias, down_bias = _in_autocast(x, up, down, up_bias, down_bias)
+
+
+def run_experts(
+    net: Network, x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The layer for arguments whose shapes fit: bound, or by the operators one after the other."""
     nets = layer_call.Networks(
-        up, down, up_bias, down_bias, stacked, backend=backend, batch_invariant=batch_invariant, fused=net
+        up, down, up_bias, down_bias, net.stacked, backend=net.backend, batch_invariant=net.batch_invariant, fused=net
     )
     bound = layer_call.call(x, index, weights, nets)
     if bound is not None:
         return bound
+    if torch.compiler.is_compiling():
+        return experts_in_steps(x, index, weights, up, down, up_bias, down_bias, net)
+    x, up, down, up_bias, down_bias = _in_autocast(x, up, down, up_bias, down_bias)
     result: Tensor = _Experts.apply(net, index, x, weights, up, down, up_bias, down_bias)  # type: ignore[no-untyped-call]
     return result
 
@@ -188,6 +201,9 @@ class _Pairs:
 
 
 def _pairs_of(index: Tensor, experts: int) -> _Pairs:
+    kernels = triton_kernels() if index.is_cuda else None
+    if kernels is not None and kernels.can_sort(index.numel(), experts):
+        return _Pairs(*kernels.sort_pairs(index, experts))
     top_k = index.shape[1]
     order, inverse, ends = sort_by_expert(index.reshape(-1), experts)
     return _Pairs((order // max(top_k, 1)).int(), inverse.int().view(index.shape), ends)
@@ -287,13 +303,14 @@ class _Backward:
         if wanted[1]:
             found[1] = self._of_weights(dweights)
         if wanted[2]:
-            found[2] = self._of_matrix(x, dpreact, turned=not net.stacked)
+            found[2] = _of_matrix(net, pairs, x, dpreact, turned=not net.stacked)
         if wanted[3]:
-            found[3] = self._of_matrix(grad, weighted, turned=net.stacked)
+            found[3] = _of_matrix(net, pairs, grad, weighted, turned=net.stacked)
         if wanted[4]:
-            found[4] = self._summed_by_expert(torch.ones_like(self._by_pair), dpreact, None, self._up_bias)
+            ones = torch.ones_like(self._by_pair)
+            found[4] = _summed_by_expert(net, pairs.ends, ones, dpreact, None, self._up_bias)
         if wanted[5]:
-            found[5] = self._summed_by_expert(self._by_pair, grad, pairs.rows, self._down_bias)
+            found[5] = _summed_by_expert(net, pairs.ends, self._by_pair, grad, pairs.rows, self._down_bias)
         return found
 
     def _of_weights(self, dots: Tensor) -> Tensor:
@@ -308,35 +325,43 @@ class _Backward:
             found = found + torch.where(there, every.gather(1, torch.where(there, expert, 0)), 0)
         return found.to(self._weights.dtype)
 
-    def _of_matrix(self, tokens: Tensor, pairs: Tensor, turned: bool) -> Tensor:
-        """tokens[rows]^T @ pairs for each expert, or `turned` its transpose."""
-        rows, ends = self._pairs.rows, self._pairs.ends
-        if turned:
-            return _product(self._net, pairs.t(), tokens, ends, jagged="k", b_rows=rows)
-        return _product(self._net, tokens.t(), pairs, ends, jagged="k", a_rows=rows)
 
-    def _summed_by_expert(self, factors: Tensor, rows: Tensor, index: Tensor | None, like: Tensor) -> Tensor:
-        """The sum of factor * row for each expert; a factor is as many numbers of the rows' dtype as it has digits."""
-        parts, rest = [], factors
-        for _ in range(1 if factors.dtype is rows.dtype else 3):
-            parts.append(rest.to(rows.dtype))
-            rest = rest - parts[-1].to(rest.dtype)
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        found = _product(self._net, torch.stack(parts), rows, self._pairs.ends, jagged="k", b_rows=index,
-                         out_dtype=wide)  # fmt: skip
-        return found.sum(1).to(like.dtype)
+def _of_matrix(net: Network, pairs: _Pairs, tokens: Tensor, of_pairs: Tensor, turned: bool) -> Tensor:
+    """tokens[rows]^T @ of_pairs for each expert, or `turned` its transpose: the gradient of a weight."""
+    if turned:
+        return _product(net, of_pairs.t(), tokens, pairs.ends, jagged="k", b_rows=pairs.rows)
+    return _product(net, tokens.t(), of_pairs, pairs.ends, jagged="k", a_rows=pairs.rows)
+
+
+def _summed_by_expert(
+    net: Network, ends: Tensor, factors: Tensor, rows: Tensor, index: Tensor | None, like: Tensor
+) -> Tensor:
+    """The sum of factor * row for each expert; a factor is as many numbers of the rows' dtype as it has digits."""
+    parts, rest = [], factors
+    for _ in range(1 if factors.dtype is rows.dtype else 3):
+        parts.append(rest.to(rows.dtype))
+        rest = rest - parts[-1].to(rest.dtype)
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    found = _product(net, torch.stack(parts), rows, ends, jagged="k", b_rows=index, out_dtype=wide)
+    return found.sum(1).to(like.dtype)
 
 
 def gate_backward(
-    net: Network, preact: Tensor, dh: Tensor, weights: Tensor, ends: Tensor
+    net: Network,
+    preact: Tensor,
+    dh: Tensor,
+    weights: Tensor,
+    ends: Tensor,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of preact, weight * h, <dh, h>) of pairs; zeros for those that no expert has.
 
-    preact [S, W], dh [S, I] without the weights [S] of the pairs; the dots are float32 (float64).
+    preact [S, W], dh [S, I] without the weights [S] of the pairs; the dots are float32 (float64). `into`: memory for
+    the first two, of more pairs, and [S] the row of each pair there.
     """
     kernels = triton_kernels() if preact.is_cuda else None
     if kernels is not None and net.gate is not None and ends.numel():
-        found: tuple[Tensor, Tensor, Tensor] = kernels.pair_backward(net.gate, preact, dh, weights, ends)
+        found: tuple[Tensor, Tensor, Tensor] = kernels.pair_backward(net.gate, preact, dh, weights, ends, into)
         return found
     wide = torch.promote_types(preact.dtype, torch.float32)
     count = preact.shape[0]
@@ -348,4 +373,8 @@ def gate_backward(
     slope, weight = torch.where(there, dh, 0).to(wide), torch.where(there, weights.to(wide).unsqueeze(1), 0)
     (dpreact,) = torch.autograd.grad(h, x, slope * weight)
     h = h.detach()
-    return dpreact.to(preact.dtype), (h * weight).to(preact.dtype), (h * slope).sum(1)
+    dpreact, weighted = dpreact.to(preact.dtype), (h * weight).to(preact.dtype)
+    if into is not None:
+        whole, whole_weighted, rows = into
+        dpreact, weighted = whole.index_copy_(0, rows, dpreact), whole_weighted.index_copy_(0, rows, weighted)
+    return dpreact, weighted, (h * slope).sum(1)

@@ -1,13 +1,15 @@
 """The experts of a layer as one bound sequence of launches, where no gradient is wanted.
 
 With few tokens a layer's time is the host's: six operators cross torch's dispatcher, allocate and look themselves up.
-Here one look-up by address finds all launches of the layer, bound to one piece of memory for what lies between them.
-What runs is what the layer runs in steps, with the same bits; whatever is out of the ordinary is left to the steps.
+Here one look-up finds all launches of the layer, which follow its operands and share one piece of memory for what lies
+between them. What runs is what the layer runs in steps, with the same bits; whatever is out of the ordinary is left to
+the steps.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -18,24 +20,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multigemm.backend import Launch
+from multigemm.cuda.arguments import OPERANDS, Address
 from multigemm.cuda.driver import on_device
 from multigemm.cuda.launch import Kernel
 from multigemm.errors import LibraryError
 from multigemm.integrations import torch_op
-from multigemm.integrations.eager import plain_call
 from multigemm.integrations.layer_ops import triton_kernels
 from multigemm.planning.binding import bind
 from multigemm.planning.launch_cache import LAUNCHES
+from multigemm.planning.launch_key import GPU_BITS, PLAIN
+from multigemm.planning.operands import reach_bytes
+from multigemm.problem.arrays import LOWEST
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.select.choose import choose
-from multigemm.settings import Settings, settings
-from multigemm.torch_internals import current_device, current_raw_stream, empty_cuda, is_capturing
+from multigemm.settings import settings
+from multigemm.torch_internals import current_device, current_raw_stream, empty_cuda, is_capturing, only_result_wanted
 
 LINE = 256
 """Bytes to which the parts of the memory between the launches are aligned, as the allocator's own are."""
 PLACES = 8
-"""Addresses of the result and the work that an allocator hands out in turn."""
+"""Sets of addresses that an allocator hands out in turn."""
+_WORK = 8
+"""The place of the memory between the launches in `Places`."""
+Places = tuple[int, ...]
+"""Where x, index, weights, up, down, their biases, the result and the memory between the launches lie; then 0."""
+Launches = list[tuple[Any, dict[str, "Tensor | None"]]]
+"""Launches in turn, each with its operands by the names of `cuda.arguments.OPERANDS`."""
 
 
 class Networks(NamedTuple):
@@ -96,53 +106,159 @@ class _Parts(NamedTuple):
     counts: Tensor
 
 
-class _Bound(NamedTuple):
-    """What a layer's calls have in common: its shapes, and its launches by where the result and the work lie."""
+class _Bound:
+    """The launches of a layer, which follow its operands: what calls of one key have in common.
 
-    layer: _Layer
-    launches: dict[tuple[int, int], tuple[Launch, ...]]
-    workspace: int
-    settings: Settings
-    """Their identity is part of the key."""
+    An entry belongs to one thread and one stream. Where a launch cannot move, as those of torch's operators, there is a
+    set of launches for each set of addresses.
+    """
+
+    __slots__ = ("_at", "_busy", "_moves", "_others", "_settings", "_size", "_starts", "_stream", "layer", "workspace")
+
+    def __init__(self, layer: _Layer) -> None:
+        self.layer, self._busy, self._settings = layer, False, settings()  # their identity is part of the key
+        self._at: Places | None = None
+        self._moves: list[tuple[Callable[[Any], None], list[tuple[int, int]]]] | None = None
+        self._starts: list[Callable[[int], None]] = []
+        self._others: dict[Places, Launches] = {}
+        self._size, self._stream, self.workspace = layer.size, 0, 0
+
+    def run(self, x: Tensor, index: Tensor, weights: Tensor, nets: Networks, tensors: list[int]) -> Tensor | None:
+        """The layer's result; None in the middle of another call, which a finaliser may make. `tensors`: where the
+        operands lie."""
+        if self._busy:
+            return None
+        self._busy = True
+        try:
+            layer = self.layer
+            out = empty_cuda((layer.tokens, layer.hidden), (layer.hidden, 1), layer.dtype)
+            work = empty_cuda((self._size,), (1,), torch.uint8)
+            at: Places = (*tensors, out.data_ptr(), work.data_ptr(), 0)
+            if self._moves is None or at != self._at:
+                given = (x, index, weights, nets.up, nets.down, nets.up_bias, nets.down_bias)
+                work = self._move(at, given, out, work, nets)
+            for start in self._starts:
+                start(self._stream)
+            return out
+        finally:
+            self._busy = False
+
+    def _move(
+        self, at: Places, tensors: tuple[Tensor | None, ...], out: Tensor, work: Tensor, nets: Networks
+    ) -> Tensor:
+        """Makes the launches those of these addresses; returns the memory between them, which may have grown."""
+        before, self._at = self._at, None  # should this be interrupted
+        if before is not None and self._moves is not None:
+            for move, places in self._moves:
+                move(_addresses(at, places))
+            self._at = at
+            return work
+        launches = self._others.get(at)
+        if launches is None:
+            x, index, weights = tensors[:3]
+            assert x is not None and index is not None and weights is not None
+            launches = _bind(self.layer, x, index, weights, nets, out, work)
+            spans = [(0, 0) if t is None else _span(t) for t in (*tensors, out)]
+            spans.append((at[_WORK], at[_WORK] + self.layer.size))
+            if all(_follows(launch, spans) for launch, _ in launches):
+                return self._follow(launches, at, spans, work)
+            self.workspace = PLACES * sum(_workspace_of(launch) for launch, _ in launches)
+            if len(self._others) >= PLACES:
+                self._others.clear()
+            self._others[at] = launches
+        self._starts = [_called(launch) for launch, _ in launches]
+        return work
+
+    def _follow(self, launches: Launches, at: Places, spans: Sequence[tuple[int, int]], work: Tensor) -> Tensor:
+        """Keeps launches that follow their operands; what they are lent lies behind the layer's own memory."""
+        size = self.layer.size
+        self._size = size + max(getattr(launch, "work_bytes", 0) for launch, _ in launches)
+        self.workspace = sum(_workspace_of(launch) for launch, _ in launches)
+        self._stream = current_raw_stream(work.get_device())
+        self._moves = [(launch.move, _places_of(given, spans, size)) for launch, given in launches]
+        self._starts = [launch.on for launch, _ in launches]
+        if self._size > size:
+            work = empty_cuda((self._size,), (1,), torch.uint8)
+        self._at = (*at[:_WORK], work.data_ptr(), 0)
+        for move, places in self._moves:
+            move(_addresses(self._at, places))
+        return work
+
+
+def _addresses(at: Places, places: list[tuple[int, int]]) -> Places:
+    return tuple([at[base] + distance for base, distance in places])
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    return x.data_ptr(), x.data_ptr() + max(reach_bytes(x), 1)
+
+
+def _follows(launch: Any, spans: Sequence[tuple[int, int]]) -> bool:
+    """Whether a launch is one of kernels that follow all memory in these ranges."""
+    kernels = getattr(launch, "index", -1) >= 0 and hasattr(launch, "move")
+    return kernels and not launch.stays_behind([span for span in spans if span != (0, 0)])
+
+
+def _places_of(
+    given: Mapping[str, Tensor | None], spans: Sequence[tuple[int, int]], size: int
+) -> list[tuple[int, int]]:
+    """For each operand of a launch in whose memory it lies, and how far from its beginning."""
+    found = []
+    for name in OPERANDS:
+        x = given.get(name)
+        if name == "work":
+            found.append((_WORK, size))
+        elif x is None:
+            found.append((_WORK + 1, 0))
+        else:
+            where = x.data_ptr()
+            begins = [i for i, (start, _) in enumerate(spans) if start == where]
+            base = (begins or [i for i, (start, end) in enumerate(spans) if start <= where < end])[0]
+            found.append((base, where - spans[base][0]))
+    return found
+
+
+def _called(launch: Any) -> Callable[[int], None]:
+    return lambda stream: launch()
 
 
 def call(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor | None:
     """The layer's result [tokens, H]; None where it has to run in steps.
 
-    x [tokens, H], index and weights [tokens, k]. The first call at some addresses runs in steps, which choose how
-    each product runs; the second binds.
+    x [tokens, H], index and weights [tokens, k]. The first call of some layouts runs in steps, which choose how each
+    product runs; the second binds.
     """
-    if torch.compiler.is_compiling() or not settings().bind_layers or not _bindable(x):
+    if torch.compiler.is_compiling():
         return None
-    up, down, up_bias, down_bias = nets.up, nets.down, nets.up_bias, nets.down_bias
-    given = (x, index, weights, up, down, up_bias, down_bias)
-    if not plain_call(*given):
+    known_settings = settings()
+    if not known_settings.bind_layers or not _bindable(x):
         return None
-    key = (
-        "layer", *(None if t is None else _memory(t) for t in given), nets.stacked, nets.gelu, nets.activation,
-        nets.backend, nets.batch_invariant, nets.fused, id(settings()), current_raw_stream(x.get_device()), get_ident(),
-    )  # fmt: skip
+    given = (x, index, weights, nets.up, nets.down, nets.up_bias, nets.down_bias)
+    if not only_result_wanted(*given):
+        return None
+    layouts: list[Any] = []
+    tensors: list[int] = []
+    for t in given:
+        if t is None:
+            layouts.append(None)
+            tensors.append(0)
+            continue
+        if type(t) not in PLAIN or (at := t.data_ptr()) < LOWEST or t.is_neg():
+            return None
+        layouts.append((t.shape, t.stride(), t.dtype, at & GPU_BITS))
+        tensors.append(at)
+    stream = current_raw_stream(x.get_device())
+    key = ("layer", *layouts, *nets[4:], id(known_settings), stream, get_ident())
     known: _Bound | None = LAUNCHES.find(key)
     if known is not None:
-        layer: _Layer | None = known.layer
-    else:
-        layer = _layer_of(x, index, weights, nets) if LAUNCHES.comes_again(key) else None
+        return known.run(x, index, weights, nets, tensors)
+    layer = _layer_of(x, index, weights, nets) if LAUNCHES.comes_again(key) else None
     if layer is None:
         return None
-    out, work = _memory_of(layer)
-    at = (out.data_ptr(), work.data_ptr())
-    launches = None if known is None else known.launches.get(at)
-    if launches is None:
-        launches = _bind(layer, x, index, weights, nets, out, work)
-        if known is None:
-            LAUNCHES.keep(key, _Bound(layer, {at: launches}, PLACES * sum(map(_workspace_of, launches)), settings()))
-        else:
-            if len(known.launches) >= PLACES:
-                known.launches.clear()
-            known.launches[at] = launches
-    for launch in launches:
-        launch()
-    return out
+    made = _Bound(layer)
+    found = made.run(x, index, weights, nets, tensors)
+    LAUNCHES.keep(key, made)
+    return found
 
 
 def _workspace_of(launch: Any) -> int:
@@ -155,16 +271,6 @@ def _bindable(x: Tensor) -> bool:
     """Whether launches can be kept: Triton's kernels on the current GPU, of which no graph is being captured."""
     here = x.is_cuda and triton_kernels() is not None and x.get_device() == current_device()
     return here and not is_capturing()
-
-
-def _memory(x: Tensor) -> Any:
-    return (x.data_ptr(), x.dtype, x.shape, x.stride())
-
-
-def _memory_of(layer: _Layer) -> tuple[Tensor, Tensor]:
-    """Fresh memory for the result and for what lies before it."""
-    out = empty_cuda((layer.tokens, layer.hidden), (layer.hidden, 1), layer.dtype)
-    return out, empty_cuda((layer.size,), (1,), torch.uint8)
 
 
 def _layer_of(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> _Layer | None:
@@ -191,7 +297,7 @@ def _layer_of(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> _Lay
     if nets.fused is not None:
         if weights.dtype not in (torch.float32, x.dtype):
             return None
-        sizes = (line * inner, 0, 8 * pairs, 4 * experts, 8 * pairs, counts, 4 * pairs)
+        sizes = (line * inner, 0, 4 * pairs, 4 * experts, 0, counts, 4 * pairs)
     *starts, size = accumulate((-(-part // LINE) * LINE for part in sizes), initial=0)
     return _Layer(tokens, top_k, experts, hidden, width, inner, x.dtype, x.device, tuple(starts), size)
 
@@ -207,7 +313,7 @@ def _plain(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> bool:
 
 def _bind(
     layer: _Layer, x: Tensor, index: Tensor, weights: Tensor, nets: Networks, out: Tensor, work: Tensor
-) -> tuple[Launch, ...]:
+) -> Launches:
     """All launches, bound to borrowed memory: none keeps an operand alive."""
     if nets.fused is not None:
         return _bind_fused(layer, x, index, weights, nets, out, work)
@@ -215,18 +321,18 @@ def _bind(
     parts.ends.zero_()  # a problem is made of them before the launches write them
     kernels, device = triton_kernels(), x.get_device()
     arrival = kernels.arrival_steps(_borrowed(index), _borrowed(x), parts)
-    launches = [bound(device, *step) for step in arrival]
+    launches = [_step(device, step) for step in arrival]
     launches.append(_product(parts.rows, nets.up, parts.up, parts.ends, nets.up_bias, nets, activation=nets.activation))
     if nets.gelu is not None:
-        launches.append(bound(device, *kernels.gate_step(parts.up, parts.inner, nets.gelu)))
+        launches.append(_step(device, kernels.gate_step(parts.up, parts.inner, nets.gelu)))
     launches.append(_product(parts.inner, nets.down, parts.down, parts.ends, nets.down_bias, nets))
     home = kernels.sum_step(parts.down, parts.inverse, _borrowed(weights), _borrowed(out), layer.top_k)
-    return (*launches, bound(device, *home))
+    return [*launches, _step(device, home)]
 
 
 def _bind_fused(
     layer: _Layer, x: Tensor, index: Tensor, weights: Tensor, nets: Networks, out: Tensor, work: Tensor
-) -> tuple[Launch, ...]:
+) -> Launches:
     """The sort, and the two products that pick, gate and sum rows."""
     whole, starts, pairs = _borrowed(work), layer.starts, layer.tokens * layer.top_k
 
@@ -234,15 +340,15 @@ def _bind_fused(
         return whole[starts[at] : starts[at] + kind.itemsize * prod(shape)].view(kind).view(shape)
 
     inner, ends = part(0, layer.dtype, pairs, layer.inner), part(3, torch.int32, layer.experts)
-    inverse, order, rows = part(2, torch.int64, pairs), part(4, torch.int64, pairs), part(6, torch.int32, pairs)
+    place, rows = part(2, torch.int32, layer.tokens, layer.top_k), part(6, torch.int32, pairs)
     counts = whole[starts[5] : starts[6]].view(torch.int32)
     ends.zero_()  # a problem is made of them before the launches write them
-    sort = triton_kernels().sort_steps(_borrowed(index), order, inverse, ends, counts, rows, layer.top_k)
+    sort = triton_kernels().sort_steps(_borrowed(index), None, place, ends, counts, rows, layer.top_k)
     keywords = {"a_rows": rows, "activation": nets.activation, **nets.fused.keywords}
-    sums = {"combine": (inverse.view(layer.tokens, layer.top_k), _borrowed(weights))}
-    launches = [bound(x.get_device(), *step) for step in sort]
+    sums = {"combine": (place, _borrowed(weights))}
+    launches = [_step(x.get_device(), step) for step in sort]
     launches.append(_product(_borrowed(x), nets.up, inner, ends, nets.up_bias, nets, **keywords))
-    return (*launches, _product(inner, nets.down, _borrowed(out), ends, nets.down_bias, nets, **sums))
+    return [*launches, _product(inner, nets.down, _borrowed(out), ends, nets.down_bias, nets, **sums)]
 
 
 class _Memory:
@@ -290,8 +396,8 @@ def _cut(layer: _Layer, work: Tensor, gated: bool) -> _Parts:
 
 def _product(
     rows: Tensor, weight: Tensor, out: Tensor, ends: Tensor, bias: Tensor | None, nets: Networks, **keywords: Any
-) -> Launch:
-    """Binds one of the products as its step has run it."""
+) -> tuple[Any, dict[str, Tensor | None]]:
+    """Binds one of the products as its step has run it; with its operands."""
     held = _borrowed(weight.detach())
     stacked = held if nets.stacked else held.transpose(1, 2)
     vector = None if bias is None else _borrowed(bias.detach())
@@ -299,7 +405,10 @@ def _product(
         rows, stacked, ends=ends, bias=vector, batch_invariant=nets.batch_invariant, **keywords
     )
     choice = choose(problem, torch_op.names(nets.backend))
-    return bind(choice, problem, out).launch
+    index, numbers = keywords.get("combine", (None, None))
+    given = {"a": rows, "b": held, "out": out, "bias": vector, "ends": ends, "a_rows": keywords.get("a_rows"),
+             "index": index, "weights": numbers}  # fmt: skip
+    return bind(choice, problem, out).launch, given
 
 
 # --- a kernel of Triton, bound ------------------------------------------------------------------------
@@ -316,22 +425,34 @@ def words(kernel: Any, compiled: Any, values: dict[str, Any]) -> list[int]:
     scratch = compiled.metadata.global_scratch_size
     if own < 0 or scratch:
         raise LibraryError(f"{compiled.name} takes {own} parameters more than it was given, and {scratch} bytes")
-    return [x.data_ptr() if isinstance(x, Tensor) else x for x in given] + [0] * own
+    names = {id(x): name for name, x in operands_of(kernel, values).items()}
+    return [Address(x.data_ptr(), names[id(x)]) if isinstance(x, Tensor) else x for x in given] + [0] * own
 
 
-def bound(device: int, kernel: Any, grid: tuple[int, ...], warps: int, values: dict[str, Any]) -> Launch:
+def operands_of(kernel: Any, values: dict[str, Any]) -> dict[str, Tensor | None]:
+    """The tensors of a step, under the names by which its launch follows them: any, in the order of its arguments."""
+    tensors = {id(x): x for x in (values[name] for name in kernel.arg_names) if isinstance(x, Tensor)}
+    return dict(zip(OPERANDS, tensors.values(), strict=False))
+
+
+def _step(device: int, step: Any) -> tuple[Any, dict[str, Tensor | None]]:
+    """A bound step of Triton, with its operands."""
+    kernel, _, _, values = step
+    return bound(device, *step), operands_of(kernel, values)
+
+
+def bound(device: int, kernel: Any, grid: tuple[int, ...], warps: int, values: dict[str, Any]) -> Any:
     """A launch of a step of Triton on the current stream of GPU `device`, the current device.
 
     Triton finds a kernel anew at every call, by the types and alignment of all arguments, which takes longer than the
-    launch. A bound launch is one foreign call; it keeps no memory alive, and stays at the addresses it was bound to.
+    launch. A bound launch is one foreign call; it keeps no memory alive.
     """
     with on_device(device):
         compiled = kernel.warmup(grid=grid, num_warps=warps, **values)
         compiled._init_handles()
     x, y, z, *_ = (*grid, 1, 1)
     loaded = Kernel.loaded(compiled.function, compiled.name, device)
-    launch = loaded.bound(
+    return loaded.bound(
         words(kernel, compiled, values), grid=(x, y, z), threads=32 * warps, shared=compiled.metadata.shared,
         keep=(compiled,),
     )  # fmt: skip
-    return launch.__call__

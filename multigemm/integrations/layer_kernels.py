@@ -78,16 +78,17 @@ def _ahead(pairs, expert, first, lane, total, experts, ALL: tl.constexpr, SIZE: 
 
 
 @triton.jit(do_not_specialize=["total", "experts"])
-def _one_block_kernel(pairs, order, inverse, ends, rows, total, experts, K: tl.constexpr, SIZE: tl.constexpr,
-                      BINS: tl.constexpr):  # fmt: skip
+def _one_block_kernel(pairs, order, inverse, ends, rows, total, experts, K: tl.constexpr, ORDER: tl.constexpr,
+                      SIZE: tl.constexpr, BINS: tl.constexpr):  # fmt: skip
     lane = tl.arange(0, SIZE)
     live = lane < total
     expert = _known(pairs, lane, live, experts)
     bins = tl.arange(0, BINS)
     tl.store(ends + bins, tl.cumsum(tl.histogram(expert, BINS, mask=live), 0), mask=bins < experts)
     to = _ahead(pairs, expert, 0, lane, total, experts, True, SIZE, 32)
-    tl.store(order + to, lane.to(tl.int64), mask=live)
-    tl.store(inverse + lane, to.to(tl.int64), mask=live)
+    if ORDER:
+        tl.store(order + to, lane.to(tl.int64), mask=live)
+    tl.store(inverse + lane, to.to(inverse.dtype.element_ty), mask=live)
     if K > 0:
         tl.store(rows + to, lane // K, mask=live)
 
@@ -121,8 +122,8 @@ def _start_kernel(counts, ends, blocks, experts, ROWS: tl.constexpr, BINS: tl.co
 
 
 @triton.jit(do_not_specialize=["total", "experts"])
-def _move_kernel(pairs, starts, order, inverse, rows, total, experts, K: tl.constexpr, SIZE: tl.constexpr,
-                 BINS: tl.constexpr):  # fmt: skip
+def _move_kernel(pairs, starts, order, inverse, rows, total, experts, K: tl.constexpr, ORDER: tl.constexpr,
+                 SIZE: tl.constexpr, BINS: tl.constexpr):  # fmt: skip
     block = tl.program_id(0)
     first = block * SIZE
     lane = tl.arange(0, SIZE)
@@ -130,8 +131,9 @@ def _move_kernel(pairs, starts, order, inverse, rows, total, experts, K: tl.cons
     expert = _known(pairs, first + lane, live, experts)
     start = tl.load(starts + block.to(tl.int64) * BINS + expert, mask=live, other=0)
     to = start + _ahead(pairs, expert, first, lane, total, experts, False, SIZE, 32)
-    tl.store(order + to, (first + lane).to(tl.int64), mask=live)
-    tl.store(inverse + first + lane, to.to(tl.int64), mask=live)
+    if ORDER:
+        tl.store(order + to, (first + lane).to(tl.int64), mask=live)
+    tl.store(inverse + first + lane, to.to(inverse.dtype.element_ty), mask=live)
     if K > 0:
         tl.store(rows + to, (first + lane) // K, mask=live)
 
@@ -144,11 +146,17 @@ def sort_blocks(total, experts):
 
 
 def sort_steps(pairs, order, inverse, ends, counts, rows=None, top_k=0):
-    """`counts` [blocks, bins] is used where there are several blocks; `rows` (int32) receives the pairs' tokens."""
+    """`counts` [blocks, bins] is used where there are several blocks; `rows` (int32) receives the pairs' tokens.
+
+    `order` may be None; `inverse` is int32 or int64.
+    """
     total, experts = pairs.numel(), ends.shape[0]
     blocks, bins, size = sort_blocks(total, experts)
     known = {"total": total, "experts": experts, "SIZE": size, "BINS": bins}
-    told = {"order": order, "inverse": inverse, "rows": order if rows is None else rows, "K": top_k, **known}
+    told = {
+        "order": inverse if order is None else order, "inverse": inverse, "rows": inverse if rows is None else rows,
+        "K": top_k, "ORDER": order is not None, **known,
+    }  # fmt: skip
     if total <= SORT_BLOCK:
         return [(_one_block_kernel, (1,), 4, {"pairs": pairs, "ends": ends, **told})]
     starts = {
@@ -170,6 +178,16 @@ def sort_by_expert(pairs, experts):
     counts = torch.empty(shape, dtype=torch.int32, device=pairs.device)
     _run(pairs, *sort_steps(pairs, order, inverse, ends, counts))
     return order, inverse, ends
+
+
+def sort_pairs(index, experts):
+    """index [tokens, k] -> (tokens of the pairs by expert [S], where each pair went [tokens, k], ends), all int32."""
+    index, total = index.contiguous(), index.numel()
+    rows, place, ends = (torch.empty(n, dtype=torch.int32, device=index.device) for n in (total, total, experts))
+    shape = (0, 0) if total <= SORT_BLOCK else sort_blocks(total, experts)[:2]
+    counts = torch.empty(shape, dtype=torch.int32, device=index.device)
+    _run(index, *sort_steps(index, None, place, ends, counts, rows, index.shape[1]))
+    return rows, place.view(index.shape), ends
 
 
 # --- rows to their experts --------------------------------------------------------------------------
@@ -332,11 +350,15 @@ def _act_parts(g, KIND: tl.constexpr, ALPHA: tl.constexpr):
 
 
 @triton.jit
-def _pair_backward_kernel(preact, dh, weights, ends, dpreact, weighted, dots, width, experts, g_at, u_at, step,
-                          KIND: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr,
-                          WIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """One pair: the gradient of g and u, weight * h, and <dh, h>; zeros where no expert has it."""
+def _pair_backward_kernel(preact, dh, weights, ends, dpreact, weighted, dots, places, width, experts, g_at, u_at, step,
+                          MOVED: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
+                          LIMIT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """One pair: the gradient of g and u, weight * h, and <dh, h>; zeros where no expert has it. If `MOVED`, the first
+    three go to the pair's place."""
     row = tl.program_id(0).to(tl.int64)
+    place = row
+    if MOVED:
+        place = tl.load(places + row).to(tl.int64)
     there = row < tl.load(ends + experts - 1)
     weight = tl.load(weights + row, mask=there, other=0).to(WIDE)
     dot = tl.zeros((BLOCK,), dtype=WIDE)
@@ -344,6 +366,10 @@ def _pair_backward_kernel(preact, dh, weights, ends, dpreact, weighted, dots, wi
         cols = start + tl.arange(0, BLOCK)
         live = cols < tl.where(there, width, 0)
         gate, up = row * 2 * width + g_at + cols * step, row * 2 * width + u_at + cols * step
+        to_gate, to_up = gate, up
+        if MOVED:
+            to_gate += (place - row) * 2 * width
+            to_up += (place - row) * 2 * width
         g = tl.load(preact + gate, mask=live, other=0.0).to(WIDE)
         u = tl.load(preact + up, mask=live, other=0.0).to(WIDE)
         d = tl.load(dh + row * width + cols, mask=live, other=0.0).to(WIDE)
@@ -359,25 +385,32 @@ def _pair_backward_kernel(preact, dh, weights, ends, dpreact, weighted, dots, wi
         h = act * u
         inside = cols < width
         to = dpreact.dtype.element_ty
-        tl.store(dpreact + gate, tl.where(through_g, d * weight * u * slope, 0.0).to(to), mask=inside)
-        tl.store(dpreact + up, tl.where(through_u, d * weight * act, 0.0).to(to), mask=inside)
-        tl.store(weighted + row * width + cols, tl.where(live, h * weight, 0.0).to(to), mask=inside)
+        tl.store(dpreact + to_gate, tl.where(through_g, d * weight * u * slope, 0.0).to(to), mask=inside)
+        tl.store(dpreact + to_up, tl.where(through_u, d * weight * act, 0.0).to(to), mask=inside)
+        tl.store(weighted + place * width + cols, tl.where(live, h * weight, 0.0).to(to), mask=inside)
         dot += tl.where(live, d * h, 0.0)
     tl.store(dots + row, tl.sum(dot))
 
 
-def pair_backward(gate, preact, dh, weights, ends):
-    """(gradient of preact, weight * h, <dh, h>) of pairs; all contiguous. `gate` is a problem's."""
+def pair_backward(gate, preact, dh, weights, ends, into=None):
+    """(gradient of preact, weight * h, <dh, h>) of pairs; all contiguous. `gate` is a problem's.
+
+    `into`: memory for the first two, of more pairs, and the row of each pair there.
+    """
     count, width = dh.shape
-    dpreact, weighted = torch.empty_like(preact), torch.empty_like(dh, dtype=preact.dtype)
+    if into is None:
+        dpreact, weighted, places = torch.empty_like(preact), torch.empty_like(dh, dtype=preact.dtype), ends
+    else:
+        dpreact, weighted, places = into
     wide = torch.promote_types(preact.dtype, torch.float32)
     dots = torch.zeros(count, dtype=wide, device=dh.device)
-    if weighted.numel():
+    if dh.numel():
         starts = {"halves": (0, width, 1), "halves_up_first": (width, 0, 1), "interleaved": (0, 1, 2)}
         g_at, u_at, step = starts[gate.layout]
         values = {
             "preact": preact, "dh": dh, "weights": weights, "ends": ends, "dpreact": dpreact, "weighted": weighted,
-            "dots": dots, "width": width, "experts": ends.shape[0], "g_at": g_at, "u_at": u_at, "step": step,
+            "dots": dots, "places": places, "MOVED": into is not None, "width": width, "experts": ends.shape[0],
+            "g_at": g_at, "u_at": u_at, "step": step,
             "KIND": gate.kind, "ALPHA": gate.alpha, "BETA": gate.beta, "LIMIT": gate.limit, "WIDE": _wide(preact.dtype),
             "BLOCK": _block(width, 16, GATE_COLUMNS),
         }  # fmt: skip
@@ -461,3 +494,32 @@ def weighted_sum_backward(grad, rows, index, weights):
         }  # fmt: skip
         _run(rows, (_sum_backward_kernel, (weights.shape[0],), _sum_warps(block), values))
     return drows, dweights
+
+
+@triton.jit
+def _add_returned_kernel(own, rows, place, out, width, ranks, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """One token: its own row and those that came home for it, by rank."""
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = cols < width
+    total = tl.load(own + token * width + cols, mask=live, other=0.0).to(WIDE)
+    for rank in range(ranks):
+        row = tl.load(place + token * ranks + rank)
+        here = cols < tl.where(row >= 0, width, 0)
+        total += tl.load(rows + row * width + cols, mask=here, other=0.0).to(WIDE)
+    tl.store(out + token * width + cols, total.to(out.dtype.element_ty), mask=live)
+
+
+def add_returned(own, rows, place):
+    """own [tokens, n] plus the rows [m, n] that place [tokens, ranks] names, -1 none; rounded once."""
+    own, rows = own.contiguous(), rows.contiguous()
+    out = torch.empty_like(own)
+    if out.numel():
+        width = own.shape[1]
+        block = _block(width, 16, MOST_COLUMNS)
+        values = {
+            "own": own, "rows": rows, "place": place.contiguous(), "out": out, "width": width, "ranks": place.shape[1],
+            "WIDE": _wide(own.dtype), "BLOCK": block,
+        }  # fmt: skip
+        _run(own, (_add_returned_kernel, (own.shape[0], tiles_of(width, block)), _sum_warps(block), values))
+    return out

@@ -176,6 +176,22 @@ torch.library.register_fake("multigemm::weighted_sum", _sum_like, lib=_library)
 torch.library.register_fake("multigemm::weighted_sum_backward", _sum_backward_like, lib=_library)
 
 
+def add_returned(own: Tensor, rows: Tensor, place: Tensor) -> Tensor:
+    """own [tokens, n] plus the rows [m, n] that place [tokens, ranks] names, -1 where there is none; rounded once.
+
+    No operator: autograd does not see it.
+    """
+    kernels = triton_kernels() if own.is_cuda else None
+    if kernels is not None:
+        found: Tensor = kernels.add_returned(own, rows, place)
+        return found
+    total = own.to(_wide(own.dtype))
+    for at in place.unbind(1) if len(rows) else ():
+        there = (at >= 0).unsqueeze(1)
+        total = total + torch.where(there, rows.index_select(0, at.clamp(min=0)), 0).to(total.dtype)
+    return total.to(own.dtype)
+
+
 # --- the gate ---------------------------------------------------------------------------------------
 
 

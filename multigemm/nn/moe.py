@@ -6,7 +6,7 @@ Names and shapes of the weights are those of the MoE blocks of Hugging Face tran
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from multigemm.errors import InvalidProblem
 from multigemm.integrations import layer_call
-from multigemm.integrations.fused_experts import Network, experts_forward
+from multigemm.integrations.fused_experts import Network, check_pairs, run_experts
 from multigemm.integrations.quantised_weights import quantize_stack, scale_keywords
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.integrations.torch_op import grouped_gemm
@@ -52,7 +52,8 @@ class Experts(nn.Module):
         stacked: weights are [E, in, out], as those of gpt-oss.
         fused: rows are picked, gated and summed inside the products, by a backend that takes these keywords; for
             backward the layer keeps the products before the gate, 2 I numbers for each pair of token and expert, and
-            no rows. Ignored over a mesh and in a compiled graph, where the layer runs in steps.
+            no rows. Ignored in a compiled graph, where the layer runs in steps. Over a mesh a token travels once to
+            each rank that has experts of it, and second derivatives are refused.
         recompute: a fused layer keeps not even those, and forms the first products once more.
         device, dtype: of the weights.
 
@@ -153,20 +154,36 @@ class Experts(nn.Module):
         self.weight_format = format
         return self
 
-    def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        beside: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
         """The weighted sum of each token's experts; over a mesh, every rank calls it.
 
         Args:
             x: [tokens, H].
             top_k_index: [tokens, k], which experts.
             top_k_weights: [tokens, k], their weights.
+            beside: gives [tokens, H] that is added, as of shared experts; over a mesh it is called while rows travel.
 
         Returns:
             [tokens, H].
+
+        Raises:
+            InvalidProblem: this is no routing; over a mesh, that of any rank is none.
+            LibraryError: a rank of the mesh does not answer within the timeout of its process group.
         """
         if self.mesh is not None:
-            return self._spread(x, top_k_index, top_k_weights)
-        if self.fused and not torch.compiler.is_compiling():
+            return self._spread(x, top_k_index, top_k_weights, beside)
+        y = self._here(x, top_k_index, top_k_weights)
+        return y if beside is None else y + beside()
+
+    def _here(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The layer of one process."""
+        if self.fused:
             return self._fused(x, top_k_index, top_k_weights)
         if self.weight_format is None and not self._own_gate:
             y = layer_call.call(x, top_k_index, top_k_weights, self._networks())
@@ -189,11 +206,10 @@ class Experts(nn.Module):
         return self.activation in GATED and not self.network.usual_gate
 
     def _fused(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        held: Any = self
-        biases = getattr(held, f"{self.first}_bias"), held.down_proj_bias
-        return experts_forward(
-            x, index, weights, getattr(held, self.first), held.down_proj, *biases, **asdict(self.network)
-        )
+        check_pairs(x, index, weights)
+        held: Any = self._parameters  # looked up at once: an attribute of a module takes as long as a launch
+        biases = held[f"{self.first}_bias"], held["down_proj_bias"]
+        return run_experts(self.network, x, index, weights, held[self.first], held["down_proj"], *biases)
 
     def _networks(self) -> layer_call.Networks:
         gated, held = self.activation in GATED, self  # type: bool, Any
@@ -209,10 +225,20 @@ class Experts(nn.Module):
             batch_invariant=self.batch_invariant,
         )
 
-    def _spread(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        from multigemm.integrations.expert_parallel import run_experts  # torch.distributed is optional in torch
+    def _spread(self, x: Tensor, index: Tensor, weights: Tensor, beside: Callable[[], Tensor] | None) -> Tensor:
+        from multigemm.integrations import expert_parallel, fused_parallel  # torch.distributed is optional in torch
 
-        return run_experts(x, index, weights, self.num_experts, self.apply_sorted, self.mesh, self.chunks)
+        if not self.fused:
+            return expert_parallel.run_experts(
+                x, index, weights, self.num_experts, self.apply_sorted, self.mesh, self.chunks, beside
+            )
+        held = [self._held(name) for name in (self.first, "down_proj", f"{self.first}_bias", "down_proj_bias")]
+        up, down, up_bias, down_bias = held
+        assert up is not None and down is not None
+        if down_bias is not None:
+            down_bias = self._share(down_bias)
+        experts = fused_parallel.Held(up, down, up_bias, down_bias, self.num_experts)
+        return fused_parallel.run_fused(x, index, weights, experts, self.network, self.mesh, self.chunks, beside)
 
     def _share(self, bias: Tensor) -> Tensor:
         """Of a bias that is added to the sum of all slices: what this slice adds."""
@@ -271,6 +297,8 @@ class MoE(nn.Module):
         batch_invariant: the router is a grouped GEMM too, and a token's experts and its result do not depend on the
             batch.
         glu_layout, glu_alpha, glu_beta, glu_limit, stacked, fused, recompute: as `Experts` has them.
+        shared_experts: a module [tokens, H] -> [tokens, H] that every token passes through as well; over a mesh it runs
+            while rows travel.
         device, dtype: of the weights.
 
     Raises:
@@ -302,6 +330,7 @@ class MoE(nn.Module):
         stacked: bool = False,
         fused: bool = False,
         recompute: bool = False,
+        shared_experts: nn.Module | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -319,6 +348,7 @@ class MoE(nn.Module):
             glu_alpha=glu_alpha, glu_beta=glu_beta, glu_limit=glu_limit, stacked=stacked, fused=fused,
             recompute=recompute, device=device, dtype=dtype,
         )  # fmt: skip
+        self.shared_experts = shared_experts
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(logits [tokens, E], index [tokens, k], weights [tokens, k]) of x [tokens, H]."""
@@ -348,7 +378,9 @@ class MoE(nn.Module):
         """
         rows = x.reshape(-1, x.shape[-1])
         logits, index, weights = self.route(rows)
-        y = self.experts(rows, index, weights).view(x.shape)
+        shared = self.shared_experts
+        beside = None if shared is None else lambda: shared(rows)
+        y = self.experts(rows, index, weights, beside).view(x.shape)
         return (y, logits) if return_logits else y
 
     def extra_repr(self) -> str:

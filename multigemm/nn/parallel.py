@@ -3,10 +3,10 @@
     parallelize_module(model, mesh["ep"], {"layers.0.moe": ExpertParallel(chunks=2)})
     parallelize_module(model, mesh["ep", "tp"], {"layers.0.moe": ExpertParallel()})
 
-The weights become DTensors, sharded by expert, so optimizers and checkpoints see what they know; on a
-mesh of two dimensions the second slices each expert's intermediate features. Each rank passes its own
-tokens, ranks along the second dimension the same ones. Weights outside of the experts stay as they are:
-where ranks hold different tokens, their gradients are to be averaged by data parallelism.
+The weights become DTensors, sharded by expert, so optimizers and checkpoints see what they know; the last ranks hold
+fewer experts or none where they do not divide. On a mesh of two dimensions the second slices each expert's intermediate
+features. Each rank passes its own tokens, ranks along the second dimension the same ones. Weights outside of the
+experts stay as they are: where ranks hold different tokens, their gradients are to be averaged by data parallelism.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from multigemm.errors import InvalidProblem
-from multigemm.integrations.expert_parallel import experts_here, groups_of
+from multigemm.integrations.expert_parallel import groups_of
+from multigemm.integrations.rank_agreement import same_on_all_ranks
 from multigemm.nn.moe import GATED, Experts, MoE
 
 
@@ -27,11 +28,12 @@ class ExpertParallel(ParallelStyle):
     """Spreads an `Experts` (or the experts of a `MoE`) over a mesh of one or two dimensions.
 
     Args:
-        chunks: each rank's tokens are cut in so many pieces, whose rows travel while others are multiplied.
+        chunks: each rank's tokens are cut in so many pieces, whose rows travel while others are multiplied. Fused
+            experts multiply a rank's own tokens beside the others' in any case.
 
     Raises:
-        InvalidProblem: `chunks` is below 1; or, when it is applied, the module is none of these or the number of
-            experts does not divide by the ranks.
+        InvalidProblem: `chunks` is below 1; or, when it is applied, the module is none of these, ranks differ in what
+            they apply it to, or intermediate features do not divide by the ranks that slice them.
 
     Example:
         parallelize_module(model, mesh["ep"], {"layers.0.moe": ExpertParallel(chunks=2)})
@@ -50,7 +52,8 @@ class ExpertParallel(ParallelStyle):
                 f"ExpertParallel was applied to {type(module).__name__}; it spreads multigemm.nn.Experts and MoE"
             )
         group, slices = groups_of(device_mesh)
-        experts_here(experts.num_experts, group)
+        shapes = {name: (tuple(p.shape), str(p.dtype)) for name, p in experts.named_parameters(recurse=False)}
+        same_on_all_ranks("the experts", {**shapes, "chunks": self.chunks, "fused": experts.fused}, group)
         if slices is not None and experts.intermediate_size % slices.size():
             raise InvalidProblem(
                 f"{experts.intermediate_size} intermediate features cannot be sliced evenly over {slices.size()} ranks"

@@ -27,11 +27,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multigemm.cuda.arguments import Addresses
+from multigemm.cuda.arguments import FUSED_OPERANDS, OPERANDS
 from multigemm.cuda.device import capturing, to_device, upload
 from multigemm.cuda.running_sums import running_sums
 from multigemm.planning.binding import Bound, Choice, bind, caller_result
-from multigemm.planning.launch_key import HOST_SEQUENCES, PLAIN, PLAIN_LENGTH, Call, Key, class_key_of, key_of
+from multigemm.planning.launch_key import (
+    HOST_SEQUENCES,
+    NO_SCALES,
+    PLAIN,
+    PLAIN_LENGTH,
+    QUANTISED_LENGTH,
+    Call,
+    Key,
+    class_key_of,
+    key_of,
+)
 from multigemm.planning.operands import Operands, reach_bytes
 from multigemm.planning.staging import allocate
 from multigemm.problem.overlap import same_view
@@ -47,8 +57,12 @@ from multigemm.torch_internals import (
 
 ENTRIES = 4096
 """A step of training makes six products in each layer, each with a layout of its own."""
+NOTHING_MORE = (0,) * (len(OPERANDS) - OPERANDS.index("scale_a"))
+"""Addresses of scales, of zero points and of what is fused, and of lent memory, of a call that has none of these."""
 WORKSPACE = 64 << 20
 """Bytes of device memory that all entries may own together; one entry a sixteenth of it."""
+_PREACT = QUANTISED_LENGTH + FUSED_OPERANDS.index("preact")
+"""The place of `preact_out` in a call."""
 BROKEN = -1
 """Tokens of an entry of which nothing is known, since its resizing was interrupted; another one takes its place."""
 
@@ -58,7 +72,7 @@ class _Entry(ABC):
 
     __slots__ = (
         "_busy", "_choice", "_counted", "_device", "_dtype", "_given_out", "_grids", "_inner", "_reach", "_settings",
-        "_shape", "_strides", "_tokens", "index", "workspace",
+        "_shape", "_strides", "_tokens", "_writes_given", "index", "workspace",
     )  # fmt: skip
 
     def __init__(self, problem: GroupedGemmProblem, choice: Choice, counted: bool) -> None:
@@ -68,6 +82,7 @@ class _Entry(ABC):
         self._strides = torch.empty(self._shape, device="meta").stride()
         self.index = problem.device.index if problem.device.type == "cuda" else -1
         self._counted, self._given_out, self._busy = counted, problem.out is not None, False
+        self._writes_given = self._given_out or (problem.fused is not None and problem.fused.preact is not None)
         self._inner = problem.form == "jagged_k"
         self._tokens = _tokens_of(problem) if counted else 0
         self._reach = {
@@ -88,13 +103,15 @@ class _Entry(ABC):
                 tokens = call[1].shape[self._inner]
                 if tokens != self._tokens and not self.resize(tokens):
                     return None
+            if self._writes_given and self._shares(call):
+                return None
             if self._given_out:
-                out = None if self._shares(call) else call[8]
+                out = call[8]
             elif self.index < 0:
                 out = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._device)
             else:
                 out = empty_cuda(self._shape, self._strides, self._dtype)
-            return out if out is not None and self.launch(call, out) else None
+            return out if self.launch(call, out) else None
         finally:
             self._busy = False
 
@@ -115,15 +132,26 @@ class _Entry(ABC):
         return True
 
     def _shares(self, call: Call) -> bool:
-        """Whether the range of memory of the caller's `out` meets that of an input."""
-        _, a, b, _, cut, valid_rows, given_c, bias, out, *scales = call
-        assert out is not None
-        start, reach = out.data_ptr(), self._reach
-        end = start + reach["out"]
-        c = None if given_c is None or same_view(given_c, out) else given_c
+        """Whether the range of memory of the caller's `out` or `preact_out` meets that of an input, or each other's."""
+        _, a, b, _, cut, valid_rows, given_c, bias, out, *more = call
+        reach = self._reach
+        c = None if given_c is None or (out is not None and same_view(given_c, out)) else given_c
         inputs = [(x, reach.get(name, 0)) for name, x in (("a", a), ("b", b), ("bias", bias), ("c", c))]
-        inputs += [(x, reach_bytes(x)) for x in (cut, valid_rows, *scales) if isinstance(x, Tensor)]
-        return any(x is not None and x.data_ptr() < end and start < x.data_ptr() + size for x, size in inputs)
+        preact = call[_PREACT] if len(call) > QUANTISED_LENGTH else None
+        inputs += [(x, reach_bytes(x)) for x in (cut, valid_rows, *more) if isinstance(x, Tensor) and x is not preact]
+        written = [] if out is None else [(out, reach["out"])]
+        if preact is not None:
+            if preact is out:
+                return True
+            written.append((preact, reach_bytes(preact)))
+            inputs += written[:-1]
+        return any(_meet(x, size, y, extent) for x, size in written for y, extent in inputs if y is not None)
+
+
+def _meet(x: Tensor, size: int, y: Tensor, extent: int) -> bool:
+    """Whether two ranges of memory meet."""
+    start, other = x.data_ptr(), y.data_ptr()
+    return other < start + size and start < other + extent
 
 
 def _made_for(problem: GroupedGemmProblem, ops: Operands) -> tuple[Tensor | None, Tensor | None]:
@@ -179,7 +207,7 @@ class _MovingEntry(_Entry):
 
     __slots__ = (
         "_ends", "_follows_ends", "_follows_valid", "_host", "_keep", "_kind", "_launch", "_start", "_step", "_stream",
-        "_valid_rows",
+        "_valid_rows", "_work",
     )  # fmt: skip
 
     def __init__(
@@ -196,10 +224,11 @@ class _MovingEntry(_Entry):
         host = counted and problem.grouping is not None and problem.grouping.live is None
         self._host = _HostCut(kind, ops, self.index) if host else None
         self.workspace = launch.workspace_bytes() + _bytes_of(self._keep)
+        self._work: int = getattr(launch, "work_bytes", 0)
 
     def launch(self, call: Call, out: Tensor) -> bool:
-        scales = call[PLAIN_LENGTH:]
-        _, a, b, _, cut, valid_rows, c, bias, _ = call[:PLAIN_LENGTH] if scales else call
+        more = call[PLAIN_LENGTH:]
+        _, a, b, _, cut, valid_rows, c, bias, _ = call[:PLAIN_LENGTH] if more else call
         ends, valid, sizes = self._ends, self._valid_rows, 0
         if self._follows_ends:
             if cut is not None:
@@ -213,13 +242,18 @@ class _MovingEntry(_Entry):
             self._host.upload(offsets)
         if valid_rows is not None and self._follows_valid:
             valid = valid_rows.data_ptr()
-        addresses: Addresses = (
-            a.data_ptr(), b.data_ptr(), out.data_ptr(), 0 if c is None else c.data_ptr(),
-            0 if bias is None else bias.data_ptr(), ends, valid, sizes, 0, 0, 0,
+        rest, lent = NOTHING_MORE, None
+        if more:
+            rest = (*[0 if x is None else x.data_ptr() for x in more], *NOTHING_MORE[len(more) :])
+            if self._work:  # freed at the end, which orders it before whatever reuses it
+                lent = empty_cuda((self._work,), (1,), torch.uint8)
+                rest = (*rest[:-1], lent.data_ptr())
+        self._launch.move(
+            (
+                a.data_ptr(), b.data_ptr(), out.data_ptr(), 0 if c is None else c.data_ptr(),
+                0 if bias is None else bias.data_ptr(), ends, valid, sizes, *rest,
+            )
         )  # fmt: skip
-        if scales:
-            addresses = (*addresses[:-3], *(0 if x is None else x.data_ptr() for x in scales))
-        self._launch.move(addresses)
         if self._start is None:
             self._launch()
         else:
@@ -239,7 +273,7 @@ class _MovingEntry(_Entry):
 class _BindingEntry(_Entry):
     """What a backend that cannot move its launches, or not resize them, needs to bind the operands of the next call."""
 
-    __slots__ = ("_alpha", "_beta", "_ends", "_host", "_kind", "_spec", "_squeezed", "_sums")
+    __slots__ = ("_alpha", "_beta", "_ends", "_fused", "_host", "_kind", "_spec", "_squeezed", "_sums")
 
     def __init__(
         self, problem: GroupedGemmProblem, ops: Operands, choice: Choice, kind: str, counted: bool = False
@@ -248,6 +282,7 @@ class _BindingEntry(_Entry):
         cut = problem.cut
         self._spec, self._kind, self._squeezed = choice.spec, kind, problem.squeezed
         self._alpha, self._beta = problem.alpha, problem.beta
+        self._fused = None if problem.fused is None else problem.fused.without_tensors()
         self._ends: Tensor | None = None
         self._sums: Any = None
         self._host: dict[str, Any] | _HostCut | None = None
@@ -261,7 +296,7 @@ class _BindingEntry(_Entry):
         self.workspace = _bytes_of(_made_for(problem, ops))
 
     def launch(self, call: Call, out: Tensor) -> bool:
-        _, a, b, _, given, valid_rows, c, bias, _, *scales = call
+        _, a, b, _, given, valid_rows, c, bias, _, *more = call
         target, c = out, c if self._beta != 0 else None
         if self._squeezed:
             a, b, target = a.unsqueeze(0), b.unsqueeze(0), out.unsqueeze(0)
@@ -271,10 +306,11 @@ class _BindingEntry(_Entry):
             return False
         alpha, beta, device = self._alpha, self._beta, self._device
         ops = Operands(self._spec, a, as_bytes(b), target, c, bias, alpha=alpha, beta=beta, device=device, **cut)
-        if scales:
-            given = dict(zip(SCALES, scales, strict=True))
-            grids = {name: given[name].as_strided(*grid) for name, grid in self._grids.items()}
-            ops = replace(ops, **grids)
+        if self._grids:
+            named = dict(zip(SCALES, more, strict=False))
+            ops = replace(ops, **{name: named[name].as_strided(*grid) for name, grid in self._grids.items()})
+        if self._fused is not None:
+            ops = replace(ops, fused=self._fused.with_tensors(*more[len(SCALES) :], squeezed=self._squeezed))
         self._choice.recipe.bind(ops)()  # the result has elements: memory without any has no address, hence no key
         return True
 
@@ -433,7 +469,7 @@ def _lasting(choice: Choice, problem: GroupedGemmProblem) -> bool:
     spec = problem.spec
     if problem.kind != "torch" or problem.form == "per_group" or choice.recipe.syncs or problem.refreshes:
         return False
-    if problem.fused is not None:  # a key holds no indices of rows
+    if problem.fused is not None and not problem.fused.moves:
         return False
     cut = problem.cut
     dense = cut is None or cut.live is None or cut.live.shape[0] <= 1 or cut.live.stride(0) == 1
@@ -454,7 +490,7 @@ def _entry_of(problem: GroupedGemmProblem, bound: Bound, choice: Choice, kind: s
     if on_tensors is not None:
         return _TensorEntry(problem, choice, on_tensors, counted)
     callers = [ops.a, ops.b, ops.out, ops.c, ops.bias, None if cut is None else cut.live]
-    callers += [ops.scale_a, ops.scale_b, ops.zero_b]
+    callers += [ops.scale_a, ops.scale_b, ops.zero_b, *(() if ops.fused is None else ops.fused.tensors())]
     spans = [(x.data_ptr(), x.data_ptr() + reach_bytes(x)) for x in callers if isinstance(x, Tensor)]
     movable = hasattr(launch, "move") and not launch.stays_behind(spans)  # type: ignore[attr-defined]
     if movable and launch.workspace_bytes() <= WORKSPACE // 16:  # type: ignore[attr-defined]
@@ -476,7 +512,8 @@ def _on_tensors(problem: GroupedGemmProblem, bound: Bound, kind: str, counted: b
     the result; None if it has no such form (a method `on_tensors`) for problems like this."""
     form, cut = getattr(bound.steps[-1], "on_tensors", None), problem.cut
     live = None if cut is None else cut.live
-    if form is None or (counted and live is None) or problem.quantisation is not None:
+    special = problem.quantisation is not None or problem.fused is not None
+    if form is None or (counted and live is None) or special:
         return None
     return form(kind, live)
 
@@ -493,7 +530,7 @@ def _resizes(launch: Any, tokens: int) -> bool:
 
 def solve(choice: Choice, problem: GroupedGemmProblem) -> Any:
     """The result of a problem by a choice that was made for its spec."""
-    if problem.kind != "torch" or problem.form == "per_group" or problem.fused is not None:
+    if problem.kind != "torch" or problem.form == "per_group":
         return LAUNCHES.run((None, None), "", choice, problem)
     grouping, cut = problem.grouping, problem.cut
     kind = "" if grouping is None else grouping.kind if grouping.live is not None else "offsets"
@@ -502,9 +539,16 @@ def solve(choice: Choice, problem: GroupedGemmProblem) -> Any:
     masked = problem.valid_rows is not None
     cuts = (None, values) if masked else (values, None)
     q = problem.quantisation
-    scales = () if q is None else (problem.scale_a, problem.scale_b, problem.zero_b)
-    call: Any = (problem.form[-1], a, b, kind, *cuts, c, problem.bias, problem.given_out, *scales)
-    key = key_of(call, (id(choice), problem.alpha, problem.beta, problem.squeezed))
+    more: tuple[Any, ...] = () if q is None else (problem.scale_a, problem.scale_b, problem.zero_b)
+    options: Key = (id(choice), problem.alpha, problem.beta, problem.squeezed)
+    if (fused := problem.fused) is not None:
+        index = fused.combine or fused.out_rows
+        at = (None if x is None else x.values for x in (fused.a_rows, fused.b_rows))
+        tensors = (*at, fused.given_preact, fused.row_scale, None if index is None else index.values, fused.weights)
+        more = (*(more or NO_SCALES), *tensors)
+        options = (*options, fused.gate, fused.combine is None, fused.rows)
+    call: Any = (problem.form[-1], a, b, kind, *cuts, c, problem.bias, problem.given_out, *more)
+    key = key_of(call, options)
     found, class_key = (None, None) if key is None else LAUNCHES.recall(key, call)
     return LAUNCHES.run((key, class_key), kind, choice, problem) if found is None else found
 

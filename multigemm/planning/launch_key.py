@@ -7,6 +7,7 @@ that is wanted, a mode, a capture, a tensor subclass, several cuts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import countOf, sub
 from threading import get_ident
 from typing import Any
@@ -43,10 +44,12 @@ _INDEX_DTYPES = (torch.int32, torch.int64)
 
 Call = tuple[Any, ...]
 """The tensors of a call of the front door: jagged, a, b, kind, cut, valid_rows, c, bias, out; absent ones are None, and
-`kind` names the keyword that holds `cut`. Quantised operands have scale_a, scale_b and zero_b behind them. A plain
-tuple, since making one with names takes ten times as long."""
-PLAIN_LENGTH = 9
-"""Of a call whose operands are not quantised."""
+`kind` names the keyword that holds `cut`. Quantised operands have scale_a, scale_b and zero_b behind them; fused
+problems have these, which may be None, and then `FUSED_OPERANDS`. A plain tuple, since making one with names takes ten
+times as long."""
+PLAIN_LENGTH, QUANTISED_LENGTH = 9, 12
+"""Of a call whose operands are not quantised, and of one that is not fused."""
+NO_SCALES = (None, None, None)
 
 
 def one_cut(offsets: Any, sizes: Any, ends: Any) -> tuple[str, Any, bool]:
@@ -59,6 +62,25 @@ def one_cut(offsets: Any, sizes: Any, ends: Any) -> tuple[str, Any, bool]:
 
 
 Key = tuple[Any, ...]
+_FUSED_NUMBERS = ("glu_layout", "glu_alpha", "glu_beta", "glu_limit", "rows")
+
+
+def fused_call(given: Mapping[str, Any]) -> tuple[tuple[Any, ...], Key] | None:
+    """What a call has behind its scales if it has these keywords of fused problems, and what a key holds beside their
+    layouts; None where no entry may serve it."""
+    found, index, weights, sums = given.get, None, None, ""
+    combine, out_rows = found("combine"), found("out_rows")
+    if combine is not None:
+        if out_rows is not None or type(combine) is not tuple or len(combine) != 2:
+            return None
+        (index, weights), sums = combine, "combine"
+    elif out_rows is not None:
+        index, sums = out_rows, "out_rows"
+    tensors = (found("a_rows"), found("b_rows"), found("preact_out"), found("row_scale"), index, weights)
+    numbers = tuple([(x, type(x)) for x in map(found, _FUSED_NUMBERS)])
+    return (*NO_SCALES, *tensors), (sums, *numbers)
+
+
 GROUPS = 10
 """Where in a key the groups stand; before them stand the layouts of a, whose shape comes first, and of b."""
 
@@ -145,7 +167,9 @@ def class_key_of(key: Key, call: Call) -> Key | None:
     """What calls have in common that differ in their number of tokens and in sizes on the host alone: rows of `a`, or
     the inner extent of both operands."""
     jagged, a, b, kind, cut, valid_rows, c, _, out, *scales = call
-    if cut is None or not a.is_cuda or out is not None or c is not None or valid_rows is not None or a.dim() != 2:
+    if len(call) > QUANTISED_LENGTH or cut is None or valid_rows is not None:
+        return None
+    if not a.is_cuda or out is not None or c is not None or a.dim() != 2:
         return None
     groups = key[GROUPS] if isinstance(cut, Tensor) and not cut.is_cpu else _host_class(kind, cut)
     if groups is None:

@@ -68,6 +68,7 @@ class Operands:
     that `sums_sizes` reads them, and then nobody writes `ends`.
     `fused` is what `spec.fused` describes, with dense indices and numbers on the device. There `a` and `b` are the
     operands whose rows are picked, `c` has the shape of `out`, and what cuts T tokens need not fit their extents.
+    `lent`: memory between the launches of one call (`work` of `cuda.arguments.OPERANDS`); a, b and `out` may lie in it.
     """
 
     spec: ProblemSpec
@@ -89,6 +90,7 @@ class Operands:
     scale_b: Tensor | list[Tensor] | None = None
     zero_b: Tensor | list[Tensor] | None = None
     fused: Fused | None = None
+    lent: Tensor | None = None
 
 
 class Strided(NamedTuple):
@@ -119,9 +121,14 @@ class Packed:
     bias: Strided | None
 
 
-def address_of(tensor: Tensor | None, operand: str) -> int:
-    """Where an operand lies; 0 for an absent one."""
-    return 0 if tensor is None else Address(tensor.data_ptr(), operand)
+def address_of(tensor: Tensor | None, operand: str, lent: Tensor | None = None) -> int:
+    """Where an operand lies, perhaps in memory that calls lend; 0 for an absent one."""
+    if tensor is None:
+        return 0
+    at = tensor.data_ptr()
+    if lent is not None and lent.data_ptr() <= at < lent.data_ptr() + max(lent.nbytes, 1):
+        return Address(at, "work", lent.data_ptr())
+    return Address(at, operand)
 
 
 def reach_bytes(x: Tensor) -> int:
@@ -131,14 +138,14 @@ def reach_bytes(x: Tensor) -> int:
     return (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))) * x.element_size()
 
 
-def strides_of(tensor: Tensor, operand: str | None = None) -> Strided:
+def strides_of(tensor: Tensor, operand: str | None = None, lent: Tensor | None = None) -> Strided:
     """Address and strides of a matrix or a stack of matrices; extents of 0 or 1 get stride 0.
 
     `operand` names the one that the address belongs to, so that a bound launch can follow it; None in a list.
 
     A dimension with one element may carry any stride; a kernel must never multiply by it.
     """
-    at = tensor.data_ptr() if operand is None else Address(tensor.data_ptr(), operand)
+    at = tensor.data_ptr() if operand is None else address_of(tensor, operand, lent)
     if tensor.dim() == 2:
         (rows, columns), (row, column) = tensor.shape, tensor.stride()
         return Strided(at, 0, row if rows > 1 else 0, column if columns > 1 else 0)
@@ -173,9 +180,9 @@ def packed(ops: Operands) -> Packed:
         n=b.shape[-1],
         k=Tokens(depth) if jagged == "k" else depth,
         jagged=jagged,
-        a=strides_of(a, "a"),
-        b=strides_of(b, "b"),
-        out=strides_of(out, "out"),
+        a=strides_of(a, "a", ops.lent),
+        b=strides_of(b, "b", ops.lent),
+        out=strides_of(out, "out", ops.lent),
         c=None if c is None else strides_of(c, "c"),
         bias=None if bias is None else _bias_strides(bias, ops.spec.groups),
     )

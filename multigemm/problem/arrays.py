@@ -150,6 +150,25 @@ class Memory:
         self.__array_interface__, self._owner = interface, owner
 
 
+NUMPY_TYPES = {
+    dtype: torch.empty(0, dtype=dtype).numpy().dtype.str
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8)
+}
+
+
+def numpy_view(x: Tensor) -> np.ndarray:
+    """A NumPy array over a tensor on the host.
+
+    Unlike `x.numpy()`, which marks the memory as one that can never be resized: FSDP2 resizes that of parameters.
+    """
+    size = x.element_size()
+    interface = {
+        "version": 3, "shape": tuple(x.shape), "strides": tuple(s * size for s in x.stride()),
+        "typestr": NUMPY_TYPES[x.dtype], "data": (x.data_ptr(), False),
+    }  # fmt: skip
+    return np.asarray(Memory(interface, x))
+
+
 def _adopt_numpy(x: np.ndarray, name: str) -> Adopted:
     if not x.dtype.isnative:
         raise InvalidProblem(

@@ -93,6 +93,9 @@ class Index(NamedTuple):
         return self.values.detach().cpu()
 
 
+_NO_ROWS = Index(torch.empty((0, 0), dtype=torch.int32), False)
+
+
 @dataclass(frozen=True, slots=True)
 class Fused:
     """What a problem has beside products and their plain epilogue; what is absent is None.
@@ -143,6 +146,31 @@ class Fused:
         if self.preact is None:
             return []
         return [self.preact] if isinstance(self.preact, Tensor) else self.preact
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that a launch reads or writes."""
+        return [*(x.values for x in self.indices.values()), *self.numbers.values(), *self.preacts()]
+
+    @property
+    def moves(self) -> bool:
+        """Whether a launch may take later calls' tensors as they are: indices on the device, nothing with gaps."""
+        read = [*(x.values for x in self.indices.values()), *self.numbers.values()]
+        return all(x.live for x in self.indices.values()) and all(x.is_contiguous() for x in read)
+
+    def without_tensors(self) -> Fused:
+        """What calls have in common that differ in where their tensors lie."""
+        return Fused(gate=self.gate, combine=self.combine and _NO_ROWS, rows=self.rows)
+
+    def with_tensors(
+        self, a_rows: Tensor | None = None, b_rows: Tensor | None = None, preact: Tensor | None = None,
+        row_scale: Tensor | None = None, index: Tensor | None = None, weights: Tensor | None = None, *, squeezed: bool,
+    ) -> Fused:  # fmt: skip
+        """The same for these tensors; `index` is that of combine or out_rows, `squeezed`: preact is a matrix of one."""
+        a_at, b_at = (None if x is None else Index(x, True) for x in (a_rows, b_rows))
+        at = None if index is None else Index(index, True)
+        combine, out_rows = (at, None) if self.combine is not None else (None, at)
+        held = preact.unsqueeze(0) if squeezed and preact is not None else preact
+        return Fused(self.gate, held, row_scale, a_at, b_at, combine, weights, out_rows, self.rows, preact)
 
     def columns(self, n: int) -> int:
         """Columns of the result of products of n columns."""

@@ -40,7 +40,7 @@ HOST_US = {"cupy": 11.0, "numba": 11.0, "triton": 11.0, "cublas": 35.0}
 LESS_BUSY = 0.8
 """Of the other backend's host time: with less, an eager call over equal groups takes a backend that is up to 3 %
 slower, since a caller who waits for the device has the rest of the time for work of his own."""
-LONG_K, MANY_ROWS = 1024, 64
+LONG_K, MANY_ROWS = 1024, 128
 """From both on, 16-bit kernels of CuPy lead those of Triton: a slower start of each tile, and a faster main loop."""
 FEW_GROUPS = 8
 """So many calls of cuBLAS in a row, each with a float32 kernel that is up to five times as fast, beat one launch."""
@@ -140,8 +140,8 @@ def static_order(c: ProblemClass) -> tuple[str, ...]:
     own = _own_kernels(c)
     if c.where == ON_DEVICE:
         return own
-    batch = c.dtype != "int8" and (c.where == EQUAL or c.form == "batched")
-    if batch or (c.dtype == "float32" and c.groups <= FEW_GROUPS):
+    batch = c.where == EQUAL or c.form == "batched" or (c.form == "per_group" and None not in (c.n, c.k))
+    if (batch and c.dtype != "int8") or (c.dtype == "float32" and c.groups <= FEW_GROUPS):
         return "cublas", *own
     return *own, "cublas"
 
@@ -153,6 +153,8 @@ def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
         return ("cupy", "triton", "numba") if _float8_of_hopper(c) else ("triton", "cupy", "numba")
     if c.dtype == "int8":
         return "numba", "triton", "cupy"
+    if "+gather" in c.precision or "+gate" in c.precision:
+        return "triton", "cupy"
     if c.dtype in ("float64", "tf32"):
         return "triton", "numba", "cupy"
     if c.dtype == "float32":

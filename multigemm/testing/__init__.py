@@ -11,7 +11,7 @@ Programs for machines with a GPU, each `python -m multigemm.testing.NAME`: `repe
 fail is shown on `model_kernel`, `fused_model` and the faults of `model_mutants`.
 """
 
-from multigemm.testing.case import Case, Layout, Scale, classes
+from multigemm.testing.case import Case, Fused, Layout, RowNumbers, Scale, classes
 from multigemm.testing.oracles import Finding, Outcome, check, check_case
 from multigemm.testing.own_kernels import assert_correct, problems, random_problem
 from multigemm.testing.placed_case import DeviceCase, PlacedCase
@@ -27,10 +27,12 @@ __all__ = [
     "Case",
     "DeviceCase",
     "Finding",
+    "Fused",
     "Layout",
     "Limits",
     "Outcome",
     "PlacedCase",
+    "RowNumbers",
     "Scale",
     "Stand",
     "Subject",

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from multigemm.problem.spec import Form
+from multigemm.problem.spec import GATES, Form
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,56 @@ class Scale:
         return {"all": 0, "128": 128}.get(lines, 1), int(k or 0)
 
 
+@dataclass(frozen=True, slots=True)
+class RowNumbers:
+    """The contents of an index of rows. `rows`: how many rows the operand has that is picked from, or the result that
+    is made; below 0 there is no index.
+
+    `how` is "honest", "lies" (some are no row: below 0, past the end, up to 64 bits) or "every" (0, 1, 2, ...).
+    `host`: the host tells them.
+    """
+
+    rows: int = -1
+    dtype: str = "int64"
+    how: str = "honest"
+    host: bool = False
+
+    @property
+    def given(self) -> bool:
+        return self.rows >= 0
+
+
+NO_ROWS = RowNumbers()
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """Picked rows, what belongs to a gate (which gate is the case's activation), weights and sums of rows.
+
+    `combine` has `terms` numbers for each row of the result; `weights` and `row_scale` are dtypes, "" for none.
+    """
+
+    a_rows: RowNumbers = NO_ROWS
+    b_rows: RowNumbers = NO_ROWS
+    combine: RowNumbers = NO_ROWS
+    out_rows: RowNumbers = NO_ROWS
+    terms: int = 0
+    weights: str = ""
+    row_scale: str = ""
+    preact: bool = False
+    glu_layout: str = "halves"
+    glu_alpha: float = 1.0
+    glu_beta: float = 0.0
+    glu_limit: float | None = None
+
+    @property
+    def rows(self) -> int | None:
+        """How many rows the result has where they are sums of rows."""
+        return next((sums.rows for sums in (self.combine, self.out_rows) if sums.given), None)
+
+
+INDICES = ("a_rows", "b_rows", "combine", "out_rows")
+UNFUSED = Fused()
 UNSCALED = Scale()
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
@@ -72,8 +122,6 @@ class Case:
     "list", "host" or "device". `aligned` says that extents and strides were rounded so that fast
     kernels accept them. With `batch_invariant` relations between problems hold to the last bit, whatever ran.
     Quantised operands: `b_format` says what bytes (`dtype_b` "uint8") hold, `zero_b` is the dtype of zero points.
-    A case of a number `fused`, 0 or more, is that problem of `fused_problems`, but for the keywords `without`, and no
-    other field counts.
     """
 
     form: Form = "jagged_m"
@@ -113,8 +161,7 @@ class Case:
     zero_b: str = ""
     b_format: str = ""
     accumulate: str = "promoted"
-    fused: int = -1
-    without: tuple[str, ...] = ()
+    fused: Fused = field(default=UNFUSED)
 
     @property
     def groups(self) -> int:
@@ -169,6 +216,14 @@ class Case:
         return self.dtype in FLOAT8 or (self.dtype != "int8" and self.dtype_b in (*FLOAT8, "int8", "uint8"))
 
     @property
+    def gated(self) -> bool:
+        return self.activation in GATES
+
+    @property
+    def is_fused(self) -> bool:
+        return self.gated or self.fused != UNFUSED
+
+    @property
     def weights(self) -> str:
         """The format of quantised weights under 16-bit floats; "" where there are none."""
         return (self.b_format or self.dtype_b) if self.quantised and self.dtype not in FLOAT8 else ""
@@ -204,9 +259,11 @@ class Case:
         for name in ("scale_a", "scale_b"):
             if name in values:
                 values[name] = Scale(**(values[name] | {"layout": Layout(**values[name].get("layout", {}))}))
-        for name in ("lengths", "without"):
-            if name in values:
-                values[name] = tuple(values[name])
+        if "fused" in values:
+            given = dict(values["fused"])
+            values["fused"] = Fused(**(given | {name: RowNumbers(**given[name]) for name in INDICES if name in given}))
+        if "lengths" in values:
+            values["lengths"] = tuple(values["lengths"])
         if "dims" in values:
             values["dims"] = tuple(tuple(d) for d in values["dims"])
         return Case(**values)
@@ -321,6 +378,21 @@ def _quantised_classes(case: Case) -> set[str]:
     return found | {name for name, present in flags.items() if present}
 
 
+def _fused_classes(case: Case) -> set[str]:
+    fused, found = case.fused, {"fused", f"fused:{case.form}"}
+    for name in INDICES:
+        index: RowNumbers = getattr(fused, name)
+        if index.given:
+            found |= {f"{name}:{index.how}", f"rows index:{'host' if index.host else index.dtype}"}
+    if case.gated:
+        found.add(f"glu_layout:{fused.glu_layout}")
+    flags = {
+        "glu_alpha": fused.glu_alpha != 1, "glu_beta": fused.glu_beta, "glu_limit": fused.glu_limit is not None,
+        "weights": fused.weights, "row_scale": fused.row_scale, "preact_out": fused.preact,
+    }  # fmt: skip
+    return found | {name for name, present in flags.items() if present}
+
+
 def classes(case: Case) -> set[str]:
     """The classes of problems that a case belongs to; campaigns count them and demand them.
 
@@ -351,6 +423,8 @@ def classes(case: Case) -> set[str]:
         found.add(f"bias:{case.bias}")
     if case.quantised:
         found |= _quantised_classes(case)
+    if case.is_fused:
+        found |= _fused_classes(case)
     if case.jagged or case.form == "masked":
         found |= {f"index:{case.index}", f"where:{case.where}"}
     if case.jagged:

@@ -56,8 +56,10 @@ def save(folder: Path, data: dict[str, Any]) -> Path:
 def snippet(case: Case, backend: str, device: str, config: int | str = 0) -> str:
     """A few lines of Python that repeat a failure."""
     extra = f", config={config!r}" if config else ""
+    names = ["Case", *(["Fused"] if case.is_fused else []), "Layout", *(["RowNumbers"] if case.is_fused else []),
+             *(["Scale"] if case.quantised else [])]  # fmt: skip
     return (
-        f"from multigemm.testing import Case, Layout{', Scale' if case.quantised else ''}, check_case\n"
+        f"from multigemm.testing import {', '.join(names)}, check_case\n"
         f"case = {case!r}\n"
         f'print(*check_case(case, "{backend}", "{device}"{extra}).findings, sep="\\n")'
     )

@@ -165,8 +165,7 @@ def check_foreign_writes(device_case: DeviceCase, outcome: Outcome) -> None:
     """Nothing outside the result may have been written since the first prefill, whatever is in it."""
     got = fetch(device_case)
     everything = torch.zeros(got.shape, dtype=torch.uint8)
-    place = device_case.placed.layout.out
-    for region in place if isinstance(place, list) else [place]:
+    for region in device_case.placed.layout.outputs.regions:
         region.bits(everything).fill_(-1)
     stray = foreign_writes(got.numpy(), device_case.placed.prefills[0].numpy(), everything.numpy())
     if stray:

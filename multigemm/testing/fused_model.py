@@ -1,7 +1,7 @@
 """A plain model of a kernel for fused problems, and faults that are planted in it: proof that the hunt can see them.
 
 `solve` takes one token after the other, as a definition would. `FAULTS` are changes of its source, each of a kind that
-kernels have shipped with; `multigemm.testing.fused_problems` draws what they fall to.
+kernels have shipped with.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from inspect import getsource
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -56,9 +56,9 @@ def groups(ops: Operands, fused: Fused) -> Iterator[tuple[Any, Any, Any]]:
         if form == "masked":
             yield a[g, :hi], b[g], (g, slice(0, hi))
         elif form == "jagged_m":
-            yield picked(a, fused.a_rows, lo, hi, 0), b[g], slice(lo, hi)
+            yield picked(a, fused.a_rows, lo, hi, 0), b if b.dim() == 2 else b[g], slice(lo, hi)
         elif form == "jagged_n":
-            yield a[g], picked(b, fused.b_rows, lo, hi, 1), (slice(None), slice(lo, hi))
+            yield a if a.dim() == 2 else a[g], picked(b, fused.b_rows, lo, hi, 1), (slice(None), slice(lo, hi))
         else:
             yield picked(a, fused.a_rows, lo, hi, 1), picked(b, fused.b_rows, lo, hi, 0), g
 
@@ -67,10 +67,10 @@ def bias_of(ops: Operands, g: int, where: Any, n: int) -> Tensor:
     """The bias of a group."""
     if ops.bias is None:
         return torch.zeros(n)
-    bias = cast(Tensor, ops.bias)
+    bias = cast(Any, ops.bias)
     if ops.spec.form == "jagged_n":
-        return bias[where[1]]
-    return bias[g] if bias.dim() == 2 else bias
+        return cast(Tensor, bias[where[1]])
+    return cast(Tensor, bias[g] if isinstance(bias, list) or bias.dim() == 2 else bias)
 
 
 def act(x: Any, kind: str | None, alpha: float) -> Any:
@@ -226,13 +226,20 @@ def planted(fault: str = "") -> Any:
     return names["solve"]
 
 
-def model(fault: str = "") -> BuiltinBackend:
-    """The model as a backend that takes what `fused_problems` draws."""
+class Model(BuiltinBackend):
+    """A backend from elsewhere, which says that it knows of fused problems."""
+
+    takes_fused: ClassVar[bool] = True
+
+
+def model(fault: str = "") -> Model:
+    """The model as a backend for fused problems in plain floats."""
 
     def reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
-        return [] if device.type == "cpu" and spec.compute.is_floating_point else ["the model takes floats on the host"]
+        plain = spec.compute.is_floating_point and not spec.quantised
+        return [] if device.type == "cpu" and plain else ["the model takes plain floats on the host"]
 
     def plan(spec: ProblemSpec, config: Any, device: torch.device) -> Recipe:
         return Recipe("model", config, lambda ops: lambda: planted(fault)(ops))
 
-    return BuiltinBackend(fault or "model", lambda: Availability(ok=True), reasons, lambda spec, device: (0,), plan)
+    return Model(fault or "model", lambda: Availability(ok=True), reasons, lambda spec, device: (0,), plan)

@@ -93,6 +93,11 @@ def inspect(
     verdict = judge(placed.answer, views if placed.case.form == "per_group" else views[0], suspicion=rho)
     if not verdict:
         outcome.findings.append(Finding("value", note + verdict.text))
+    if placed.answer.preact is not None:
+        preacts = placed.preacts(got)
+        right = judge(placed.answer.preact, preacts if placed.case.form == "per_group" else preacts[0], suspicion=False)
+        if not right:
+            outcome.findings.append(Finding("value", f"{note}preact_out: {right.text}"))
     outcome.rho, outcome.rho_rms = max(outcome.rho, verdict.rho), max(outcome.rho_rms, verdict.rho_rms)
 
 
@@ -269,8 +274,4 @@ def check_case(
         >>> check_case(Case(form="batched", m=4, n=5, k=3, lengths=(0, 0)), "cpu").findings
         []
     """
-    if case.fused >= 0:
-        from multigemm.testing import fused_problems  # which reports by what stands here
-
-        return fused_problems.examine(case, Subject(backend, config), torch.device(device))
     return check(DeviceCase.from_case(case, torch.device(device)), Subject(backend, config))

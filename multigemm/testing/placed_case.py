@@ -12,7 +12,7 @@ The answer is computed once and shared by every backend and every run. A `Placed
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,17 @@ from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ProblemSpec
 from multigemm.reference import Answer, answer
-from multigemm.testing.case import PLAIN, Case, Layout, as_dtype
-from multigemm.testing.values import Operand, Shapes, Values, draw_values, shapes
+from multigemm.testing.case import PLAIN, Case, Layout, RowNumbers, as_dtype
+from multigemm.testing.values import (
+    Operand,
+    Shapes,
+    Values,
+    draw_values,
+    row_numbers,
+    row_scale_shape,
+    shapes,
+    weights_shape,
+)
 
 ALIGN = 512
 Bytes = npt.NDArray[np.uint8]
@@ -164,7 +173,8 @@ Regions = Region | list[Region]
 
 @dataclass(slots=True)
 class MemoryLayout:
-    """Where every operand of a case lies: `inputs` and `outputs` are two arenas."""
+    """Where every operand of a case lies: `inputs` and `outputs` are two arenas; `rows` are indices of rows on the
+    device, by keyword."""
 
     inputs: Arena
     outputs: Arena
@@ -177,6 +187,10 @@ class MemoryLayout:
     scale_a: Regions | None = None
     scale_b: Regions | None = None
     zero_b: Regions | None = None
+    preact: Regions | None = None
+    row_scale: Region | None = None
+    weights: Region | None = None
+    rows: dict[str, Region] = field(default_factory=dict)
 
 
 def bias_layout(case: Case) -> Layout:
@@ -219,7 +233,25 @@ def lay_out(case: Case, shape: Shapes) -> MemoryLayout:
             setattr(found, name, _lay(inputs, as_dtype(scale.dtype), grid, scale.layout, case))
     if case.zero_b:
         found.zero_b = _lay(inputs, as_dtype(case.zero_b), shape.scale_b, zero_layout(case), case)
+    if case.is_fused:
+        _lay_out_fused(case, shape, found)
     return found
+
+
+def _lay_out_fused(case: Case, shape: Shapes, layout: MemoryLayout) -> None:
+    """Indices and weights of rows, with gaps where c and the bias have a stride; preact_out beside the result."""
+    fused, line = case.fused, Layout(shift=case.a.shift % 3, step=case.b.step)
+    for name, numbers in row_numbers(case).items():
+        index: RowNumbers = getattr(fused, name)
+        if not index.host:
+            layout.rows[name] = layout.inputs.add(as_dtype(index.dtype), numbers.shape, line)
+    if fused.row_scale:
+        layout.row_scale = layout.inputs.add(as_dtype(fused.row_scale), row_scale_shape(case), line)
+    if fused.weights:
+        layout.weights = layout.inputs.add(as_dtype(fused.weights), weights_shape(case), line)
+    if fused.preact:
+        place = case.out if case.given else PLAIN
+        layout.preact = _lay(layout.outputs, case.result_dtype, shape.products, place, case)
 
 
 def zero_layout(case: Case) -> Layout:
@@ -237,9 +269,12 @@ def index_values(case: Case) -> list[int]:
 
 
 def write_index(case: Case, layout: MemoryLayout, inputs: Tensor) -> None:
-    """Puts the offsets, sizes, ends or valid rows into their region."""
+    """Puts the offsets, sizes, ends or valid rows into their region, and the numbers of rows into theirs."""
     if layout.index is not None:
         layout.index.view(inputs).copy_(torch.tensor(index_values(case), dtype=torch.int64))
+    numbers = row_numbers(case)
+    for name, region in layout.rows.items():
+        region.view(inputs).copy_(torch.from_numpy(numbers[name]))
 
 
 def _each(regions: Regions) -> list[Region]:
@@ -270,9 +305,10 @@ def _poison_unowned(case: Case, layout: MemoryLayout, arena: Tensor) -> None:
             if length:
                 bits.narrow(axis, begin, length).copy_(spoiled.narrow(axis, begin, length))
 
-    if case.form in ("jagged_m", "jagged_k") and not _aliased(case.a):
+    picks = case.fused
+    if case.form in ("jagged_m", "jagged_k") and not (_aliased(case.a) or picks.a_rows.given):
         spoil(layout.a, 0 if case.form == "jagged_m" else 1)
-    if case.form in ("jagged_n", "jagged_k") and not _aliased(case.b):
+    if case.form in ("jagged_n", "jagged_k") and not (_aliased(case.b) or picks.b_rows.given):
         spoil(layout.b, 1 if case.form == "jagged_n" else 0)
     if case.form == "masked" and not _aliased(case.a):
         bits, spoiled = _each(layout.a)[0].bits(arena), _each(layout.a)[0].bits(clean)
@@ -294,6 +330,8 @@ def _poison_unused_scales(case: Case, layout: MemoryLayout, arena: Tensor) -> No
         if case.form == "jagged_k" and k:
             unused = sorted(set(range(bits.shape[-1])) - used_blocks(case, k))
             bits[..., unused] = spoiled[..., unused]
+        elif (case.fused.a_rows if name == "scale_a" else case.fused.b_rows).given:
+            continue  # any row may be picked
         elif case.form == ("jagged_m" if name == "scale_a" else "jagged_n") and lines == 1:
             bits[: case.head], bits[end:] = spoiled[: case.head], spoiled[end:]
         elif case.form == "masked" and name == "scale_a" and lines:
@@ -323,6 +361,18 @@ def make_problem(
     at: Callable[[Region, Tensor], Tensor] = Region.view,
 ) -> GroupedGemmProblem:
     """The problem over two arenas, on whichever device they lie; `at` may put inputs elsewhere."""
+    a, b, keywords = arguments(case, layout, inputs, outputs, at)
+    return GroupedGemmProblem(a, b, **keywords)
+
+
+def arguments(
+    case: Case,
+    layout: MemoryLayout,
+    inputs: Tensor,
+    outputs: Tensor,
+    at: Callable[[Region, Tensor], Tensor] = Region.view,
+) -> tuple[Any, Any, dict[str, Any]]:
+    """What a call of `grouped_gemm` is given: a, b and the keywords."""
 
     def each(regions: Regions | None, make: Callable[[Region], Tensor]) -> Any:
         if regions is None:
@@ -353,7 +403,26 @@ def make_problem(
         more |= {"b_format": case.b_format or None, "accumulate": case.accumulate}
     if case.compute == torch.int8:
         more |= {"alpha": int(case.alpha), "beta": int(case.beta)}
-    return GroupedGemmProblem(tensors(layout.a), tensors(layout.b), **more)
+    if case.is_fused:
+        more |= _fused_keywords(case, {name: tensors(region) for name, region in layout.rows.items()})
+        more["row_scale"] = tensors(layout.row_scale)
+        more["preact_out"] = each(layout.preact, lambda region: region.view(outputs))
+        if "combine" in more:
+            more["combine"] = (more["combine"], tensors(layout.weights))
+    return tensors(layout.a), tensors(layout.b), more
+
+
+def _fused_keywords(case: Case, live: dict[str, Tensor]) -> dict[str, Any]:
+    """Numbers of rows, from the device or told by the host, and the numbers of a gate."""
+    fused, found = case.fused, dict[str, Any](live)
+    for name, numbers in row_numbers(case).items():
+        if name not in live:
+            found[name] = numbers.tolist() if case.seed % 2 and numbers.size else numbers
+    if fused.out_rows.given:
+        found["rows"] = fused.out_rows.rows
+    if case.gated:
+        found |= {name: getattr(fused, name) for name in ("glu_layout", "glu_alpha", "glu_beta", "glu_limit")}
+    return found
 
 
 @dataclass(slots=True)
@@ -379,7 +448,7 @@ class PlacedCase:
             _write(inputs, layout.a, values.a)
             _write(inputs, layout.b, values.b)
         _poison_unowned(case, layout, inputs)
-        for name in ("scale_a", "scale_b", "zero_b"):
+        for name in ("scale_a", "scale_b", "zero_b", "row_scale", "weights"):
             _write(inputs, getattr(layout, name), getattr(values, name))
         _poison_unused_scales(case, layout, inputs)
         _write(inputs, layout.bias, values.bias)
@@ -395,11 +464,15 @@ class PlacedCase:
         if case.given:
             for block in right.blocks:  # what no group owns is compared byte for byte, through `writable`
                 block.free |= ~block.owned
-        return PlacedCase(case, values, layout, inputs, prefills, problem, right, _writable(case, layout, problem))
+        return PlacedCase(case, values, layout, inputs, prefills, problem, right, _writable(case, layout, right))
 
     def results(self, outputs: Tensor) -> list[Tensor]:
         """The output tensors over a host arena."""
         return [region.view(outputs) for region in _each(self.layout.out)]
+
+    def preacts(self, outputs: Tensor) -> list[Tensor]:
+        """The tensors of `preact_out` over a host arena."""
+        return [] if self.layout.preact is None else [region.view(outputs) for region in _each(self.layout.preact)]
 
     @property
     def exact(self) -> bool:
@@ -409,18 +482,20 @@ class PlacedCase:
         )
 
 
-def _writable(case: Case, layout: MemoryLayout, problem: GroupedGemmProblem) -> Bytes:
+def _writable(case: Case, layout: MemoryLayout, right: Answer) -> Bytes:
     """0xFF for every byte that a run may write: the owned elements, or the whole of a library-made output."""
     mask = torch.zeros(layout.outputs.poisoned().shape, dtype=torch.uint8)
-    regions = _each(layout.out)
-    if case.form == "per_group" or not case.given:
-        for region in regions:
-            region.bits(mask).fill_(-1)
-    else:
-        bits = regions[0].bits(mask)
-        for view in problem.groups():
-            bits[view.where] = -1
+    listed = case.form == "per_group"
+    for region, block in zip(_each(layout.out), right.blocks, strict=True):
+        _mark(region.bits(mask), None if listed or not case.given else block.owned)
+    if layout.preact is not None and right.preact is not None:
+        for region, block in zip(_each(layout.preact), right.preact.blocks, strict=True):
+            _mark(region.bits(mask), None if listed else block.owned)
     return mask.numpy()
+
+
+def _mark(bits: Tensor, owned: Bytes | None) -> None:
+    bits.fill_(-1) if owned is None else bits.masked_fill_(torch.from_numpy(owned), -1)
 
 
 @dataclass(slots=True)

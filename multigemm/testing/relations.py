@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from multigemm.problem.arrays import dtype_name
-from multigemm.testing.case import Case
+from multigemm.testing.case import Case, RowNumbers
 from multigemm.testing.oracles import Finding, Outcome, check
 from multigemm.testing.placed_case import DeviceCase, PlacedCase
 from multigemm.testing.subject import Subject
@@ -252,15 +252,25 @@ def alone(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
     return Relation("alone", single, part, lambda y: y, select=lambda y: [y[g][rows, columns]])
 
 
-RELATIONS = (empties, permuted, split, transposed, as_list, scaled, crowded, alone)
+def every_row(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
+    """Indices that name every row in order change no bit."""
+    case = placed.case
+    if case.form not in ("jagged_m", "jagged_k") or case.fused.a_rows.given or case.fused.b_rows.given:
+        return None
+    by_number = replace(case.fused, a_rows=RowNumbers(case.total, "int32", "every"))
+    return Relation("rows by number", replace(case, fused=by_number), placed.values, lambda y: y, same_bits=True)
+
+
+RELATIONS = (empties, permuted, split, transposed, as_list, scaled, crowded, alone, every_row)
+FUSED_RELATIONS = (every_row,)
 
 
 def blocks(placed: PlacedCase, outputs: torch.Tensor) -> Blocks:
-    """Each group's part of a result."""
+    """Each group's part of a result; the whole of it where its rows are sums of rows of any group."""
     from multigemm.reference.dtypes import to_numpy
 
     views = placed.results(outputs)
-    if placed.case.form == "per_group":
+    if placed.case.form == "per_group" or placed.case.fused.rows is not None:
         return [to_numpy(view) for view in views]
     whole = to_numpy(views[0])
     return [whole[view.where] for view in placed.problem.groups()]
@@ -295,7 +305,7 @@ def relate(device_case: DeviceCase, subject: Subject, outcome: Outcome, seed: in
     case = placed.case
     if outcome.result is None or case.quantised or case.a.zero or case.b.zero or case.c.zero:
         return 0
-    for make in RELATIONS:
+    for make in FUSED_RELATIONS if case.is_fused else RELATIONS:
         relation = make(placed, rng)
         if relation is None:
             continue
@@ -309,10 +319,8 @@ def relate(device_case: DeviceCase, subject: Subject, outcome: Outcome, seed: in
         promised = case.batch_invariant and relation.same_rows
         if not (placed.exact or promised or (relation.same_bits and same_kernel)):
             continue
-        first, derived = (
-            relation.select(blocks(placed, outcome.result)),
-            relation.recover(blocks(other.placed, second.result)),
-        )
+        first = relation.select(blocks(placed, outcome.result))
+        derived = relation.recover(blocks(other.placed, second.result))
         text = _disagreement(first, derived, relation.factor)
         if promised and not text:
             text = _differing_bits(first, derived)

@@ -16,18 +16,38 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import torch
+
 from multigemm.problem.arrays import dtype_name
-from multigemm.problem.spec import ACTIVATIONS, FORMS, Form
-from multigemm.testing.case import FLOAT8, PLAIN, UNSCALED, Case, Layout, Scale, align, classes, fit
+from multigemm.problem.spec import ACTIVATIONS, FORMS, GATES, GLU_LAYOUTS, Form
+from multigemm.testing.case import (
+    FLOAT8,
+    INDICES,
+    NO_ROWS,
+    PLAIN,
+    UNFUSED,
+    UNSCALED,
+    Case,
+    Fused,
+    Layout,
+    RowNumbers,
+    Scale,
+    align,
+    classes,
+    fit,
+)
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 T = TypeVar("T")
 
+POOL, SMALL_POOL = 1200, 500
+"""Random cases, and quantised and fused ones, that kinds and cases for every required class are chosen from."""
 DTYPES = ("bfloat16", "float16", "float32", "float64", "int8")
 DISTINCT = ("onehot", "bitmask", "precise", "cancel", "beside")
 """Modes that need distinct rows and columns, so no zero strides."""
@@ -39,6 +59,7 @@ MANY = (255, 256, 257, 1023, 1024, 1025)
 FLOAT_MODES = ("int", "ties", "onehot", "bitmask", "normal", "uniform", "cancel", "pow2", "special", "rowscaled",
                "precise", "tiny", "beside")  # fmt: skip
 QUANTISED_MODES = ("int", "uniform", "normal", "edges")
+FUSED_MODES = ("int", "normal", "special")
 WEIGHTS = ("float8_e4m3fn", "float8_e5m2", "int8", "int4", "uint4", "e2m1")
 """Formats of quantised weights under 16-bit activations."""
 PACKED = ("int4", "uint4", "e2m1")
@@ -70,7 +91,8 @@ class RandomChooser:
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What may be drawn. `work` bounds the multiply-adds, `groups` the number of groups; one case in `quantised` has
-    quantised operands (0: none), whatever `dtypes` and `modes` say."""
+    quantised operands (0: none), whatever `dtypes` and `modes` say; one in `fused` picks rows, has a gate, weights or
+    sums of rows (0: none), whatever `modes` say."""
 
     work: int = 1 << 20
     groups: int = 1025
@@ -79,6 +101,7 @@ class Limits:
     modes: tuple[str, ...] = FLOAT_MODES
     longest: int = 300
     quantised: int = 0
+    fused: int = 0
 
 
 EMULATED = Limits(work=1 << 14, groups=40, longest=80)
@@ -198,29 +221,41 @@ def structure(ch: Chooser, limits: Limits) -> dict[str, Any]:
 
 def draw_case(ch: Chooser, limits: Limits = Limits()) -> Case:
     """One case within the limits."""
-    if limits.quantised and ch.integer(1, limits.quantised) == 1:
-        return _draw_quantised(ch, limits)
-    case = Case(**structure(ch, limits), **_dtypes(ch, limits), a=draw_layout(ch), b=draw_layout(ch))
-    mode = ch.choice(limits.modes) if case.dtype != "int8" else "int"
-    case = replace(case, mode=mode, seed=ch.integer(0, 2**31 - 1), index=ch.choice(("int32", "int64")))
-    found = _finished(ch, case, limits)
-    return replace(found, batch_invariant=ch.integer(0, 5) == 0)
-
-
-def _finished(ch: Chooser, case: Case, limits: Limits) -> Case:
-    """The case with what is drawn alike for all: where sizes lie, the epilogue, the output, alignment."""
+    quantised = bool(limits.quantised) and ch.integer(1, limits.quantised) == 1
+    fused = bool(limits.fused) and ch.integer(1, limits.fused) == 1
+    if fused:
+        limits = _where_fused(limits)
+    case = _draw_quantised(ch, limits, fused) if quantised else _draw_plain(ch, limits)
     case = replace(case, where=ch.choice(("device", "device", "list", "host")))
-    case = _output(ch, _epilogue(ch, case))
+    case = _epilogue(ch, case)
+    case = _output(ch, _draw_fused(ch, case) if fused else case)
     if case.beta and not case.alias:
         case = replace(case, c=draw_layout(ch))
-    return settled(stretched(ch, replace(case, aligned=ch.integer(0, 4) == 0), limits), limits)
+    found = settled(stretched(ch, replace(case, aligned=ch.integer(0, 4) == 0), limits), limits)
+    if fused and not found.is_fused:  # whatever was drawn goes with other forms: this goes with all
+        found = replace(found, activation="relu", fused=Fused(preact=True))
+    return found if quantised else replace(found, batch_invariant=ch.integer(0, 5) == 0)
 
 
-def _draw_quantised(ch: Chooser, limits: Limits) -> Case:
+def _where_fused(limits: Limits) -> Limits:
+    """Rows of jagged m more often, which take all that can be fused; values for which bounds tell right from wrong."""
+    often = tuple(form for form in limits.forms for _ in range(4 if form == "jagged_m" else 1))
+    modes = tuple(mode for mode in FUSED_MODES if mode in limits.modes) or limits.modes
+    return replace(limits, forms=often, modes=modes)
+
+
+def _draw_plain(ch: Chooser, limits: Limits) -> Case:
+    case = Case(**structure(ch, limits), **_dtypes(ch, limits), a=draw_layout(ch), b=draw_layout(ch))
+    mode = ch.choice(limits.modes) if case.dtype != "int8" else "int"
+    return replace(case, mode=mode, seed=ch.integer(0, 2**31 - 1), index=ch.choice(("int32", "int64")))
+
+
+def _draw_quantised(ch: Chooser, limits: Limits, fused: bool) -> Case:
     """float8 on both sides, or quantised weights under 16 bits, with scales of any granularity."""
     sizes = structure(ch, limits)
     case = Case(**sizes, **_formats(ch, sizes["form"]), a=draw_layout(ch), b=draw_layout(ch).turned)
-    case = replace(case, mode=ch.choice(QUANTISED_MODES), seed=ch.integer(0, 2**31 - 1))
+    modes = [mode for mode in QUANTISED_MODES if not fused or mode in FUSED_MODES]
+    case = replace(case, mode=ch.choice(modes), seed=ch.integer(0, 2**31 - 1))
     case = replace(case, index=ch.choice(("int32", "int64")), out_dtype=ch.choice(("", "float32", "bfloat16")))
     if case.weights:
         case = replace(case, scale_b=_scale(ch, case, "b"))
@@ -229,7 +264,42 @@ def _draw_quantised(ch: Chooser, limits: Limits) -> Case:
     else:
         case = replace(case, scale_a=_scale(ch, case, "a"), scale_b=_scale(ch, case, "b"))
         case = replace(case, accumulate=ch.choice(("promoted", "promoted", "promoted", "fast")))
-    return _finished(ch, deepened(ch, case, limits), limits)
+    return deepened(ch, case, limits)
+
+
+def _draw_fused(ch: Chooser, case: Case) -> Case:
+    """The case with picked rows, a gate, weights or sums of rows, as its form takes them."""
+    fused = Fused(
+        a_rows=_draw_rows(ch) if ch.integer(0, 1) else NO_ROWS, b_rows=_draw_rows(ch) if ch.integer(0, 1) else NO_ROWS,
+        row_scale=_dtype_of_weights(ch, case) if ch.integer(0, 1) else "", preact=ch.integer(0, 1) == 0,
+    )  # fmt: skip
+    how = ch.choice(("", "combine", "combine", "out_rows"))
+    if how == "combine":
+        weights = _dtype_of_weights(ch, case) if ch.integer(0, 3) else ""
+        fused = replace(fused, combine=_draw_rows(ch), terms=ch.choice((0, 1, 2, 3, 8)), weights=weights)
+    elif how:
+        fused = replace(fused, out_rows=_draw_rows(ch))
+    if ch.integer(0, 2):
+        whole = case.mode == "int"
+        gate = ch.choice((*GATES, *["reglu"] * 5) if whole else (*GATES, "reglu"))
+        case = replace(case, activation=gate)
+        fused = replace(
+            fused, glu_layout=ch.choice(GLU_LAYOUTS),
+            glu_beta=ch.choice((0.0, 0.0, 1.0, -1.0) if whole else (0.0, 0.0, 1.0, 0.3)),
+            glu_limit=ch.choice((None, None, None, 2.0, 7.0, 0.0) if whole else (None, None, None, 0.7, 2.0, 0.1)),
+            glu_alpha=ch.choice((1.0, 1.0, 1.0, 1.702, -0.5, 0.25)) if gate == "swiglu" else 1.0,
+        )  # fmt: skip
+    return replace(case, fused=fused)
+
+
+def _draw_rows(ch: Chooser) -> RowNumbers:
+    how = ch.choice(("honest", "lies"))
+    return RowNumbers(ch.integer(0, 29), ch.choice(("int32", "int64")), how, how == "honest" and ch.integer(0, 2) == 0)
+
+
+def _dtype_of_weights(ch: Chooser, case: Case) -> str:
+    own = "float32" if case.dtype in (*FLOAT8, "int8") else case.dtype
+    return ch.choice((own, "float32", "float32"))
 
 
 def _formats(ch: Chooser, form: str) -> dict[str, Any]:
@@ -274,7 +344,7 @@ def deepened(ch: Chooser, case: Case, limits: Limits) -> Case:
 
 def stretched(ch: Chooser, case: Case, limits: Limits) -> Case:
     """Now and then one extent is so long that counters of 16 bits wrap where the work allows it, the others short."""
-    if limits.longest < 300 or ch.integer(0, 23):
+    if limits.longest < 300 or ch.integer(0, 23) or case.is_fused:
         return case
     long = limits.work // ch.choice((4, 4, 16)) + ch.integer(-9, 9)
     m, n, k = (ch.integer(1, 2) for _ in "mnk")
@@ -317,7 +387,42 @@ def legal(case: Case) -> Case:
         changes["precision"] = "ieee"
     if case.mode in DISTINCT:
         changes |= {"a": replace(case.a, zero=""), "b": replace(case.b, zero="")}
-    return replace(case, **changes)
+    case = replace(case, **changes)
+    return _legal_fused(case) if case.is_fused else case
+
+
+def _legal_fused(case: Case) -> Case:
+    """Drops what the form, the dtypes or the activation do not take; a gate joins columns in pairs."""
+    form, fused, whole = case.form, case.fused, case.compute == torch.int8
+    if case.gated and (form in ("jagged_n", "jagged_k") or whole):
+        case = replace(case, activation=None)
+    takes = {
+        "a_rows": form == "jagged_m" or (form == "jagged_k" and not case.quantised),
+        "b_rows": form == "jagged_n" or (form == "jagged_k" and not case.quantised),
+        "combine": form == "jagged_m" and not whole,
+        "out_rows": form == "jagged_m" and not whole and not fused.combine.given,
+    }
+    kept: dict[str, Any] = {name: getattr(fused, name) if takes[name] else NO_ROWS for name in INDICES}
+    for name, index in kept.items():
+        extent = case.total if name == "combine" else index.rows
+        if index.host and (
+            extent == 0 or index.how == "lies"
+        ):  # the host tells honest numbers, of which there are none
+            kept[name] = replace(index, host=False)
+    scaled = form in ("jagged_m", "masked") and not whole
+    kept |= {"row_scale": fused.row_scale if scaled else "", "preact": fused.preact and case.activation is not None}
+    if not kept["combine"].given:
+        kept |= {"terms": 0, "weights": ""}
+    if not case.gated:
+        kept |= {name: getattr(UNFUSED, name) for name in ("glu_layout", "glu_alpha", "glu_beta", "glu_limit")}
+    elif case.activation != "swiglu":
+        kept["glu_alpha"] = 1.0
+    case = replace(case, fused=replace(fused, **kept))
+    if case.gated:
+        case = replace(case, n=case.n - case.n % 2, dims=tuple((m, n - n % 2, k) for m, n, k in case.dims))
+        if case.fused.rows is None and case.beta:
+            case = replace(case, beta=0.0, c_dtype="", alias=False, c=PLAIN)
+    return case
 
 
 def random_case(seed: int, limits: Limits = Limits()) -> Case:
@@ -384,6 +489,9 @@ def redrawn(kind: Case, ch: Chooser, limits: Limits) -> Case:
         keep["head"] = ch.choice((0, 0, 1, 3, 9))
     modes = _modes_like(kind, limits)
     case = replace(kind, **keep, mode=ch.choice(modes) if len(modes) > 1 else kind.mode, seed=ch.integer(0, 2**31 - 1))
+    given = [name for name in INDICES if getattr(kind.fused, name).given]
+    rows: dict[str, Any] = {name: replace(getattr(kind.fused, name), rows=ch.integer(0, 29)) for name in given}
+    case = replace(case, fused=replace(kind.fused, **rows))
     return settled(stretched(ch, deepened(ch, case, limits), limits), limits)
 
 
@@ -392,6 +500,8 @@ def _modes_like(kind: Case, limits: Limits) -> list[str]:
     if kind.dtype == "int8" or kind.mode in ("bitmask", "special", "edges"):
         return [kind.mode]
     every = QUANTISED_MODES if kind.quantised else limits.modes
+    if kind.is_fused:
+        every = FUSED_MODES
     alike = [m for m in every if (m in WHOLE) == (kind.mode in WHOLE) and m not in ("bitmask", "special", "edges")]
     return [m for m in alike if m not in DISTINCT] if kind.a.zero or kind.b.zero else alike
 
@@ -410,27 +520,58 @@ def _pairs(case: Case) -> set[tuple[str, str]]:
 
 
 def kinds(limits: Limits, count: int, seed: int = 0) -> list[Case]:
-    """`count` cases: the plainest of each form first, then those that together show as many pairs of traits
-    as a greedy choice can find.
+    """`count` cases: the plainest of each form first, then those that show every required class where there is room for
+    them, then those that together show as many pairs of traits as a greedy choice can find.
 
     Sizes and values are to be drawn anew with `redrawn`: a campaign over a fixed set of kinds compiles
     each kernel once and then spends its time on running.
     """
-    if limits.quantised:
-        share = count // limits.quantised
-        return [*kinds(replace(limits, quantised=0), count - share, seed), *_quantised_kinds(limits, share, seed)]
-    pool = [random_case(seed + i, limits) for i in range(max(1200, 12 * count))]
+    first = plain_kinds(limits)[: count // 4]
+    if show_every_class(limits, count, seed):
+        first += covering(limits, seed)
+    for kind in ("quantised", "fused"):
+        wanted = count // getattr(limits, kind) if getattr(limits, kind) else 0
+        there = sum(case.quantised if kind == "quantised" else case.is_fused for case in first)
+        first += _kinds_of(limits, kind, max(0, wanted - there), seed)
+    left = count - len(first)
+    pool = _pool(replace(limits, quantised=0, fused=0), seed, max(POOL, 12 * count))
+    pool = tuple(case for case in pool if case not in first)
     fast = [case for case in pool if case.aligned and case.dtype in ("float16", "bfloat16") and not case.dtype_b]
-    first = [*plain_kinds(limits)[: count // 4], *islice(most_new_first(fast, _pairs), count // 3)]
-    rest = [case for case in pool if case not in first]
-    return [*first, *islice(most_new_first(rest, _pairs), count - len(first))]
+    found = list(islice(most_new_first(fast, _pairs), left // 3))
+    rest = [case for case in pool if case not in found]
+    return [*first, *found, *islice(most_new_first(rest, _pairs), left - len(found))]
 
 
-def _quantised_kinds(limits: Limits, count: int, seed: int) -> list[Case]:
-    """Cases that together show as many forms, formats and granularities as a greedy choice can find."""
-    pool = [random_case(seed + i, replace(limits, quantised=1)) for i in range(max(400, 12 * count))]
-    wanted = REQUIRED_QUANTISED | {f"form:{form}" for form in FORMS}
+def _kinds_of(limits: Limits, kind: str, count: int, seed: int) -> list[Case]:
+    """Quantised or fused cases that together show as many of the required classes as a greedy choice can find."""
+    pool = _pool_of(limits, kind, seed + SMALL_POOL)
+    wanted = required(limits) - REQUIRED | {f"form:{form}" for form in FORMS}
     return list(islice(most_new_first(pool, lambda case: classes(case) & wanted), count))
+
+
+@lru_cache(maxsize=8)
+def _pool(limits: Limits, seed: int, count: int) -> tuple[Case, ...]:
+    return tuple(random_case(seed + i, limits) for i in range(count))
+
+
+def _pool_of(limits: Limits, kind: str, seed: int) -> tuple[Case, ...]:
+    others: dict[str, Any] = {"quantised": 0, "fused": 0} | {kind: 1}
+    return _pool(replace(limits, **others), seed, SMALL_POOL)
+
+
+@lru_cache(maxsize=8)
+def covering(limits: Limits, seed: int = 0) -> tuple[Case, ...]:
+    """Few cases that together show every required class that these limits allow, those that show most first."""
+    pool = list(_pool(replace(limits, quantised=0, fused=0), seed, POOL))
+    for kind in ("quantised", "fused"):
+        pool += _pool_of(limits, kind, seed) if getattr(limits, kind) else ()
+    wanted = required(limits)
+    return tuple(most_new_first(pool, lambda case: classes(case) & wanted, again=False))
+
+
+def show_every_class(limits: Limits, count: int, seed: int = 0) -> bool:
+    """Whether so many kinds have room for those that show every required class."""
+    return len(plain_kinds(limits)[: count // 4]) + len(covering(limits, seed)) <= count
 
 
 def plain_kinds(limits: Limits) -> list[Case]:
@@ -523,3 +664,19 @@ REQUIRED_QUANTISED = frozenset(
     | {f"scale dtype:{dtype}" for dtype in ("float32", "float8_e8m0fnu")}
 )
 """Classes that it must have met beside them where quantised operands are drawn."""
+REQUIRED_FUSED = frozenset(
+    {f"fused:{form}" for form in FORMS}
+    | {f"act:{gate}" for gate in GATES}
+    | {f"glu_layout:{layout}" for layout in GLU_LAYOUTS}
+    | {f"{name}:{how}" for name in INDICES for how in ("honest", "lies")}
+    | {f"rows index:{place}" for place in ("int32", "int64", "host")}
+    | {"glu_alpha", "glu_beta", "glu_limit", "weights", "row_scale", "preact_out"}
+)
+"""Classes that it must have met beside them where fused problems are drawn."""
+
+
+def required(limits: Limits) -> frozenset[str]:
+    """The classes that a campaign over every form and dtype must have met within these limits."""
+    long = REQUIRED if limits.longest >= 300 else {name for name in REQUIRED if not name.startswith("stretched:")}
+    more = (REQUIRED_QUANTISED if limits.quantised else frozenset()) | (REQUIRED_FUSED if limits.fused else frozenset())
+    return more | long

@@ -13,6 +13,9 @@ and infinities, `tiny` stays near the smallest normal numbers.
 Quantised operands: `int` has scales that are powers of two, so that the last bit is judged and a wrong entry of a scale
 shows; `uniform` is positive, for sums in few bits; `edges` are codes at the ends of the formats (the largest,
 subnormal, -0) under scales at theirs.
+
+Indices of rows (`row_numbers`) that lie hold -1, one past the end, 2^31 - 1, 2^31, 2^32 and -2^63 among honest numbers;
+all of those mean no row.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from multigemm.testing.case import Case, Scale, as_dtype
+from multigemm.testing.case import INDICES, Case, RowNumbers, Scale, as_dtype
 
 Array = npt.NDArray[Any]
 Operand = Array | list[Array]
@@ -46,16 +49,20 @@ class Values:
     scale_a: Operand | None = None
     scale_b: Operand | None = None
     zero_b: Operand | None = None
+    row_scale: Operand | None = None
+    weights: Operand | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Of operands as they are stored; `scale_a` and `scale_b` are None where there is no scale."""
+    """Of operands as they are stored; `scale_a` and `scale_b` are None where there is no scale. `products` have the
+    shape of the result but for gates and sums of rows."""
 
     a: Any
     b: Any
     out: Any
     bias: Any
+    products: Any
     scale_a: Any = None
     scale_b: Any = None
 
@@ -63,6 +70,8 @@ class Shapes:
 def shapes(case: Case) -> Shapes:
     """The operands' shapes; lists of shapes for per_group."""
     found = _element_shapes(case)
+    if case.is_fused:
+        found = replace(found, out=_fused_shape(case, found.products))
     if not case.quantised:
         return found
     scale_a, scale_b = _scale_shape(case, "a", found.a), _scale_shape(case, "b", found.b)
@@ -70,6 +79,25 @@ def shapes(case: Case) -> Shapes:
     if case.b_format:
         b = [_in_bytes(each) for each in b] if isinstance(b, list) else _in_bytes(b)
     return replace(found, b=b, scale_a=scale_a, scale_b=scale_b)
+
+
+def _fused_shape(case: Case, products: Any) -> Any:
+    """The shape of the result: a gate makes one column of two, and rows may be sums of rows."""
+    if isinstance(products, list):
+        return [_fused_shape(case, each) for each in products]
+    *front, rows, columns = products
+    columns = columns // 2 if case.gated else columns
+    return (*front, rows if case.fused.rows is None else case.fused.rows, columns)
+
+
+def row_scale_shape(case: Case) -> tuple[int, ...]:
+    """A number for each row of the products."""
+    return (case.total,) if case.form == "jagged_m" else (case.groups, case.m)
+
+
+def weights_shape(case: Case) -> tuple[int, int]:
+    """A number for each term of each sum."""
+    return case.fused.combine.rows, case.fused.terms
 
 
 def _in_bytes(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -100,20 +128,27 @@ def _element_shapes(case: Case) -> Shapes:
     m, n, k, g, t = case.m, case.n, case.k, case.groups, case.total
     if case.form == "per_group":
         dims = case.dims
-        return Shapes([(m, k) for m, _, k in dims], [(k, n) for _, n, k in dims], [(m, n) for m, n, _ in dims],
-                      [(n,) for _, n, _ in dims])  # fmt: skip
-    bias = (g, n) if case.bias == "gn" else (t if case.form == "jagged_n" else n,)
-    if case.form == "jagged_m":
-        return Shapes((t, k), (k, n) if case.shared else (g, k, n), (t, n), bias)
-    if case.form == "jagged_n":
-        return Shapes((m, k) if case.shared else (g, m, k), (k, t), (m, t), bias)
-    if case.form == "jagged_k":
-        return Shapes((m, t), (t, n), (g, m, n), bias)
-    return Shapes((g, m, k), (g, k, n), (g, m, n), bias)
+        listed = [(m, n) for m, n, _ in dims]
+        a, b, bias = ([(m, k) for m, _, k in dims], [(k, n) for _, n, k in dims], [(n,) for _, n, _ in dims])
+        return Shapes(a, b, listed, bias, listed)
+    of_bias = (g, n) if case.bias == "gn" else (t if case.form == "jagged_n" else n,)
+    of_a, of_b = (index.rows if index.given else t for index in (case.fused.a_rows, case.fused.b_rows))
+    shape_a, shape_b, out = {
+        "jagged_m": ((of_a, k), (k, n) if case.shared else (g, k, n), (t, n)),
+        "jagged_n": ((m, k) if case.shared else (g, m, k), (k, of_b), (m, t)),
+        "jagged_k": ((m, of_a), (of_b, n), (g, m, n)),
+    }.get(case.form, ((g, m, k), (g, k, n), (g, m, n)))
+    return Shapes(shape_a, shape_b, out, of_bias, out)
+
+
+FUSED_AMPLITUDE = 2
+"""Of whole numbers under gates and weights: a limit of 2 or 7 then cuts some sums and leaves others."""
 
 
 def amplitude(case: Case, rng: np.random.Generator) -> int:
     """The largest |a| and |b| for which every sum stays exact in the accumulator (and finite in the output)."""
+    if case.is_fused:
+        return FUSED_AMPLITUDE
     acc_bits = 53 if case.compute == torch.float64 else 24
     room = 2.0 ** (acc_bits - 2) / max(abs(case.alpha), 1.0)
     cap = math.isqrt(int(room / max(case.deepest, 1))) or 1
@@ -235,7 +270,7 @@ def _addend(case: Case, rng: np.random.Generator, shape: tuple[int, ...], dtype:
         return rng.integers(-(2**31), 2**31, shape) if rng.integers(2) else rng.integers(-99, 100, shape)
     if case.mode in ("normal", "uniform", "cancel", "pow2", "rowscaled", "special", "tiny", "bitmask"):
         return rng.standard_normal(shape) * (2.0**-14 if case.mode == "tiny" else 1.0)
-    return _signed(rng, shape, min(2 ** LAST_BIT[dtype], 2000) - 1)
+    return _signed(rng, shape, FUSED_AMPLITUDE if case.is_fused else min(2 ** LAST_BIT[dtype], 2000) - 1)
 
 
 CODES = {
@@ -287,6 +322,61 @@ def _scales(case: Case, rng: np.random.Generator, shape: Shapes) -> dict[str, Op
     return found
 
 
+LIES = (-1, 2**31 - 1, 2**31, 2**32, -(2**63), 2**63 - 1)
+"""Numbers that are no row, beside the first two past the end."""
+
+
+def row_numbers(case: Case) -> dict[str, Array]:
+    """The contents of the indices of rows that a case has, by their keywords."""
+    tokens, fused = case.total, case.fused
+    shapes_and_extents = {
+        "a_rows": ((tokens,), fused.a_rows.rows), "b_rows": ((tokens,), fused.b_rows.rows),
+        "combine": (weights_shape(case), tokens), "out_rows": ((tokens,), fused.out_rows.rows),
+    }  # fmt: skip
+    return {
+        name: _numbers_of_rows(getattr(fused, name), *shapes_and_extents[name], np.random.default_rng((case.seed, at)))
+        for at, name in enumerate(INDICES)
+        if getattr(fused, name).given
+    }
+
+
+def _numbers_of_rows(index: RowNumbers, shape: tuple[int, ...], extent: int, rng: np.random.Generator) -> Array:
+    if index.how == "every":
+        return np.arange(shape[0])
+    found = rng.integers(0, max(extent, 1), shape)
+    if (index.how == "lies" or not extent) and found.size:
+        least = np.iinfo(index.dtype)
+        wrong = [x for x in (*LIES, extent, extent + 1) if least.min <= x <= least.max]
+        at = rng.integers(0, found.size, 1 + found.size // 3)
+        found.flat[at] = rng.choice(wrong, at.size)
+        if not extent:
+            found[...] = rng.choice(wrong, shape)
+    return found
+
+
+def _factors_of_rows(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Weights of rows: few whole numbers, 0 among them, or ordinary ones, now and then NaN or an infinity."""
+    if case.mode == "int":
+        return rng.integers(-2, 3, shape).astype(np.float64)
+    found = rng.standard_normal(shape)
+    return _specials(rng, found) if case.mode == "special" and rng.integers(2) else found
+
+
+def _fused_values(case: Case) -> dict[str, Operand]:
+    """The contents of row_scale and of weights, which are NaN where an index means no row."""
+    rng, found = np.random.default_rng((case.seed, len(INDICES))), dict[str, Operand]()
+    if case.fused.row_scale:
+        found["row_scale"] = _factors_of_rows(case, rng, row_scale_shape(case))
+    if case.fused.weights:
+        weights = _factors_of_rows(case, rng, weights_shape(case))
+        if case.mode == "special" or rng.integers(3) == 0:
+            weights[rng.random(weights.shape) < 0.3] = 0
+        numbers = row_numbers(case)["combine"]
+        weights[(numbers < 0) | (numbers >= case.total)] = np.nan
+        found["weights"] = weights
+    return found
+
+
 def _pair(
     case: Case, rng: np.random.Generator, a: tuple[int, ...], b: tuple[int, ...], high: int
 ) -> tuple[Array, Array]:
@@ -324,4 +414,4 @@ def draw_values(case: Case) -> Values:
     else:
         a, b = _pair(case, rng, shape.a, shape.b, high)
     c, bias = addend(shape.out, case.c_dtype), addend(shape.bias, case.bias_dtype)
-    return Values(a, b, c, bias, **_scales(case, rng, shape))
+    return Values(a, b, c, bias, **_scales(case, rng, shape), **_fused_values(case))

@@ -12,9 +12,9 @@ import torch
 from multigemm.backend import Recipe
 from multigemm.errors import InvalidSetting
 from multigemm.fuzz import worker as workers
-from multigemm.fuzz.plan import Batch, Options, Summary, Tally
-from multigemm.fuzz.report import GATE_FROM, failed, idle, to_dict, to_text
-from multigemm.fuzz.worker import Position, Worker, with_all_configs
+from multigemm.fuzz.plan import GATE_FROM, Batch, Options, Summary, Tally
+from multigemm.fuzz.report import failed, idle, to_dict, to_text
+from multigemm.fuzz.worker import Position, Worker, with_required
 from multigemm.problem.spec import ProblemSpec
 from multigemm.select import registry
 from multigemm.testing import Case, Limits, Subject, check_case
@@ -138,7 +138,7 @@ class Rare(ModelBackend):
 def test_kinds_are_added_for_configs_that_no_kind_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "get", lambda name: Rare(name))
     narrow = Options(("rare",), kinds=4, burst=1, turns=2, configs="pinned", work=3000, deep=1000)
-    options = with_all_configs(narrow)
+    options = with_required(narrow)
     assert options.kinds == 4 + len(options.carriers) and len(options.carriers) > 1
     pipe = _Pipe()
     worker = Worker(options, pipe, Position())
@@ -147,7 +147,7 @@ def test_kinds_are_added_for_configs_that_no_kind_can_run(monkeypatch: pytest.Mo
     counts = {text: count for (_, text), count in pipe.total.configs.items()}
     assert counts.keys() >= {str(Tile(rows, 8, 8)) for rows in (1, 2, 3, 4, 5)} and all(counts.values())
     assert to_dict(Summary(options, pipe.total, 1.0))["shipped_configs"]["rare"]["least"] > 0
-    assert with_all_configs(replace(narrow, configs="first")).carriers == ()
+    assert with_required(replace(narrow, configs="first")).carriers == ()
 
 
 def test_a_kind_is_repeated_for_what_all_that_offer_it_have_no_turn_for() -> None:
@@ -172,7 +172,7 @@ def test_every_config_that_is_offered_is_assigned(salt: int, monkeypatch: pytest
     """Also one that many kinds offer, all of which have rarer ones to run."""
     monkeypatch.setattr(Uneven, "salt", salt)
     monkeypatch.setattr(registry, "get", lambda name: Uneven(name))
-    options = with_all_configs(Options(("uneven",), kinds=12, turns=2, configs="pinned", work=3000))
+    options = with_required(Options(("uneven",), kinds=12, turns=2, configs="pinned", work=3000))
     every, subject = workers._kinds(options), Subject("uneven")
     shipped = {config for configs in offered(every, subject, CPU) for config in configs}
     assert shipped == {config for configs in assigned(every, subject, CPU, 2) for config in configs}

@@ -63,26 +63,21 @@ def test_problems_of_a_seed_differ_in_their_extents_and_hold_empty_groups() -> N
     assert any(size == 0 for problem in drawn for size, _, _ in problem.sizes())
 
 
-def run_pytest(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
-    (folder / "test_kernel.py").write_text(text)
+WRONG_MARKERS = {
+    "16": "got (16,) without a name: write count=...",
+    "dtpe='float64'": "takes no dtpe=: it takes count, form,",
+}
+
+
+@pytest.mark.slow
+def test_pytest_finds_the_fixture_tells_a_bug_and_refuses_markers_of_other_words(tmp_path: Path) -> None:
+    (tmp_path / "test_kernel.py").write_text(KERNEL)
+    for number, words in enumerate(WRONG_MARKERS):
+        (tmp_path / f"test_wrong{number}.py").write_text(KERNEL.replace('dtype="float64", count=16', words))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:multigemm", "-p", "multigemm.pytest_plugin"]
-    command += ["-p", "no:cacheprovider", "--strict-markers", "test_kernel.py"]
-    return subprocess.run(command, cwd=folder, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [("16", "got (16,) without a name: write count=..."), ("dtpe='float64'", "takes no dtpe=: it takes count, form,")],
-)
-def test_a_marker_of_other_words_is_refused(tmp_path: Path, words: str, said: str) -> None:
-    done = run_pytest(tmp_path, KERNEL.replace('dtype="float64", count=16', words))
-    assert done.returncode and said in done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_pytest_finds_the_fixture_and_tells_a_bug(tmp_path: Path) -> None:
-    done = run_pytest(tmp_path, KERNEL)
+    command += ["-p", "no:cacheprovider", "--strict-markers", "--continue-on-collection-errors", "."]
+    done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     failed = re.findall(r"^FAILED test_kernel.py::test_kernel\[seed(\d+)-(\w+)\]", done.stdout, re.MULTILINE)
     assert len(failed) >= 6 and {bug for _, bug in failed} == {"True"}, done.stdout[-2000:] + done.stderr
-    assert f"{len(failed)} failed, {32 - len(failed)} passed" in done.stdout
+    assert f"{len(failed)} failed, {32 - len(failed)} passed, 2 errors" in done.stdout
+    assert done.returncode and all(said in done.stdout for said in WRONG_MARKERS.values())

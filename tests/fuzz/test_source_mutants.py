@@ -193,8 +193,8 @@ def test_a_kernel_of_some_problems_meets_those(kernel: str) -> None:
     """Faults in the kernel of fused products survived whatever was planted, for no problem of the hunt reached it."""
     drawn = [emulated.problem("triton", (kernel,), [], number) for number in range(40)]
     assert all(kernel in emulated.kernels_meeting(case) for case, _ in drawn)
-    fused = [each for each in emulated.pool_of("triton", ("fused", "pointer")) if each[0].fused >= 0]
-    assert len(fused) == emulated.FUSED and not any(case.fused >= 0 for case, _ in emulated.pool("numba"))
+    fused = [each for each in emulated.pool_of("triton", ("fused", "pointer")) if each[0].is_fused]
+    assert len(fused) == emulated.FUSED and not any(case.is_fused for case, _ in emulated.pool("numba"))
 
 
 def test_the_kernel_of_fused_products_is_hunted_in_emulation_only() -> None:

@@ -34,7 +34,7 @@ def views(draw: st.DrawFn) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(views())
 def test_overlaps_itself_is_exact(x: torch.Tensor) -> None:
     seen = addresses(x)
@@ -42,14 +42,14 @@ def test_overlaps_itself_is_exact(x: torch.Tensor) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(views(), views())
 def test_a_meeting_is_exact(x: torch.Tensor, y: torch.Tensor) -> None:
     assert any(meetings([x], [y])) == bool(set(addresses(x)) & set(addresses(y)))
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(st.lists(views(), max_size=5))
 def test_first_shared_pair_finds_one_where_there_is_one(tensors: list[torch.Tensor]) -> None:
     sets = [set(addresses(t)) for t in tensors]

@@ -134,16 +134,18 @@ def test_the_extra_all_takes_what_was_tested_and_nothing_newer() -> None:
     assert not bounds["torch"].contains("2.15.0") and not bounds["triton"].contains("3.10.0")
 
 
-def check_what_a_user_sees(wheel: Path, folder: Path) -> None:
-    """The types that mypy reveals to a user who installed a wheel, and the misspelled keywords that it finds."""
+def check_what_a_user_sees(wheel: Path, folder: Path, known: Path) -> None:
+    """The types that mypy reveals to a user who installed a wheel, and the misspelled keywords that it finds; `known`
+    keeps what mypy has read of torch."""
     pytest.importorskip("mypy")
+    folder.mkdir()
     venv.create(folder / "venv", symlinks=True)
     (site,) = (folder / "venv").glob("lib/python*/site-packages")
     (site / "torch.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     (folder / "user.py").write_text(USER_SCRIPT)
-    options = ["--strict", "--python-executable", str(folder / "venv/bin/python"), "--cache-dir", str(folder / "cache")]
+    options = ["--strict", "--python-executable", str(folder / "venv/bin/python"), "--cache-dir", str(known)]
     outside = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "MYPYPATH")}
     done = subprocess.run(
         [sys.executable, "-m", "mypy", *options, "user.py"], cwd=folder, capture_output=True, text=True, env=outside
@@ -157,18 +159,17 @@ def check_what_a_user_sees(wheel: Path, folder: Path) -> None:
     assert wrong == [10, 11, 12], "a misspelled keyword is an error, and nothing else is"
 
 
-@pytest.mark.slow
-def test_an_editable_install_shows_its_types(tmp_path: Path) -> None:
+def editable_wheel(folder: Path) -> Path:
     """An import hook, which setuptools takes by default, is followed by no type checker."""
-    code = f"import setuptools.build_meta as build; build.build_editable({str(tmp_path)!r})"
+    code = f"import setuptools.build_meta as build; build.build_editable({str(folder)!r})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    (wheel,) = tmp_path.glob("*.whl")
-    check_what_a_user_sees(wheel, tmp_path)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
 
 
 @pytest.mark.slow
-def test_wheel_and_sdist_work_outside_the_checkout(tmp_path: Path) -> None:
+def test_wheel_sdist_and_editable_install_work_and_show_their_types(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     done = subprocess.run(build, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -194,4 +195,6 @@ def test_wheel_and_sdist_work_outside_the_checkout(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(site)},
     )
     assert out.stdout.strip() == "6", out.stderr
-    check_what_a_user_sees(wheel, tmp_path)
+    check_what_a_user_sees(wheel, tmp_path / "user", tmp_path / "known")
+    (tmp_path / "editable").mkdir()
+    check_what_a_user_sees(editable_wheel(tmp_path / "editable"), tmp_path / "developer", tmp_path / "known")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+from itertools import product
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import multigemm as mg
 from multigemm import quantize as torch_side
@@ -95,6 +98,49 @@ def test_float8_gives_the_bits_of_the_reference(scale: str, format: Any, kind: s
                 x.numpy(), format, scale, side=side, scale_dtype=SCALE_DTYPES[dtype], offsets=cut, axis=axis
             )
             same(found, wanted)
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_the_kernel_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter: stacks and matrices, of every dtype and layout, with tails along both axes."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    kernels: Any = importlib.import_module("multigemm.quantize_kernels")
+    pairs = (("e4m3", torch.float32), ("e5m2", torch.float8_e8m0fnu))
+    wide = operand((2, 131, 140), "wide").mul(2.0**10).to(torch.bfloat16)  # subnormal ones the interpreter gets wrong
+    halves = operand((1, 3, 257), "edges").clamp(-6e4, 6e4).to(torch.float16)
+    given = (*(operand((1, 9, 171), kind) for kind in KINDS), wide, wide[:1].mT, halves)
+    for scale, (format, dtype), x in product(("row", "1x32", "1x128", "128x128"), pairs, given):
+        wanted = torch_side.quantize(x, format, scale, scale_dtype=dtype)  # type: ignore[arg-type]
+        assert kernels.takes(x, scale)
+        data, grid = torch_side.blockwise(x, format, scale, "a", dtype, kernels)  # type: ignore[arg-type]
+        assert torch.equal(data.view(torch.uint8), wanted.data.view(torch.uint8)), (scale, format, dtype, x.dtype)
+        assert torch.equal(grid.view(torch.uint8), wanted.scale.view(torch.uint8)), (scale, format, dtype, x.dtype)
+        assert data.is_contiguous()
+        assert grid.is_contiguous()
+    of_b = operand((2, 40, 9), "normal")
+    _, grid = torch_side.blockwise(of_b.mT, "e4m3", "1x32", "b", torch.float32, kernels)
+    assert torch.equal(grid.mT, torch_side.quantize(of_b, "e4m3", "1x32", side="b").scale)
+    assert grid.mT.is_contiguous()
+
+
+class DivisionOfCuda(TorchDispatchMode):
+    """On a GPU torch divides by a number of Python as it multiplies by the reciprocal of that number."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar) and not isinstance(args[1], torch.Tensor):
+            return args[0] * float(np.float32(1) / np.float32(args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2", "int8", "int4", "uint4", "e2m1"])
+def test_a_gpu_gives_the_bits_of_the_cpu(format: Any) -> None:
+    x = operand((200, 40), "normal")
+    for scale in ("row", "1x32"):
+        wanted = torch_side.quantize(x, format, scale, side="b", zero=format == "uint4")
+        with DivisionOfCuda():
+            found = torch_side.quantize(x, format, scale, side="b", zero=format == "uint4")
+        assert torch.equal(found.scale, wanted.scale), scale
+        assert torch.equal(found.data.view(torch.uint8), wanted.data.view(torch.uint8)), scale
 
 
 @pytest.mark.parametrize("kind", KINDS)

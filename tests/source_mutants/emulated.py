@@ -23,7 +23,7 @@ import torch
 
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.arrays import dtype_name
-from multigemm.testing import corpus, fused_problems
+from multigemm.testing import corpus
 from multigemm.testing.case import Case, Layout, Scale, classes
 from multigemm.testing.oracles import bind
 from multigemm.testing.placed_case import DeviceCase
@@ -35,6 +35,7 @@ from multigemm.testing.strategies import (
     most_new_first,
     plain_kinds,
     random_case,
+    redrawn,
     settled,
 )
 from multigemm.testing.subject import Subject
@@ -59,6 +60,7 @@ FUSED = 48
 """Fused problems of the pool, which show most of what can be drawn."""
 FUSED_SEEDS = 400
 """Seeds that they are chosen from."""
+FUSED_LIMITS = replace(EMULATED, work=1 << 12, groups=8, longest=40, fused=1)
 FUSED_TURN = 8
 """One random problem in so many is a fused one, where the change is part of other kernels as well."""
 HANDLING_SECONDS = 0.5
@@ -132,8 +134,8 @@ def pool(backend: str) -> list[tuple[Case, int]]:
 
 def fused_cases() -> list[Case]:
     """Problems with picked rows, gates, weights and sums of rows: most new traits first."""
-    cases = [Case(fused=seed) for seed in range(FUSED_SEEDS)]
-    return list(most_new_first(cases, lambda case: fused_problems.random_problem(case.fused).traits))[:FUSED]
+    cases = [random_case(seed, FUSED_LIMITS) for seed in range(FUSED_SEEDS)]
+    return list(most_new_first(cases, classes))[:FUSED]
 
 
 def scaled_along_k() -> list[Case]:
@@ -150,7 +152,7 @@ def scaled_along_k() -> list[Case]:
 
 def kernels_meeting(case: Case) -> set[str]:
     """The kernels that a problem can reach; the products of a fused one may be those of the pointer kernel."""
-    if case.fused >= 0:
+    if case.is_fused:
         return {"fused"}
     return {"quantised"} if case.quantised else {"pointer", "generic"}
 
@@ -249,15 +251,9 @@ def trace(backend: str, variants: list[Variant], device: torch.device) -> list[V
 
 def _launch_of(case: Case, subject: Subject, device: torch.device) -> Callable[[], Any] | None:
     """The launch of a problem; None where the backend refuses it."""
-    if case.fused < 0:
-        device_case = DeviceCase.from_case(case, device)
-        refused = subject.refusals(staged_spec(device_case.problem), device)
-        return None if refused else lambda: bind(device_case, subject)[0]()
-    problem = fused_problems.random_problem(case.fused, device, case.without).problem
-    spec = staged_spec(problem)
-    if subject.refusals(spec, device):
-        return None
-    return lambda: fused_problems.run(subject.backend, problem, subject.recipe(spec, device).config)
+    device_case = DeviceCase.from_case(case, device)
+    refused = subject.refusals(staged_spec(device_case.problem), device)
+    return None if refused else lambda: bind(device_case, subject)[0]()
 
 
 def reaching(variants: list[Variant], file: str, line: int) -> list[Variant]:
@@ -276,8 +272,6 @@ def reaching(variants: list[Variant], file: str, line: int) -> list[Variant]:
 
 def _traits(variant: Variant) -> set[str]:
     case = Case.from_dict(variant.case)
-    if case.fused >= 0:
-        return {f"fused {trait}" for trait in fused_problems.random_problem(case.fused).traits}
     met, subject = classes(case), f"{variant.config} {case.form}"
     return met | {f"{subject} {word}" for word in met if word.startswith(("groups:", "empty:", "alias"))}
 
@@ -290,12 +284,12 @@ def problem(backend: str, kernels: Collection[str], variants: list[Variant], num
     if not variants and number < len(offered := pool_of(backend, kernels)):
         return offered[number]
     if set(kernels) == {"fused"} or ("fused" in kernels and number % FUSED_TURN == FUSED_TURN - 2):
-        return Case(fused=FUSED_SEEDS + number), number % 3
+        return random_case(FUSED_SEEDS + number, FUSED_LIMITS), number % 3
     choose = RandomChooser(number)
     if variants and number % 2:
         kind = Case.from_dict(choose.choice(variants).case)
-        if kind.fused >= 0:
-            return Case(fused=FUSED_SEEDS + number), number % 3
+        if kind.is_fused:
+            return redrawn(kind, choose, FUSED_LIMITS), number % 3
         if kind.groups < LIMITS.groups:
             near = at_edges(kind, tile_of(backend), choose, LIMITS)
             return near, choose.choice((PLAIN, UNLISTED, SINGLE, SHARED if near.groups <= MANY else PLAIN))

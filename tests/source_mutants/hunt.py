@@ -31,7 +31,6 @@ import torch
 
 import multigemm.backends
 from multigemm.errors import BackendUnsupported, CompileError, InvalidSetting
-from multigemm.testing import fused_problems
 from multigemm.testing.case import Case
 from multigemm.testing.deep_oracles import changed_sizes, edge_of_memory, lying_sizes, other_contents, run_oracles
 from multigemm.testing.model_mutants import examine_device_case
@@ -225,13 +224,10 @@ def hunt_emulated(hunt: Hunt, device: torch.device, variants: list[Variant], rep
         emulated.choose_listing(hunt.backend, chosen)
         deep = further and number % DEEP == DEEP - 1 and case.groups <= DEEP_GROUPS
         report("runs")
-        if case.fused >= 0:
-            outcome = fused_problems.examine(case, subject, device)
-        else:
-            device_case = DeviceCase.from_case(case, device)
-            outcome = examine_device_case(device_case, subject, deep=deep, seed=number)
-            if outcome.ok and outcome.ran and further:
-                _look_further(device_case, subject, outcome, chosen, None if deep else number)
+        device_case = DeviceCase.from_case(case, device)
+        outcome = examine_device_case(device_case, subject, deep=deep, seed=number)
+        if outcome.ok and outcome.ran and further:
+            _look_further(device_case, subject, outcome, chosen, None if deep else number)
         if outcome.findings:
             return verdict(outcome)
         met += 1

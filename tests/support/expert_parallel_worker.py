@@ -1,27 +1,37 @@
-"""One rank of the expert-parallel tests.
+"""The ranks of the expert-parallel tests.
 
-    python -m tests.support.expert_parallel_worker RANK RANKS FILE SCENARIO TIMEOUT
+    python -m tests.support.expert_parallel_worker
 
-Every rank also computes the whole layer on all tokens by itself, and compares.
+reads scenarios from its input, a JSON object on each line, and forks their ranks, so that torch is imported once. Every
+rank also computes the whole layer on all tokens by itself, and compares.
 """
 
 from __future__ import annotations
 
+import copy
+import json
 import os
+import signal
 import sys
+import time
+import traceback
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import checkpoint as distributed_checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import multigemm as mg
-from multigemm.integrations import expert_parallel
+from multigemm.integrations import expert_parallel, fused_parallel
 from multigemm.integrations.expert_parallel import groups_of, run_experts
 from multigemm.nn import MoE
 from multigemm.nn.moe import Experts
@@ -30,6 +40,10 @@ from tests.support import dtensor_cases
 from tests.support.plain_expert_parallel import layer as plain_layer
 
 EXPERTS, WIDTH, HIDDEN, TOP = 8, 6, 10, 2
+FOLDER = Path()
+"""Where the scenarios of one launcher keep files."""
+TIMEOUT = 0.0
+"""Seconds of the process group, of the scenario that runs."""
 GATHERS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 """torch 2.11 cannot put the slices of both halves of a gated weight back together."""
 
@@ -40,11 +54,13 @@ def mesh_of(replicas: int) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep"))
 
 
-def layers(mesh: Any, chunks: int, activation: str = "swiglu", names: Any = "ep") -> tuple[MoE, MoE]:
-    """(the layer spread over the ranks of `mesh`, the same layer whole)."""
+def layers(mesh: Any, chunks: int, names: Any = "ep", experts: int = EXPERTS, **options: Any) -> tuple[MoE, MoE]:
+    """(the layer spread over the ranks of `mesh`, the same layer whole and in steps)."""
     torch.manual_seed(0)
-    whole = MoE(WIDTH, HIDDEN, EXPERTS, TOP, activation=activation, bias=True, dtype=torch.float64)
-    spread = MoE(WIDTH, HIDDEN, EXPERTS, TOP, activation=activation, bias=True, dtype=torch.float64)
+    shape = (WIDTH, HIDDEN, experts, min(TOP, experts))
+    given: dict[str, Any] = {"bias": True, "dtype": torch.float64, "backend": "cpu", **options}
+    whole, spread = (MoE(*shape, **given) for _ in range(2))
+    whole.experts.fused = False
     spread.load_state_dict(whole.state_dict())
     parallelize_module(spread, mesh[names], {"experts": ExpertParallel(chunks=chunks)})
     return spread, whole
@@ -66,9 +82,9 @@ def close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
-def compare(kind: str, chunks: int, activation: str = "swiglu", replicas: int = 1) -> None:
+def compare(kind: str, chunks: int, replicas: int = 1, experts: int = EXPERTS, **options: Any) -> None:
     mesh = mesh_of(replicas)
-    spread, whole = layers(mesh, chunks, activation)
+    spread, whole = layers(mesh, chunks, experts=experts, **options)
     ranks, rank = mesh["ep"].size(), mesh["ep"].get_local_rank()
     copy = mesh["dp"].get_local_rank()
     parts = tokens_of(dist.get_world_size(), kind)[copy * ranks : (copy + 1) * ranks]
@@ -82,7 +98,7 @@ def compare(kind: str, chunks: int, activation: str = "swiglu", replicas: int = 
     got_grads = torch.autograd.grad(got.square().sum(), [mine, *spread.experts.parameters(), spread.gate.weight])
     want_grads = torch.autograd.grad(want.square().sum(), [everything, *whole.experts.parameters(), whole.gate.weight])
     close(got_grads[0], want_grads[0][rows])
-    each = EXPERTS // ranks
+    each = -(-experts // ranks)
     for name, g, w in zip(names, got_grads[1:-1], want_grads[1:-1], strict=True):
         here: Any = g
         torch.testing.assert_close(here.to_local(), w[rank * each : (rank + 1) * each], msg=f"gradient of {name}")
@@ -91,10 +107,10 @@ def compare(kind: str, chunks: int, activation: str = "swiglu", replicas: int = 
     close(router, want_grads[-1])
 
 
-def slices(activation: str) -> None:
+def slices(**options: Any) -> None:
     """Experts over one dimension of the mesh, slices of each over the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
-    spread, whole = layers(mesh, 2, activation, ("ep", "tp"))
+    spread, whole = layers(mesh, 2, ("ep", "tp"), **options)
     parts = tokens_of(2, "uneven")
     rank = mesh["ep"].get_local_rank()
     mine, everything = parts[rank].clone().requires_grad_(), torch.cat(parts).requires_grad_()
@@ -141,33 +157,77 @@ def beside_plain(kind: str, chunks: int) -> None:
         torch.testing.assert_close(g, w)
 
 
+NETWORKS: tuple[dict[str, Any], ...] = (
+    {"activation": "geglu"},
+    {"activation": "relu"},
+    {"recompute": True, "stacked": True, "glu_layout": "interleaved", "glu_limit": 0.4, "glu_alpha": 1.7},
+)
+"""What fused experts may be, besides the usual."""
+
+
 def agree() -> None:
     for kind, chunks in (("uneven", 1), ("empty", 2), ("one", 2)):
         beside_plain(kind, chunks)
+        compare(kind, chunks, fused=True)
     for kind, chunks in (("uneven", 1), ("empty", 2), ("one", 1)):
         compare(kind, chunks)
+    for experts in (EXPERTS - 1, 1):  # a rank with fewer experts than the others, and ranks without any
+        compare("uneven", 2, experts=experts)
+        compare("uneven", 2, experts=experts, fused=True)
     if dist.get_world_size() == 4:
         compare("uneven", 1, replicas=2)
-        slices("swiglu")
-        slices("relu")
+        compare("uneven", 1, replicas=2, fused=True)
+        for activation in ("swiglu", "relu"):
+            slices(activation=activation)
+            slices(activation=activation, fused=True)
     if dist.get_world_size() == 2:  # the rest with fewer processes
         compare("uneven", 3)
-        compare("uneven", 1, "gelu")
+        compare("uneven", 1, activation="gelu")
+        for options in NETWORKS:
+            compare("uneven", 2, fused=True, **options)
+        compare("uneven", 1, fused=True, shared_experts=torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64))
+        compare("uneven", 1, shared_experts=torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64))
+        within_the_bound()
         refuse()
         travel_while_multiplying()
+        fused_rows_travel_while_multiplying()
         compiled()
+
+
+def within_the_bound() -> None:
+    """Fused experts in bfloat16: as near to the exact layer as their roundings allow, with one more for each rank."""
+    mesh = mesh_of(1)
+    spread, _ = layers(mesh, 1, fused=True, bias=False, dtype=torch.bfloat16)
+    exact: Any = copy.deepcopy(layers(mesh, 1, fused=True, bias=False, dtype=torch.bfloat16)[1]).double()
+    x = tokens_of(dist.get_world_size(), "uneven")[dist.get_rank()].bfloat16().requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    _, index, weights = spread.route(x.detach())
+    got, want = spread.experts(x, index, weights), exact.experts(wide, index, weights.double())
+    up, down = exact.experts.gate_up_proj.detach(), exact.experts.down_proj.detach()
+    reach = torch.zeros_like(want)
+    for t, j in torch.cartesian_prod(torch.arange(len(x)), torch.arange(TOP)).tolist():
+        expert = int(index[t, j])
+        gate, value = (up[expert] @ wide[t]).chunk(2)
+        hidden = torch.nn.functional.silu(gate) * value
+        size = (up[expert].abs() @ wide[t].abs()).chunk(2)
+        slack = 1.1 * size[0] * value.abs() + gate.abs() * size[1]  # of sums in float32, as a part of each
+        reach[t] += weights[t, j] * (down[expert].abs() @ (hidden.abs() + slack.detach() * 2**-10).detach())
+    # the hidden features, each row, each rank's sum and the sum of these are rounded once, by 2**-9 of their size
+    assert ((got.double() - want).abs() <= 4 * 2**-9 * 1.01 * reach).all()
 
 
 def refuse() -> None:
     torch.manual_seed(0)
     mesh = mesh_of(1)["ep"]
     cube = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("x", "y", "z"))
-    odd = MoE(WIDTH, HIDDEN, dist.get_world_size() + 1, 1)
-    for module, words in ((odd, "spread evenly"), (torch.nn.Linear(2, 2), "applied to Linear")):
-        with pytest.raises(mg.InvalidProblem, match=words):
-            parallelize_module(module, mesh, ExpertParallel())
+    with pytest.raises(mg.InvalidProblem, match="applied to Linear"):
+        parallelize_module(torch.nn.Linear(2, 2), mesh, ExpertParallel())
     with pytest.raises(mg.InvalidProblem, match="spread over one of them"):
         groups_of(cube)
+    spread, _ = layers(mesh_of(1), 1, fused=True)
+    x = torch.randn(3, WIDTH, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(mg.InvalidProblem, match="no second derivatives: use fused=False"):
+        torch.autograd.grad(spread(x).sum(), x, create_graph=True)
 
 
 def compiled() -> None:
@@ -223,29 +283,280 @@ def travel_while_multiplying() -> None:
     assert torch.equal(grad, torch.full_like(x, 2))
 
 
-def die() -> None:
-    """The last rank leaves without a word in the middle of the work; the others must end with an error."""
-    spread, _ = layers(mesh_of(1), 1)
-    x = tokens_of(dist.get_world_size(), "uneven")[dist.get_rank()]
-    spread(x)
-    if dist.get_rank() == dist.get_world_size() - 1:
-        os._exit(7)
-    try:
+def fused_rows_travel_while_multiplying() -> None:
+    """Own rows are multiplied between the departure of the others and their arrival, in both directions."""
+    seen: list[str] = []
+
+    def noted(where: Any, name: str, of: str) -> None:
+        inner = getattr(where, name)
+
+        def call(*args: Any, **keywords: Any) -> Any:
+            seen.append(of)
+            return inner(*args, **keywords)
+
+        patch.setattr(where, name, call)
+
+    with pytest.MonkeyPatch.context() as patch:
+        noted(fused_parallel.Journeys, "start", "start")
+        noted(fused_parallel.Journeys, "wait", "wait")
+        noted(fused_parallel, "_first", "first")
+        noted(fused_parallel, "_product", "product")
+        noted(fused_parallel, "_of_matrix", "weights")
+        spread, _ = layers(mesh_of(1), 1, fused=True, bias=False, shared_experts=Noted(seen))
+        x = torch.randn(20, WIDTH, dtype=torch.float64, requires_grad=True)
+        y: Any = spread(x)
+        both = ["start", "start"]  # rows and numbers
+        assert seen == [*both, "shared", "first", "wait", "first", "product", "start", "product", "wait"], seen
+        seen.clear()
+        y.sum().backward()
+        ways = ["product", "product"]  # through down, and to the tokens
+        assert seen == ["start", *ways, "wait", *ways, *both, "weights", "weights", "shared", "wait", "wait"], seen
+
+
+class Noted(torch.nn.Module):
+    """Shared experts that say when they run."""
+
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Twice x."""
+        seen = self.seen
+
+        class Twice(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                seen.append("shared")
+                return 2 * x
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Any:
+                seen.append("shared")
+                return 2 * grad
+
+        found: Tensor = Twice.apply(x)  # type: ignore[no-untyped-call]
+        return found
+
+
+# --- checkpoints, data parallelism ---------------------------------------------------------------------
+
+
+def fill(moe: MoE, seed: int) -> None:
+    """Weights that are the same whatever the ranks: expert by expert."""
+    torch.manual_seed(seed)
+    whole = MoE(WIDTH, HIDDEN, EXPERTS - 1, TOP, bias=True, dtype=torch.float64)
+    for mine, theirs in zip(moe.parameters(), whole.parameters(), strict=True):
+        with torch.no_grad():
+            mine.copy_(distribute_tensor(theirs, mine.device_mesh, mine.placements) if is_spread(mine) else theirs)
+
+
+def is_spread(x: Any) -> bool:
+    return isinstance(x, DTensor)
+
+
+def trained(mesh: Any) -> tuple[MoE, Any]:
+    """Seven experts over the ranks of `mesh`, and Adam after one step."""
+    moe = MoE(WIDTH, HIDDEN, EXPERTS - 1, TOP, bias=True, dtype=torch.float64, backend="cpu", fused=True)
+    parallelize_module(moe, mesh["ep"], {"experts": ExpertParallel()})
+    fill(moe, 11)
+    adam = torch.optim.Adam(moe.experts.parameters(), lr=0.1)
+    moe(torch.ones(5, WIDTH, dtype=torch.float64)).square().sum().backward()
+    adam.step()
+    return moe, adam
+
+
+def save() -> None:
+    """Writes the layer and its optimizer, as all ranks hold them; the last rank's parts are smaller."""
+    moe, adam = trained(mesh_of(1))
+    model, optimizer = get_state_dict(moe, adam)
+    distributed_checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=FOLDER / "checkpoint")
+    if dist.get_rank() == 0:
+        torch.save({name: whole(value) for name, value in moe.state_dict().items()}, FOLDER / "weights.pt")
+    else:
+        for value in moe.state_dict().values():
+            whole(value)
+
+
+def whole(x: Any) -> Tensor:
+    """A parameter of all ranks."""
+    found: Tensor = x.full_tensor() if isinstance(x, DTensor) else x
+    return found
+
+
+def load() -> None:
+    """Reads what another number of ranks wrote; the next step is theirs."""
+    moe, adam = trained(mesh_of(1))
+    for value in moe.parameters():
+        value.data.zero_()
+    model, optimizer = get_state_dict(moe, adam)
+    distributed_checkpoint.load({"model": model, "optimizer": optimizer}, checkpoint_id=FOLDER / "checkpoint")
+    set_state_dict(moe, adam, model_state_dict=model, optim_state_dict=optimizer)
+    wanted = torch.load(FOLDER / "weights.pt")
+    for name, value in moe.state_dict().items():
+        assert torch.equal(whole(value), wanted[name]), name
+    moments: Any = adam.state[moe.experts.down_proj]
+    assert whole(moments["exp_avg"]).abs().sum() > 0 and moments["step"] == 1
+
+
+def sharded() -> None:
+    """FSDP2 over data-parallel copies of spread experts: the step of one process that has all tokens."""
+    mesh = mesh_of(2)
+    for fused in (False, True):
+        moe = MoE(WIDTH, HIDDEN, EXPERTS, TOP, dtype=torch.float64, backend="cpu", fused=fused)
+        torch.manual_seed(3)
+        alone = MoE(WIDTH, HIDDEN, EXPERTS, TOP, dtype=torch.float64, backend="cpu")
+        moe.load_state_dict(alone.state_dict())
+        parallelize_module(moe, mesh["ep"], {"experts": ExpertParallel()})
+        fully_shard(moe.experts, mesh=mesh["dp"])
+        parts = tokens_of(dist.get_world_size(), "uneven")
+        for _ in range(2):  # the second step gathers what the first one changed
+            moe.zero_grad()
+            alone.zero_grad()
+            y = moe(parts[dist.get_rank()])
+            y.square().sum().backward()
+            alone(torch.cat(parts)).square().sum().backward()
+            for mine, theirs in zip(moe.experts.parameters(), alone.experts.parameters(), strict=True):
+                assert mine.grad is not None and theirs.grad is not None
+                close(2 * whole(mine.grad), theirs.grad)  # FSDP averages over the two copies
+                with torch.no_grad():
+                    mine -= 0.1 * 2 * mine.grad
+                    theirs -= 0.1 * theirs.grad
+                close(whole(mine), theirs)
+
+
+# --- faults -------------------------------------------------------------------------------------------
+
+
+def faults() -> None:
+    """Bad input of one rank ends the call on all of them alike, and nothing else; then one hangs."""
+    for fused in (False, True):
+        bad_input(fused)
+    with pytest.raises(mg.InvalidProblem, match=r"the experts differ between ranks: chunks is 1 on rank 0 and 2"):
+        parallelize_module(
+            layers(mesh_of(1), 1)[1], mesh_of(1)["ep"], {"experts": ExpertParallel(chunks=1 + is_last())}
+        )
+    end("hang")
+
+
+def is_last() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def bad_input(fused: bool) -> None:
+    """Each case: what the last rank passes, and what every rank says."""
+    spread, _ = layers(mesh_of(1), 2, fused=fused)
+    experts = spread.experts
+    good = torch.randn(5, WIDTH, dtype=torch.float64), torch.arange(10).view(5, 2) % EXPERTS, torch.ones(5, 2).double()
+    last = dist.get_world_size() - 1
+    rank = rf"rank {last} of {last + 1}: "
+    x, index, weights = good
+    cases: list[tuple[tuple[Any, ...], str]] = [
+        ((x[0], index, weights), rank + r"x \(6,\), index \(5, 2\)"),
+        ((x[:3], index, weights), rank + r"x \(3, 6\), index \(5, 2\)"),
+        ((x, index, weights[:, :1]), rank + r"x \(5, 6\), index \(5, 2\), weights \(5, 1\)"),
+        ((x, index.double(), weights), rank + r"top_k_index has dtype torch.float64"),
+        ((x, index + 1, weights), rank + r"an expert number lies outside of 0..7"),
+        ((x, index - 1, weights), rank + r"an expert number lies outside of 0..7"),
+        (
+            (x.float(), index, weights),
+            "x is torch.float32" if fused else r"dtype is torch.float64 on rank 0 and torch.f",
+        ),
+        ((x[:, :5], index, weights), r"x is torch.float64 \(5, 5\)" if fused else "features is 6 on rank 0 and 5 on"),
+        ((x, index[:, :1], weights[:, :1]), "experts of each token is 2 on rank 0 and 1 on rank"),
+        ((None, index, weights), "'NoneType' object has no attribute" if is_last() else rank + "'NoneType'"),
+    ]
+    state = {name: value.to_local().clone() for name, value in experts.state_dict().items()}
+    for given, words in cases:
+        with pytest.raises((mg.InvalidProblem, mg.LibraryError, AttributeError), match=words):
+            experts(*(given if is_last() else good))
+        for name, value in experts.state_dict().items():
+            assert torch.equal(value.to_local(), state[name])
+        assert all(p.grad is None for p in experts.parameters())
+    (y := experts(*good)).sum().backward()  # the group is as good as before
+    assert y.isfinite().all() and all(p.grad is not None for p in experts.parameters())
+
+
+def end(how: str) -> None:
+    """The last rank dies or hangs in the middle of a step; every other one must end with an error, and say why."""
+    spread, _ = layers(mesh_of(1), 1, fused=True)
+    x = tokens_of(dist.get_world_size(), "uneven")[dist.get_rank()].requires_grad_()
+    y: Any = spread(x)
+
+    def steps() -> None:
+        y.sum().backward()
         for _ in range(3):
-            spread(x)
-    except mg.LibraryError as error:
-        print(f"ended: {error}", flush=True)
-        os._exit(3)
+            spread(x).sum().backward()
+
+    start = time.monotonic()
+    if is_last():
+        if how == "die":
+            os._exit(7)
+        time.sleep(2 * TIMEOUT)
+    with pytest.raises(mg.LibraryError, match="one of them has probably died or hangs"):
+        steps()
+    assert is_last() or time.monotonic() - start < TIMEOUT + 2
+    print("ended", flush=True)
+
+
+def die() -> None:
+    """The last rank leaves without a word."""
+    end("die")
+
+
+# --- processes ----------------------------------------------------------------------------------------
+
+SCENARIOS: dict[str, Any] = {
+    "agree": agree, "die": die, "faults": faults, "dtensor": dtensor_cases.main, "save": save, "load": load,
+    "sharded": sharded,
+}  # fmt: skip
+
+
+def of_rank(rank: int, ranks: int, folder: Path, scenario: str) -> None:
+    """One rank, from its start to its end; what it prints goes to a file."""
+    with (folder / f"{scenario}-{rank}").open("w") as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+    try:
+        torch.set_num_threads(1)
+        meet = f"file://{folder}/meet-{scenario}"
+        limit = timedelta(seconds=TIMEOUT)
+        dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=ranks, timeout=limit)
+        SCENARIOS[scenario]()
+        if scenario not in ("die", "faults"):
+            dist.barrier()
+            dist.destroy_process_group()
+        print("fine", flush=True)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # torch's threads may outlive the interpreter, which then aborts now and then
+
+
+def run_ranks(ranks: int, folder: Path, scenario: str, limit: float) -> list[int]:
+    """The exit codes of all ranks of a scenario; those that do not end within `limit` seconds are killed (-9)."""
+    children: dict[int, int] = {}
+    for rank in range(ranks):
+        child = os.fork()
+        if not child:
+            of_rank(rank, ranks, folder, scenario)
+        children[rank] = child
+    codes: dict[int, int] = {}
+    end = time.monotonic() + limit
+    while len(codes) < ranks:
+        for rank in children.keys() - codes.keys():
+            if time.monotonic() > end:
+                os.kill(children[rank], signal.SIGKILL)
+            done, status = os.waitpid(children[rank], os.WNOHANG)
+            if done:
+                codes[rank] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    return [codes[rank] for rank in range(ranks)]
 
 
 if __name__ == "__main__":
-    rank, ranks, path, scenario, seconds = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5], float(sys.argv[5])
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{path}", rank=rank, world_size=ranks, timeout=timedelta(seconds=seconds)
-    )
-    {"agree": agree, "die": die, "dtensor": dtensor_cases.main}[scenario]()
-    dist.barrier()
-    dist.destroy_process_group()
-    print("fine", flush=True)
-    os._exit(0)  # torch's threads may outlive the interpreter, which then aborts now and then
+    for line in sys.stdin:
+        asked = json.loads(line)
+        TIMEOUT, FOLDER = asked["timeout"], Path(asked["folder"]).parent
+        codes = run_ranks(asked["ranks"], Path(asked["folder"]), asked["scenario"], asked["limit"])
+        print(json.dumps(codes), flush=True)

@@ -47,15 +47,24 @@ __device__ __forceinline__ int activate(int x, int kind) { return kind == RELU &
 template <class Acc> __device__ __forceinline__ Acc scalar(double x) { return (Acc)x; }
 template <> __device__ __forceinline__ int scalar<int>(double x) { return (int)(u32)(u64)(i64)x; }  // wraps as the sums do
 
-// acc -> result of element (i, j) of group g, before the rounding.
+// acc -> element (i, j) of group g before the activation.
 template <class Acc>
-__device__ __forceinline__ Acc finish(const Problem& p, const Group& g, i64 i, i64 j, Acc acc) {
+__device__ __forceinline__ Acc linear(const Problem& p, const Group& g, i64 i, i64 j, Acc acc) {
     Acc v = p.alpha == 1.0 ? acc : scalar<Acc>(p.alpha) * acc;
     if (!p.read_ab) v = 0;
     if (g.c) v += scalar<Acc>(p.beta) * load_as<Acc>(g.c + (i * g.c_row + j * g.c_col) * size_of(p.c_type), p.c_type);
     if (g.bias) v += load_as<Acc>(g.bias + j * g.bias_col * size_of(p.bias_type), p.bias_type);
-    return activate(v, p.activation);
+    return v;
 }
+
+// acc -> result of element (i, j) of group g, before the rounding.
+template <class Acc>
+__device__ __forceinline__ Acc finish(const Problem& p, const Group& g, i64 i, i64 j, Acc acc) {
+    return activate(linear<Acc>(p, g, i, j, acc), p.activation);
+}
+
+// Whether there is more to do than that (fused.cuh).
+__device__ __forceinline__ constexpr bool is_fused(const Problem&) { return false; }
 
 // One warp writes a staged block of accumulators, its lanes along the result's contiguous direction.
 // Not inlined: the unrolled callers would multiply the activations' code.

@@ -1,6 +1,6 @@
 // The kernel that is right everywhere: any form, strides, alignment, size and dtype, on sm_80 and later.
 //
-// KIND picks the arithmetic (16-bit, tf32, int8 and float64 on tensor cores through mma.sync, float32 on the ordinary
+// FUSED: what multigemm.problem.fused describes, but for sums of rows (sum_rows.cu), is part of the kernel. KIND picks the arithmetic (16-bit, tf32, int8 and float64 on tensor cores through mma.sync, float32 on the ordinary
 // cores); A_K and B_K say whether k is the contiguous direction of A and of B; TILE is the side of a tile. Thread blocks stay
 // resident and take tiles in turn. A ring of STAGES k-blocks in shared memory lets loads run ahead of the products.
 #define KIND_F16 0
@@ -25,8 +25,19 @@ typedef float Acc;
 #endif
 constexpr int BM = TILE, BN = TILE, BK = BLOCK_K, THREADS = BLOCK_THREADS;      // as config.SHAPES
 
+#ifndef FUSED
+#define FUSED 0
+#endif
 #include "products.cuh"
 #include "tile_load.cuh"
+#if FUSED
+#include "picked_load.cuh"
+typedef FusedProblem Given;
+typedef FusedGroup Part;
+#else
+typedef Problem Given;
+typedef Group Part;
+#endif
 
 // Enough for the ring, and for the staging of results after it. As config.generic_bytes.
 constexpr int STAGE_BYTES = (A_TILE + B_TILE) * (int)sizeof(Element);
@@ -41,7 +52,55 @@ __device__ __forceinline__ void tile_position(u32 local, u32 down, u32 across, i
     row = int(band * 8 + rest % height) * BM, column = int(rest / height) * BN;
 }
 
-#if KIND == KIND_TF32 || KIND >= KIND_F64
+#if FUSED
+// Both operands of one k-block on their way into a stage, by lines that each have an address of their own.
+typedef PickedLoad<Element, BM, BK, A_K, A_LINES_K, A_PITCH, THREADS> CopyA;
+typedef PickedLoad<Element, BN, BK, B_K, B_LINES_K, B_PITCH, THREADS> CopyB;
+struct Sources {
+    CopyA::Source a;
+    CopyB::Source b;
+    CopyA::Lines a_lines;
+    CopyB::Lines b_lines;
+
+    __device__ __forceinline__ void begin(const Given& p, const Part& g) {
+        const Fused& f = p.fused;
+        const bool by_k = p.jagged == JAG_K;
+        a.begin(g.a, g.a_row, g.a_col, g.m, g.k, f.a_rows, by_k, f.a64, g.start_k, f.a_extent, 0);
+        b.begin(g.b, g.b_col, g.b_row, g.n, g.k, f.b_rows, by_k, f.b64, g.start_k, f.b_extent, f.layout == IN_HALVES ? g.n / 2 * g.b_col : 0);
+    }
+    // By all threads, once per tile: where its lines lie.
+    __device__ __forceinline__ void place_lines(const Given& p, const Part& g, int row, int column) {
+        const Fused& f = p.fused;
+        for (int i = threadIdx.x; i < BM; i += THREADS) {
+            i64 number = row + i < g.m ? row + i : -1;
+            if (f.a_rows && p.jagged == JAG_M && number >= 0) number = picked_row(f.a_rows, f.a64, g.start_m + number, f.a_extent);
+            a_lines.at[i] = number < 0 ? -1 : number * g.a_row * i64(sizeof(Element));
+            a_lines.run[i] = u8(max64(min64(g.m - row - i, CopyA::V), 0));
+        }
+        for (int c = threadIdx.x; c < BN; c += THREADS) {
+            i64 number = column + c, left = g.n - number;
+            if (f.layout == IN_HALVES) {            // eight columns of g and eight of u in turn
+                const i64 feature = column / 2 + (c >> 4) * 8 + (c & 7);
+                left = min64(g.n / 2 - feature, 8 - (c & 7));
+                number = feature + (((c >> 3) & 1) != f.up_first ? g.n / 2 : 0);
+            }
+            if (left <= 0) number = -1;
+            else if (f.b_rows && p.jagged == JAG_N) number = picked_row(f.b_rows, f.b64, g.start_n + number, f.b_extent);
+            b_lines.at[c] = number < 0 ? -1 : number * g.b_col * i64(sizeof(Element));
+            b_lines.run[c] = u8(max64(min64(left, CopyB::V), 0));
+        }
+    }
+};
+struct Loader {
+    __device__ __forceinline__ void begin(const Part&, i64, i64) {}
+    __device__ __forceinline__ void load(const Part& g, const Sources& s, Element* stage, int block) const {
+        const int k_left = int(min64(g.k - i64(block) * BK, BK));
+        CopyA::load(stage, s.a_lines, s.a, block, k_left);
+        CopyB::load(stage + A_TILE, s.b_lines, s.b, block, k_left);
+    }
+    __device__ __forceinline__ void store(Element*) const {}
+};
+#elif KIND == KIND_TF32 || KIND >= KIND_F64
 // Both operands of one k-block on their way into a stage, all by cp.async.
 typedef TileCopy<Element, BM, BK, A_K, A_LINES_K, A_PITCH, THREADS> CopyA;
 typedef TileCopy<Element, BN, BK, B_K, B_LINES_K, B_PITCH, THREADS> CopyB;
@@ -104,14 +163,14 @@ struct Loader {
 // The tile in hand, and how far the walk over the groups has come: too much for registers that every thread would hold.
 struct Place {
     TileWalk<BM, BN> walk[32];
-    Group group;
+    Part group;
     Sources sources;
     i64 tile;                        // the next one's number
     int number, row, column;         // of the group, -1 behind the last tile; the tile's first row and column
 };
 
 // One warp finds the block's next tile. Not inlined: it runs once per tile, and would take registers from the products.
-__device__ __noinline__ void find_tile(const Problem& p, Place& s) {
+__device__ __noinline__ void find_tile(const Given& p, Place& s) {
     const int lane = threadIdx.x & 31;
     TileWalk<BM, BN> walk = s.walk[lane];
     int number = -1;
@@ -122,18 +181,24 @@ __device__ __noinline__ void find_tile(const Problem& p, Place& s) {
     s.walk[lane] = walk;
     if (lane != 0) return;
     s.tile = tile + gridDim.x;
+#if FUSED
+    if (found && number != s.number) s.group = resolve_fused(p, number, sizeof(Element)), s.sources.begin(p, s.group);
+#else
     if (found && number != s.number) s.group = resolve(p, number, sizeof(Element));
+#endif
     s.number = found ? number : -1;
     if (!found) return;
     tile_position(u32(local), (u32(s.group.m) + BM - 1) / BM, (u32(s.group.n) + BN - 1) / BN, s.row, s.column);
+#if !FUSED
     s.sources.begin(s.group, s.row, s.column);
+#endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) generic(const __grid_constant__ Problem p) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) generic(const __grid_constant__ Given p) {
     extern __shared__ __align__(16) char shared[];
     Element* const ring = (Element*)shared;
     __shared__ Place place;
-    const Group& g = place.group;
+    const Part& g = place.group;
     if (threadIdx.x < 32) place.walk[threadIdx.x] = TileWalk<BM, BN>();
     if (threadIdx.x == 0) place.number = -1, place.tile = blockIdx.x;
     __syncwarp();
@@ -143,6 +208,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) generic(const __
         if (threadIdx.x < 32) find_tile(p, place);
         __syncthreads();
         if (place.number < 0) break;
+#if FUSED
+        place.sources.place_lines(p, g, place.row, place.column);
+        __syncthreads();
+#endif
         const int blocks = int(ceil_div(g.k, BK));
         loader.begin(g, place.row, place.column);
 #pragma unroll
@@ -177,5 +246,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) generic(const __
         work.finish(p, g, shared, place.row, place.column);
         __syncthreads();
     }
+#if FUSED
+    if (p.zero_unowned) {
+        Problem result = p;
+        result.n = p.fused.layout ? p.n / 2 : p.n;
+        zero_unowned(result, i64(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32, i64(gridDim.x) * (THREADS / 32));
+    }
+#else
     if (p.zero_unowned) zero_unowned(p, i64(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32, i64(gridDim.x) * (THREADS / 32));
+#endif
 }

@@ -67,7 +67,7 @@ __device__ __forceinline__ void load_weights(const Problem& p, const Launch& l, 
                 barrier_expect(full, W_BYTES);
 #pragma unroll
                 for (int i = 0; i < BOXES; i += 1 + W_K) {
-                    if (W_K) load_box(to + i * BLOCK, w, full, k, col + i * 64, group, hint);
+                    if (W_K) load_box(to + i * BLOCK, w, full, k >> W_SHIFT, col + i * 64, group, hint);
                     else if (RAGGED_K) load_box(to + i * BLOCK, w, full, col + i * 64, k, t.extra + t.k_len, int(FAR), hint);
                     else load_box(to + i * BLOCK, w, full, col + i * 64, k, group, hint);
                 }

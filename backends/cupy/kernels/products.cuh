@@ -147,8 +147,8 @@ struct Compute {
     }
 
     // 16 x 32 at a time through the warp's own piece of shared memory.
-    __device__ __forceinline__ void finish(const Problem& p, const Group& g, char* shared, i64 i0, i64 j0) {
-        if (finish_plain(p, g, i0, j0)) return;
+    template <class P, class G> __device__ __forceinline__ void finish(const P& p, const G& g, char* shared, i64 i0, i64 j0) {
+        if (!is_fused(p) && finish_plain(p, g, i0, j0)) return;
         const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
         constexpr int PITCH = 36;
         Acc* staged = (Acc*)shared + warp * 16 * PITCH;
@@ -246,8 +246,8 @@ struct OrdinaryCores {
     }
 
     // One row of each lane at a time: a warp stages LANES_M rows of WARP_N values in its own piece of shared memory.
-    __device__ __forceinline__ void finish(const Problem& p, const Group& g, char* shared, i64 i0, i64 j0) {
-        if (finish_plain(p, g, i0, j0)) return;
+    template <class P, class G> __device__ __forceinline__ void finish(const P& p, const G& g, char* shared, i64 i0, i64 j0) {
+        if (!is_fused(p) && finish_plain(p, g, i0, j0)) return;
         constexpr int PITCH = WARP_N + 4;
         const int warp = threadIdx.x >> 5;
         float* const staged = (float*)shared + warp * LANES_M * PITCH;

@@ -114,3 +114,13 @@ def test_equal_groups_are_one_call_and_a_lone_large_one_is_its_own() -> None:
     assert [s[:2] for s in segments(np.full(64, 16), 128, 128, torch.float32)] == [(0, 64)]
     sizes = np.array([4] * 20 + [600] + [4] * 20)
     assert (20, 21) in [s[:2] for s in segments(sizes, 128, 128, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_operands_keep_memory_that_can_be_resized(dtype: torch.dtype, batch_invariant: bool) -> None:
+    """FSDP2 frees the memory of parameters between steps by giving it the size 0."""
+    a, b = torch.randn(5, 6).to(dtype), torch.randn(3, 6, 4).to(dtype)
+    for ends in (torch.tensor([1, 2, 5]), torch.tensor([0, 4, 4])):
+        mg.grouped_gemm(a, b, ends=ends, backend="cpu", batch_invariant=batch_invariant)
+    assert a.untyped_storage().resizable() and b.untyped_storage().resizable()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from multigemm import quantize
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config
 from multigemm.planning.binding import Choice, bind, caller_result
@@ -76,6 +77,70 @@ def float8_problem(seed: int) -> GroupedGemmProblem:
         _numbers(rng, (*rows, k)), _numbers(rng, (groups, n, k)).mT, scale_a=_scale(rng, (*rows, blocks)),
         scale_b=_scale(rng, (groups, blocks, -(-n // 128))), **options,
     )  # fmt: skip
+
+
+WEIGHTS = ("e4m3", "e5m2", "int8", "int4", "uint4", "e2m1")
+SCALES = (torch.float32, torch.float8_e8m0fnu, torch.bfloat16)
+
+
+def _codes(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Small whole numbers in float8; any code elsewhere."""
+    if name in ("e4m3", "e5m2"):
+        small = rng.integers(-7, 8, shape) if name == "e4m3" else rng.integers(-4, 5, shape)
+        return torch.from_numpy(small.astype(np.float32)).to(quantize.FLOATS[name])
+    shape = shape if name == "int8" else (*shape[:-1], shape[-1] // 2)
+    codes = torch.from_numpy(rng.integers(0, 256, shape).astype(np.uint8))
+    return codes.view(torch.int8) if name == "int8" else codes
+
+
+def weights_problem(seed: int, dtype: torch.dtype, name: str, scale: torch.dtype, block: int) -> GroupedGemmProblem:
+    """Whole numbers under scales that are powers of two, some of them large, with zero points of integers."""
+    rng = np.random.default_rng(seed)
+    form, groups = str(rng.choice(["jagged_m", "masked", "batched"])), int(rng.integers(1, 5))
+    k, n, m = 32 * int(rng.integers(1, 12)), int(rng.integers(1, 40)) * 8, int(rng.integers(1, 140))
+    sizes = rng.choice([0, 1, 7, 8, 60, 129], groups).tolist()
+    rows = (sum(sizes),) if form == "jagged_m" else (groups, m)
+    options: dict[str, Any] = {"sizes": sizes} if form == "jagged_m" else {}
+    if form == "masked":
+        options["valid_rows"] = rng.integers(0, m + 1, groups).tolist()
+    if form == "jagged_m" and rng.integers(3) == 0:
+        options["bias"] = torch.ones(groups, n, dtype=dtype)
+    grid = (groups, -(-k // block), n) if block else (groups, 1, n)
+    if block == 128 and rng.integers(2):
+        grid = (groups, -(-k // 128), -(-n // 128))
+    high = 4 if dtype is torch.float16 or name == "int8" else 9
+    numbers = torch.from_numpy(np.ldexp(1.0, rng.integers(-3, high, grid)).astype(np.float32)).to(scale)
+    numbers = numbers.mT.contiguous().mT if rng.integers(2) else numbers
+    whole = name in ("int8", "int4", "uint4")
+    if whole and rng.integers(2):
+        zeros = torch.from_numpy(rng.integers(0, 4 if name == "int8" else 16, grid).astype(np.uint8))
+        options["zero_b"] = zeros
+    x = torch.from_numpy(rng.integers(-3, 4, (*rows, k)).astype(np.float32)).to(dtype)
+    packed = name if name in ("int4", "uint4", "e2m1") else None
+    return GroupedGemmProblem(x, _codes(rng, name, (groups, n, k)).mT, scale_b=numbers, b_format=packed, **options)
+
+
+def _is_right(problem: GroupedGemmProblem, config: Config) -> None:
+    subject = Subject(emulation.EmulatedBackend(config))
+    out = allocate(problem)
+    choice = Choice("emulated", subject.recipe(problem.spec, CPU), problem.spec, "")
+    bind(choice, problem, out).launch()
+    verdict = judge(answer(problem), caller_result(problem, out), suspicion=False)
+    assert verdict, (problem, verdict.text)
+
+
+@pytest.mark.parametrize("config", configs.WEIGHTS, ids=lambda c: f"{c.rows}x{c.cluster}")
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_by_wgmma(name: str, config: Config) -> None:
+    """Every format, scales of every width along k, both 16-bit dtypes; threads and copies come in a random order."""
+    ran = 0
+    for seed, block in enumerate((0, 32, 64, 128)):
+        for dtype, scale in ((torch.bfloat16, SCALES[seed % 3]), (torch.float16, torch.float32)):
+            problem = weights_problem(seed + len(name), dtype, name, scale, block)
+            if configs.is_valid(config, problem.spec):
+                _is_right(problem, config)
+                ran += 1
+    assert ran
 
 
 @pytest.mark.parametrize("config", configs.FP8, ids=lambda c: f"{c.rows}x{c.cluster}")

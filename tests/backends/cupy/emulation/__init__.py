@@ -1,5 +1,8 @@
-"""Cupy's kernels for quantised operands on a CPU, from their own sources: threads are fibers (threads.h), and the
-functions that are one PTX instruction each are replaced by functions of C++ (mma_sync.h, ptx.h)."""
+"""Cupy's kernels for quantised operands and fused problems on a CPU, from their own sources.
+
+Threads are fibers (threads.h), and the functions that are one PTX instruction each are replaced by functions of C++
+(mma_sync.h, ptx.h).
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,12 @@ import pytest
 import torch
 
 from multigemm.backend import Availability, Recipe
-from multigemm.backends.cupy import arguments, generic, hopper, hopper_fp8, quantised
+from multigemm.backends.cupy import arguments, fused, generic, hopper, hopper_fp8, hopper_weights, quantised
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import SOURCES, Source
 from multigemm.backends.cupy.config import Config
 from multigemm.cuda.arguments import Fields, fields
+from multigemm.planning.fused import products_spec
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
 
@@ -36,9 +40,27 @@ extern "C" void run(const Problem* p, const Grids* g, int grid, int threads, con
     for (int b = 0; b < grid; ++b) run_blocks(b, 1, threads, [=] { quantised(*p, *g); });
 }
 """
+RUN_GENERIC = """
+inline char* dynamic_shared() { return generic_shared; }
+extern "C" void run(const Given* p, int grid, int threads, const float*) {
+    gridDim.x = grid;
+    for (int b = 0; b < grid; ++b) {
+        memset(generic_shared, 0xFF, sizeof generic_shared);
+        run_blocks(b, 1, threads, [=] { generic(*p); });
+        if (!all_copies_waited_for()) fail("a copy that nobody waited for");
+    }
+}
+"""
+RUN_SUM = """
+inline char* dynamic_shared() { return nullptr; }
+extern "C" void run(const Sum* s, int grid, int threads, const float*) {
+    gridDim.x = grid;
+    for (int b = 0; b < grid; ++b) run_blocks(b, 1, threads, [=] { sum_rows(*s); });
+}
+"""
 RUN_HOPPER = """
 extern "C" void run(
-    const Problem* p, const Launch* l, const SideGrids* g, const Maps* m, int grid, int threads, const float* numbers) {
+    const Problem* p, const Launch* l, const GRIDS* g, const Maps* m, int grid, int threads, const float* numbers) {
     gridDim.x = grid, between = some_arrive, cluster_threads = CLUSTER * threads;
     memcpy(numbers_of_codes, numbers, sizeof numbers_of_codes);
     for (int b = 0; b < grid; b += CLUSTER) {
@@ -46,7 +68,7 @@ extern "C" void run(
             if (!shared_memory[rank]) shared_memory[rank] = (char*)malloc(SIZE);
             memset(shared_memory[rank], 0xFF, SIZE), memset(counters[rank], 0, sizeof counters[rank]);
         }
-        run_blocks(b, CLUSTER, threads, [=] { hopper_fp8(*p, *l, *g, *m); });
+        run_blocks(b, CLUSTER, threads, [=] { KERNEL(*p, *l, *g, *m); });
         for (auto& some : counters)
             for (auto& c : some)
                 if (c.made && (c.bytes || c.pending != c.expected)) fail("a barrier between two phases at the end");
@@ -58,10 +80,21 @@ BODIES = {
         "uint4 load_16_bytes(const void* from)": 'if ((u64)from & 15) fail("misaligned"); return *(const uint4*)from;',
         "float to_float(f16 x)": "return of_f16(x.bits);",
         "u16 f16_bits(float x)": "return u16(f16_of(x));",
+        "u16 f16_bits(double x)": "const _Float16 y = _Float16(x); u16 bits; memcpy(&bits, &y, 2); return bits;",
+        "void copy_async(u32 to, const void* from)": "copy_later(dynamic_shared() + to, (const char*)from, 16, 16);",
+        "void copy_async(u32 to, const void* from, int bytes)": (
+            "copy_later(dynamic_shared() + to, (const char*)from, 16, bytes);"
+        ),
+        "void commit_copies()": "close_group();",
+        "void wait_for_copies()": "wait_for_groups(PENDING);",
         "u16 bf16_bits(float x)": "return u16(bf16_of(x));",
         "u32 pack_f16(float low, float high)": "return f16_of(low) | f16_of(high) << 16;",
         "u32 pack_bf16(float low, float high)": "return bf16_of(low) | bf16_of(high) << 16;",
         "u32 shared_address(const void* p)": "return u32((const char*)p - dynamic_shared());",
+    },
+    "tile_load.cuh": {
+        "void copy_part(u32 to, const char* from, int bytes)": "copy_later(dynamic_shared() + to, from, WIDTH, bytes);",
+        "void copy_all(u32 to, const char* from)": "copy_later(dynamic_shared() + to, from, WIDTH, WIDTH);",
     },
     "consume.cuh": {
         "void let_other(int half)": "named_arrive(6 - half, 256);",
@@ -72,6 +105,16 @@ BODIES = {
         "float4 load_shared_scales(u32 address)": "return load_shared_as<float4>(address);",
         "void settle(float (&d)[COUNT], int count)": "",
     },
+    "weights.cuh": {
+        "u32 multiply_pairs(u32 a, u32 b)": "return of_pairs(a, b, [](float x, float y) { return x * y; });",
+        "u32 subtract_pairs(u32 a, u32 b)": "return of_pairs(a, b, [](float x, float y) { return x - y; });",
+        "u32 halves_of_e4m3(u32 codes)": (
+            "const float* const of = numbers_of_codes[0];"
+            " return f16_of(of[codes & 255]) | f16_of(of[codes >> 8 & 255]) << 16;"
+        ),
+        "u32 load_shared_half(u32 address)": "return load_shared_as<u16>(address);",
+    },
+    "hopper_weights.cu": {"void settle(float (&d)[COUNT])": ""},
     "hopper_fp8.cu": {
         "void copy_number(u32 to, const void* from)": "memcpy(at(to), from, 4);",
         "void arrive_when_copied(u32 barrier)": (
@@ -133,17 +176,23 @@ def compiled(source: Source, folder: Path) -> ctypes.CDLL:
         (folder / path.name).write_text(_rewritten(path))
     common = folder / "common.cuh"
     common.write_text("inline char* dynamic_shared();\n" + common.read_text())
-    cases = " ".join(f"CASE({n}, products)" for n in range(16, 257, 16))
+    step = dict(source.defines).get("STEP", 16)
+    cases = " ".join(f"CASE({n}, products)" for n in range(step, 257, step))
     mma = "#pragma once\nconstexpr int ACCUMULATORS = ROWS / 2;\n"
     mma += "template <int N, int FIRST> struct Mma { static void run(float (&)[ACCUMULATORS], u64, u64) {} };\n"
     (folder / "mma.cuh").write_text(f"{mma}#define CASES(products) {cases}\n")
-    (folder / "mma_fp8.cuh").write_text("#pragma once\n")
+    for name in ("mma_fp8.cuh", "mma_weights.cuh"):
+        (folder / name).write_text("#pragma once\n")
     for name, file in (("tensor_cores.cuh", "mma_sync.h"), ("ptx.cuh", "ptx.h")):
         (folder / name).write_text((HERE / file).read_text())
     text = _rewritten(SOURCES / source.file).replace("extern __shared__ char raw[];", "char* const raw = at(BASE);")
-    fast = source.entry == "hopper_fp8"
+    text = text.replace("extern __shared__ __align__(16) char shared[];", "char* const shared = generic_shared;")
+    grids = {"hopper_fp8": "SideGrids", "hopper_weights": "WeightGrids"}.get(source.entry)
     shared = "inline char* dynamic_shared() { return shared_memory[local_block()] - BASE; }\n"
-    text += shared + RUN_HOPPER if fast else RUN_QUANTISED
+    if grids:
+        text += shared + RUN_HOPPER.replace("GRIDS", grids).replace("KERNEL", source.entry)
+    else:
+        text += {"generic": RUN_GENERIC, "sum_rows": RUN_SUM}.get(source.entry, RUN_QUANTISED)
     (folder / "kernel.cpp").write_text('#include "threads.h"\n' + text)
     library = folder / "kernel.so"
     defines = [f"-D{name}={value}" for name, value in source.defines]
@@ -221,14 +270,23 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         own.mkdir()
         return _Kernel(compiled(source, own))
 
-    for module in (quantised, hopper_fp8):
+    for module in (quantised, hopper_fp8, hopper_weights, generic, fused):
         monkeypatch.setattr(module, "load", load)
     monkeypatch.setattr(generic, "processors", lambda index: 3)
     monkeypatch.setattr(hopper, "Words", _Words)
     monkeypatch.setattr(hopper, "ready", lambda index, count: None)
-    monkeypatch.setattr(hopper_fp8, "on_device", lambda index: nullcontext())
-    for target in (hopper_fp8, arguments):
+    for binder in (hopper_fp8, hopper_weights):
+        monkeypatch.setattr(binder, "on_device", lambda index: nullcontext())
+    for target in (hopper_fp8, hopper_weights, arguments):
         monkeypatch.setattr(target, "encode_together", _encoded)
+
+
+KERNELS: dict[str, Any] = {
+    "quantised": quantised.Quantised,
+    "hopper_fp8": hopper_fp8.HopperFp8,
+    "hopper_weights": hopper_weights.HopperWeights,
+    "generic": generic.Generic,
+}
 
 
 class EmulatedBackend:
@@ -237,10 +295,10 @@ class EmulatedBackend:
     name = "emulated"
     batch_invariant = True
     takes_quantised = True
+    takes_fused = True
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._kernel: Any = quantised.Quantised if config.kernel == "quantised" else hopper_fp8.HopperFp8
 
     def availability(self) -> Availability:
         """Always here."""
@@ -256,10 +314,12 @@ class EmulatedBackend:
 
     def plan(self, spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
         """As `launch.plan`, without a GPU."""
-        kernel = self._kernel(spec, config, 0)
+        kernel = KERNELS[config.kernel](products_spec(spec), config, 0)
+        bind_all = fused.summed(spec, kernel.bind, 0)
 
         def bind(ops: Operands) -> Callable[[], object]:
             outs = ops.out if isinstance(ops.out, list) else [ops.out]
-            return kernel.bind(ops) if any(x.numel() for x in outs) else lambda: None
+            preacts = [] if ops.fused is None else ops.fused.preacts()
+            return bind_all(ops) if any(x.numel() for x in [*outs, *preacts]) else lambda: None
 
         return Recipe(config.kernel, config, bind)

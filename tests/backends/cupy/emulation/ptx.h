@@ -68,12 +68,13 @@ struct alignas(64) TensorMap { u64 opaque[16]; };
 inline void prefetch_map(const TensorMap*) {}
 inline void refresh_map(const TensorMap*) {}
 constexpr u64 EVICT_FIRST = 1, EVICT_NORMAL = 2, EVICT_LAST = 3;
-inline u32 swizzled(u32 address) { return address ^ (((address >> 7) & 7) << 4); }
+// Lines of 128 bytes (`mode` 3) or of 64 (2), as CU_TENSOR_MAP_SWIZZLE_* number them.
+inline u32 swizzled(u32 address, int mode = 3) { return address ^ (((address >> 7) & (mode == 3 ? 7 : mode == 2 ? 3 : 0)) << 4); }
 
 inline long move_box(const TensorMap* map, const int (&first)[5], u32 shared, int rank, bool store) {
     const u64* const o = map->opaque;
     const int dims = o[1] & 255, size = o[1] >> 8 & 255;
-    const bool swizzle = o[1] >> 16 == 3;
+    const int mode = int(o[1] >> 16);
     if (!o[0] || (i64(first[0]) * size & 15)) fail("a blank map, or a first coordinate that is no multiple of 16 bytes");
     long bytes = 0;
     for (int i[5] = {};;) {
@@ -84,7 +85,7 @@ inline long move_box(const TensorMap* map, const int (&first)[5], u32 shared, in
             inside &= x >= 0 && x < i64(o[2 + d]);
             address += u64(x) * (d ? o[6 + d] : u64(size));
         }
-        char* const here = at(swizzle ? swizzled(shared + bytes) : shared + bytes, rank);
+        char* const here = at(swizzled(shared + bytes, mode), rank);
         if (store && inside) memcpy((void*)address, here, size);
         if (!store && inside) memcpy(here, (void*)address, size);
         if (!store && !inside) memset(here, 0, size);
@@ -130,6 +131,7 @@ inline u64 smem_descriptor(u32 address, u32 leading, u32 stride) {
 }
 inline float numbers_of_codes[2][256];          // e4m3, e5m2
 
+#ifdef W_E5M2
 template <int N> struct MmaFp8 {
     static void later(float (&d)[N / 2], u64 w, u64 x, bool fresh) {
         products().push_back([=, &d] {
@@ -148,6 +150,47 @@ template <int N> struct MmaFp8 {
     static void start(float (&d)[N / 2], u64 w, u64 x) { later(d, w, x, true); }
     static void add(float (&d)[N / 2], u64 w, u64 x) { later(d, w, x, false); }
 };
+
+#endif
+
+#ifdef W_CODE
+inline float of_16_bits(u32 v) {
+    const u32 bits = (v & 0xFFFF) << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return BFLOAT ? f : of_f16(u16(v));
+}
+inline u32 to_16_bits(float v) { return (BFLOAT ? bf16_of(v) : f16_of(v)) & 0xFFFF; }
+template <class F> u32 of_pairs(u32 a, u32 b, F f) {
+    return to_16_bits(f(of_16_bits(a), of_16_bits(b))) | to_16_bits(f(of_16_bits(a >> 16), of_16_bits(b >> 16))) << 16;
+}
+
+template <int N> struct MmaWeights {
+    template <int COUNT> static void run(float (&d)[COUNT], const u32 (&w)[4], u64 x, int keep) {
+        Slots& s = slots();
+        const int lane = threadIdx.x & 31;
+        for (int i = 0; i < 4; ++i) s.of[lane][i] = w[i];
+        wait_for_warp();
+        struct { u32 of[4][4]; } own[2];        // both columns: of each lane of a quarter, for the lower and upper eight of k
+        for (int c = 0; c < 4; ++c)
+            for (int i = 0; i < 4; ++i) own[i & 1].of[c][i >> 1] = u32(s.of[(lane & ~3) + c][i]);
+        wait_for_warp();
+        products().push_back([=, &d] {
+            for (int i = 0; i < N / 2; ++i) {
+                const int row = i / 4 * 8 + (lane & 3) * 2 + (i & 1);
+                double sum = keep ? d[i] : 0.0;
+                for (u32 k = 0; k < 16; ++k) {
+                    const u32 a = own[i >> 1 & 1].of[k % 8 / 2][k / 8] >> (k & 1) * 16;
+                    u16 b;
+                    memcpy(&b, at(swizzled((u32(x & 0x3FFF) << 4) + row * 128 + k * 2)), 2);
+                    sum += double(of_16_bits(a)) * double(of_16_bits(b));
+                }
+                d[i] = float(sum);
+            }
+        });
+    }
+};
+#endif
 
 // ---- the rest ----
 

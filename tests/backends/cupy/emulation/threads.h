@@ -140,6 +140,33 @@ inline unsigned __ballot_sync(unsigned, bool mine) {
     return found;
 }
 
+// ---- cp.async: a thread's copies come when it waits for their group ----
+
+typedef std::vector<std::function<void()>> Copies;
+struct Groups { Copies open; std::vector<Copies> closed; };
+inline Groups& groups() {
+    static Groups of[1024];
+    return of[self->thread];
+}
+inline void copy_later(char* to, const char* from, int width, int bytes) {
+    if (((uint64_t)from | (uint64_t)to) & (width - 1)) fail("a copy that is not aligned");
+    groups().open.push_back([=] { memcpy(to, from, bytes), memset(to + bytes, 0, width - bytes); });
+}
+inline void close_group() { groups().closed.emplace_back().swap(groups().open); }
+inline void wait_for_groups(size_t pending) {
+    for (auto& closed = groups().closed; closed.size() > pending; closed.erase(closed.begin()))
+        for (const auto& copy : closed.front()) copy();
+}
+inline bool all_copies_waited_for() {
+    for (Fiber& f : fibers) {
+        self = &f;
+        for (const auto& some : groups().closed)
+            if (!some.empty()) return false;
+    }
+    return true;
+}
+alignas(128) inline char generic_shared[232448];
+
 // ---- functions ----
 
 template <class T> T min(T a, T b) { return b < a ? b : a; }
@@ -149,6 +176,12 @@ inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
 inline unsigned __float_as_uint(float x) { unsigned y; memcpy(&y, &x, 4); return y; }
 inline float __uint_as_float(unsigned x) { float y; memcpy(&y, &x, 4); return y; }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) { return unsigned((((unsigned long long)high << 32) | low) >> (by & 31)); }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
+    const unsigned long long both = (unsigned long long)b << 32 | a;
+    unsigned found = 0;
+    for (int i = 0; i < 4; ++i) found |= unsigned(both >> (8 * (which >> (4 * i) & 7)) & 255) << (8 * i);
+    return found;
+}
 inline float __double2float_rz(double x) {
     const float y = float(x);
     return std::fabs(double(y)) > std::fabs(x) ? std::nextafterf(y, 0.0f) : y;

@@ -1,0 +1,129 @@
+"""Fused problems: what the kernels of products are handed beside their problem, and the kernel that sums rows."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from multigemm.backend import Launch
+from multigemm.backends.cupy.arguments import TYPES
+from multigemm.backends.cupy.build import Source, load
+from multigemm.cuda.arguments import ACTIVATION_CODES
+from multigemm.cuda.device import to_device
+from multigemm.cuda.launch import without_move
+from multigemm.planning.fused import bind_sums, columns_of, products_spec
+from multigemm.planning.operands import ABSENT, TABLE, Operands, group_table, strides_of
+from multigemm.problem.fused import PICKED, Fused
+from multigemm.problem.spec import ProblemSpec
+
+FUSED = struct.Struct("<10q3d8i")
+SUM = struct.Struct("<15qd8i")
+PREACT = 17
+"""The first of three columns of a list's table that its products leave free: address and strides of `preact_out`."""
+LAYOUT_CODES = {"interleaved": 1, "halves": 2, "halves_up_first": 2}
+GATE_CODES = {
+    "swiglu": ACTIVATION_CODES["silu"],
+    "geglu": ACTIVATION_CODES["gelu"],
+    "geglu_tanh": ACTIVATION_CODES["gelu_tanh"],
+    "reglu": ACTIVATION_CODES["relu"],
+    "glu": 5,
+}
+"""The activation of each gate (kernels/fused.cuh)."""
+SUM_THREADS = 256
+LINE = 32
+"""Lanes that sum neighbouring columns of one row."""
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _is_wide(x: Tensor | None) -> bool:
+    return x is not None and x.dtype == torch.int64
+
+
+def fused_bytes(ops: Operands) -> bytes:
+    """`Fused` in kernels/fused.cuh."""
+    fused, spec = cast(Fused, ops.fused), ops.spec
+    rows = [None if x is None else x.values for x in (fused.a_rows, fused.b_rows)]
+    extents = [0, 0]
+    for side, (name, x) in enumerate((("a_rows", ops.a), ("b_rows", ops.b))):
+        if rows[side] is not None:
+            extents[side] = cast(Tensor, x).shape[PICKED[name][cast(str, spec.jagged)]]
+    each = fused.preacts()
+    preact = strides_of(fused.preact) if isinstance(fused.preact, Tensor) else ABSENT
+    scale = fused.row_scale
+    by_group = scale.shape[1] if scale is not None and scale.dim() == 2 else 0
+    gate = fused.gate
+    numbers = (1.0, 0.0, 0.0) if gate is None else (gate.alpha, gate.beta, gate.limit or 0.0)
+    return FUSED.pack(
+        *map(_address, rows), preact.ptr, _address(scale), *extents, *preact[1:], by_group, *numbers,
+        *map(_is_wide, rows), TYPES[each[0].dtype] if each else 0, TYPES[None if scale is None else scale.dtype],
+        0 if gate is None else LAYOUT_CODES[gate.layout], gate is not None and gate.layout == "halves_up_first",
+        0 if gate is None else GATE_CODES[gate.kind], gate is not None and gate.limit is not None,
+    )  # fmt: skip
+
+
+def table_with_preacts(ops: Operands) -> Tensor | None:
+    """The table of a list on the device, with its matrices of `preact_out`; None for the packed forms."""
+    if ops.spec.form != "per_group":
+        return None
+    table: npt.NDArray[np.int64] = group_table(ops)
+    assert TABLE.COLUMNS >= PREACT + 3
+    for g, preact in enumerate(cast(Fused, ops.fused).preacts()):
+        at = strides_of(preact)
+        table[g, PREACT : PREACT + 3] = at.ptr, at.row, at.col
+    return to_device(table, ops.device)
+
+
+# --- sums of rows -------------------------------------------------------------------------------------
+
+
+def _vector(spec: ProblemSpec) -> int:
+    """Columns that a lane sums: 16 bytes of a row, or one."""
+    each = 16 // products_spec(spec).out.dtype.itemsize
+    return each if columns_of(spec, cast(int, spec.n)) % each == 0 else 1
+
+
+def sum_source(spec: ProblemSpec) -> Source:
+    """The kernel that sums rows of products."""
+    defines = (("Y_TYPE", TYPES[products_spec(spec).out.dtype]), ("WIDE", int(_vector(spec) > 1)))
+    return Source("sum_rows.cu", "sum_rows", defines)
+
+
+class SumOfRows:
+    """The kernel that sums rows, loaded behind the products that make them."""
+
+    def __init__(self, spec: ProblemSpec, products: Callable[[Operands], Launch], index: int) -> None:
+        self._kernel, self._products, self._vector = load(sum_source(spec), index), products, _vector(spec)
+
+    def bind(self, ops: Operands) -> Launch:
+        """Lays out the arguments of one problem."""
+        return bind_sums(ops, self._products, self._bind_sum)
+
+    def _bind_sum(self, ops: Operands, y: Tensor, index: Tensor, order: Tensor | None) -> Launch:
+        out, c, weights = cast(Tensor, ops.out), cast("Tensor | None", ops.c), cast(Fused, ops.fused).weights
+        to, of_c = strides_of(out), ABSENT if c is None else strides_of(c)
+        (rows, columns), terms = out.shape, 0 if order is not None else index.shape[1]
+        lies_whole = to.col == 1 and (to.ptr | to.row * out.itemsize) % 16 == 0 and self._vector > 1
+        argument = SUM.pack(
+            y.data_ptr(), of_c.ptr, to.ptr, _address(ops.ends), index.data_ptr(), _address(order), _address(weights),
+            y.shape[0], columns, rows, terms, to.row, to.col, of_c.row, of_c.col, float(ops.beta), ops.spec.groups,
+            ops.head, _is_wide(ops.ends), _is_wide(index), TYPES[None if weights is None else weights.dtype],
+            TYPES[out.dtype], TYPES[None if c is None else c.dtype], lies_whole,
+        )  # fmt: skip
+        units = rows * -(-columns // (LINE * self._vector))
+        grid, kept = -(-units // (SUM_THREADS // LINE)), (y, index, order)
+        return without_move(self._kernel.bound([argument], grid=grid, threads=SUM_THREADS, overlap=True, keep=kept))
+
+
+def summed(spec: ProblemSpec, products: Any, index: int) -> Any:
+    """What binds a problem: the products alone, or with a sum of their rows behind them."""
+    fused = spec.fused
+    return products if fused is None or not fused.scatters else SumOfRows(spec, products, index).bind

@@ -1,0 +1,185 @@
+// The fast kernel for quantised weights under 16-bit activations on Hopper (sm_90a): hopper.cu whose weights pass through
+// registers. Stages hold their codes as they are in memory, with k contiguous; each consumer turns its columns' codes into
+// numbers (weights.cuh), and wgmma takes them from there. So memory and the copy engine move codes alone.
+//
+// Scales multiply the weights where that is exact (FOLD: powers of two under bfloat16), else the sums of their block of k, in
+// float32, before they join the tile's sums; scales that hold for all of k are applied to those at the end.
+#define W_LINE (W_CODE >= 8 ? 32 : 64)
+#define W_SHIFT (W_CODE >= 8 ? 1 : 0)
+#define X_K 1
+#define W_K 1
+#define RAGGED_K 0
+#define LISTED 0
+#define PINGPONG 0
+#define LATE 0
+#define HALVES_LAST (CLUSTER == 2)
+#include "announce.cuh"
+#include "load.cuh"
+#include "mma_weights.cuh"
+#include "weights.cuh"
+
+static_assert(SHARED_BYTES <= SHARED, "a launch asks for less shared memory than the layout takes");
+constexpr bool PARTS = SCALE_K && !FOLD;
+
+// The weights' scales and zero points, and how many columns there are.
+struct WeightGrids { Grid scale, zero; i64 columns; };
+
+// Registers j * 4 + i hold columns i / 2 of a thread's two.
+template <int N, class Change> __device__ __forceinline__ void for_columns(float low, float high, Change change) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) change(i, i & 2 ? high : low);
+}
+
+// From here on the compiler may use registers that products have been written to.
+template <int N, int COUNT> __device__ __forceinline__ void settle(float (&d)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// All k-blocks of a tile. While one warpgroup turns codes into numbers, the other one multiplies; and a quarter of a block is
+// multiplied while the next one is turned.
+template <int N>
+__device__ __forceinline__ void multiply_weights(Shared& s, u32 stages, Ring& ring, int blocks, u32 bytes, int half, float (&total)[ACCUMULATORS], Numbers& numbers) {
+    const int lane = threadIdx.x & 31;
+    const u32 place = place_of_byte(lane & 3);
+    float part[PARTS ? N / 2 : 1];
+    if (PARTS) clear(part);
+    if (SCALE_K == 0) numbers.whole();
+#pragma unroll 1
+    for (int kb = 0; kb < blocks; ++kb) {
+        numbers.next(kb);
+        barrier_wait(shared_address(&s.full[ring.place]), ring.parity);
+        const u32 stage = stages + ring.at;
+        const u64 x = smem_descriptor(stage + W_BYTES, BLOCK, 1024);
+        const bool large = FOLD && W_CODE == CODE_E2M1 && numbers.large();
+        Codes codes;
+        codes.load(stage, half);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const int block = k * 16 / (PER_STAGE == 2 ? 32 : 64);
+            u32 w[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                w[i] = codes.pair(k, i, place);
+                if (W_CODE == CODE_E2M1 && !FOLD) w[i] = multiply_pairs(w[i], LIFT);
+                if (ZEROS) w[i] = subtract_pairs(w[i], numbers.zeros(i & 1, block));
+            }
+            if (FOLD) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) w[i] = multiply_pairs(w[i], factor_of(numbers.scale[i & 1].code(block)));
+                if (large) {
+                    const u32 low = rest_of(numbers.scale[0].code(block)), high = rest_of(numbers.scale[1].code(block));
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) w[i] = multiply_pairs(w[i], i & 1 ? high : low);
+                }
+            }
+            wgmma_fence();
+            // Of a block's sums the first product starts anew.
+            const int begins = SCALE_K == 128 ? k == 0 && (kb & 1) == 0 : SCALE_K == 64 ? k == 0 : (k & 1) == 0;
+            if constexpr (PARTS) MmaWeights<N>::run(part, w, x + k * (32 >> 4), !begins);
+            else MmaWeights<N>::run(total, w, x + k * (32 >> 4), 1);
+            wgmma_commit();
+            if constexpr (PARTS) {
+                const bool ends = k == 3 ? SCALE_K <= 64 || (kb & 1) || kb == blocks - 1 : SCALE_K == 32 && k == 1;
+                if (k == 3 || (SCALE_K == 32 && k == 1)) {
+                    wgmma_wait<0>();
+                    settle<N>(part);
+                }
+                if (ends) for_columns<N>(numbers.factor(0, block), numbers.factor(1, block), [&](int i, float scale) { total[i] = fmaf(scale, part[i], total[i]); });
+            }
+        }
+        if (!PARTS) wgmma_wait<0>();
+        settle<N>(total);
+        if (lane < CLUSTER) barrier_arrive(shared_address(&s.empty[ring.place]), lane);
+        ring.next(bytes);
+    }
+    if (SCALE_K == 0) for_columns<N>(numbers.factor(0, 0), numbers.factor(1, 0), [&](int i, float scale) { total[i] *= scale; });
+}
+
+__device__ __forceinline__ void consume_weights(const Problem& p, const Launch& l, const WeightGrids& grids, const Maps& maps, Shared& s, u32 stages, u32 staging, u32 rank, int half) {
+    Ring ring;
+    bool first = true;
+#pragma unroll 1
+    for (int number = 0;; ++number) {
+        const Tile t = take_tile(s, number, ~0u);
+        if (t.n == STOP) break;
+        const int blocks = t.n > 0 ? k_blocks(t) : 0;
+        const u32 bytes = stage_bytes(t);
+        if (blocks > 0) ring.fit(bytes);
+        float total[ACCUMULATORS];
+        clear(total);
+        if (blocks > 0) {
+            const i64 column = first_column(t, rank, half) + ((threadIdx.x & 127) >> 5) * 16 + ((threadIdx.x & 31) >> 2);
+            Numbers numbers;
+            numbers.begin(grid_of_group(grids.scale, t.group, 0, 0), grid_of_group(grids.zero, t.group, 0, 0), column, grids.columns, t.k_len);
+            if (first && half == 1) wait_for_other(half);       // apart from the start, so that they take turns
+            if (first && half == 0) let_other(half);
+            BY_WIDTH(t.n, multiply_weights<WIDTH>(s, stages, ring, blocks, bytes, half, total, numbers));
+            first = false;
+        }
+#if SEND
+        send_tile(p, maps, t, rank, half, staging, total);
+#else
+        finish_tile(p, l, t, rank, half, staging, total);
+#endif
+    }
+#if SEND
+    wait_until_written();
+#endif
+}
+
+__device__ __forceinline__ void make_barriers(Shared& s) {
+    for (int i = 0; i < PLACES; ++i) {
+        barrier_init(shared_address(&s.full[i]), 2);                            // weights, rows
+        barrier_init(shared_address(&s.empty[i]), CLUSTER * CONSUMERS * 4);
+    }
+    for (int i = 0; i < SLOTS; ++i) {
+        barrier_init(shared_address(&s.tile_full[i]), 1);
+        barrier_init(shared_address(&s.tile_empty[i]), CLUSTER * (CONSUMERS * 4 + 2) + CLUSTER - 1);
+    }
+    barrier_init(shared_address(&s.ask), 1);
+    barrier_init_fence();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+hopper_weights(const __grid_constant__ Problem p, const __grid_constant__ Launch l, const __grid_constant__ WeightGrids grids, const __grid_constant__ Maps maps) {
+    extern __shared__ char raw[];
+    const u32 stages = (shared_address(raw) + 1023) & ~1023u;
+    const u32 staging = stages + RING_BYTES;
+    Shared& s = *(Shared*)(raw + (staging - shared_address(raw)) + CONSUMERS * STAGING_BYTES);
+    const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
+    const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), warpgroup = warp >> 2;      // known to be the same for a whole warp
+
+    if (warp == THREADS / 32 - 1) {
+        if (elected()) make_barriers(s);
+    } else if (warp == THREADS / 32 - 2) {
+        if (elected()) {
+            prefetch_map(&maps.w);
+#pragma unroll
+            for (int i = 0; i < 16; ++i) prefetch_map(&maps.x[i]);
+        }
+    }
+    __syncwarp();
+    start_next_launch();
+    wait_for_last_launch();
+    if (CLUSTER > 1) cluster_arrive();
+    build_schedule(p, s.schedule, l.swapped, ROWS, COLUMNS * CLUSTER, l.busy_rows);
+    __syncthreads();
+    if (CLUSTER > 1) cluster_wait();
+
+    if (warpgroup == CONSUMERS) {
+        registers_down<56>();
+        const int role = warp - CONSUMERS * 4;
+        if (role == 0) load_weights(p, l, maps, s, stages, rank);
+        else if (role == 1) load_rows(p, l, maps, s, stages, rank);
+        else if (role == 2) {
+            if ((threadIdx.x & 31) == 0) announce_tiles(p, l, s, rank);
+        } else if (p.zero_unowned) {
+            zero_unowned(p, blockIdx.x, gridDim.x);
+        }
+        __syncwarp();
+    } else {
+        registers_up<224>();
+        consume_weights(p, l, grids, maps, s, stages, staging + warpgroup * STAGING_BYTES, rank, warpgroup);
+    }
+}

@@ -1,0 +1,203 @@
+// Quantised weights of a stage on their way into registers: codes become pairs of bfloat16 or float16, as wgmma takes its first
+// operand from registers. A thread holds two columns, eight apart, at k = 2c, 2c + 1, 2c + 8 and 2c + 9 of each 16 (c: its lane
+// modulo 4).
+//
+// Compile-time choices: W_CODE (codes.cuh), BFLOAT, SCALE_K (the k that one scale covers: 0 all, else 32, 64 or 128), SCALE_CODE,
+// ZERO_CODE (-1: no zero points), FOLD (scales multiply the weights, else sums), PAIRS (two scales of 32 of k are read at once).
+#pragma once
+#include "consume.cuh"
+#include "scales.cuh"
+
+constexpr bool FOUR_BITS = W_CODE >= CODE_INT4, ZEROS = ZERO_CODE >= 0;
+
+// ---- Arithmetic of two numbers of 16 bits ----
+
+__device__ __forceinline__ u32 multiply_pairs(u32 a, u32 b) {
+    u32 d;
+#if BFLOAT
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+#else
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+#endif
+    return d;
+}
+__device__ __forceinline__ u32 subtract_pairs(u32 a, u32 b) {
+    u32 d;
+#if BFLOAT
+    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+#else
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+#endif
+    return d;
+}
+// Two codes of e4m3 as float16, which holds them all.
+__device__ __forceinline__ u32 halves_of_e4m3(u32 codes) {
+    u32 d;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(u16(codes)));
+    return d;
+}
+__device__ __forceinline__ u32 pair_of(float low, float high) { return BFLOAT ? pack_bf16(low, high) : pack_f16(low, high); }
+__device__ __forceinline__ u32 both(u32 v) { return __byte_perm(v, v, 0x1010); }
+
+// ---- Codes to numbers ----
+
+constexpr u32 MAGIC = BFLOAT ? 0x43004300u : 0x64006400u;      // 128 or 1024, whose last bits count ones
+// What a pair of e2m1 is multiplied by, whose bits stand where those of the 16-bit format do: 2^126 or 2^14.
+constexpr u32 LIFT = BFLOAT ? 0x7E807E80u : 0x74007400u;
+
+// Byte c of a word: two codes of four bits, the one with the lower k in its low half. `place` puts it twice into t, so that they
+// are the upper half of t's second and of its fourth byte. Numbers of e2m1 are still to be lifted.
+__device__ __forceinline__ u32 place_of_byte(int c) { return u32(c << 12 | (4 + c) << 4); }
+__device__ __forceinline__ u32 pair_of_nibbles(u32 word, u32 place) {
+    const u32 t = __byte_perm(word, word << 4, place);
+    if (W_CODE == CODE_E2M1) return (t & 0x80008000u) | (BFLOAT ? t >> 6 & 0x01C001C0u : t >> 3 & 0x0E000E00u);
+    const u32 shift = W_CODE == CODE_INT4 ? 0x00080008u : 0;    // of two's complement to counting from -8
+    const u32 counted = (t >> 12 & 0x000F000Fu) ^ (MAGIC | shift);
+    return subtract_pairs(counted, BFLOAT ? (W_CODE == CODE_INT4 ? 0x43084308u : 0x43004300u) : (W_CODE == CODE_INT4 ? 0x64086408u : 0x64006400u));
+}
+
+// Two bytes, the one with the lower k first.
+__device__ __forceinline__ u32 pair_of_bytes(u32 codes) {
+    if (W_CODE == CODE_I8) {
+        const u32 t = __byte_perm(codes, 0, 0x4140);
+        if (BFLOAT) return subtract_pairs((t & 0x007F007Fu) | MAGIC, (t & 0x00800080u) | MAGIC);    // 7 bits less 0 or 128
+        return subtract_pairs(t ^ (MAGIC | 0x00800080u), 0x64806480u);
+    }
+    const u32 halves = W_CODE == CODE_E4M3 ? halves_of_e4m3(codes) : __byte_perm(codes, 0, 0x1404);
+    return BFLOAT ? pack_bf16(to_float(f16{u16(halves)}), to_float(f16{u16(halves >> 16)})) : halves;
+}
+
+// ---- The bytes of a stage ----
+
+__device__ __forceinline__ u32 load_shared_half(u32 address) {
+    u16 v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
+    return v;
+}
+
+// One thread's bytes of 64 of k. Columns of 64 bytes lie swizzled (arguments.py), those of 32 bytes as they are.
+struct Codes {
+    uint4 line[2][2];               // four bits: all 64 codes of both columns
+    u32 at[4];                      // else: where the codes of each 16 of k stand
+
+    __device__ __forceinline__ void load(u32 stage, int half) {
+        const int lane = threadIdx.x & 31, column = half * 64 + ((threadIdx.x & 127) >> 5) * 16 + (lane >> 2);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (FOUR_BITS) line[i >> 1][i & 1] = load_shared16(stage + (column + (i >> 1) * 8) * 32 + (i & 1) * 16);
+            else at[i] = stage + column * 64 + ((i ^ (column >> 1 & 3)) << 4) + (lane & 3) * 2;
+        }
+    }
+    // The first operand of 16 of k: columns lower and upper at the lower k, then both at the upper.
+    __device__ __forceinline__ u32 pair(int k, int i, u32 place) const {
+        const int column = i & 1, upper = i >> 1;
+        if (!FOUR_BITS) return pair_of_bytes(load_shared_half(at[k] + column * 8 * 64 + upper * 8));
+        const uint4& v = line[column][k >> 1];
+        return pair_of_nibbles((k & 1) ? (upper ? v.w : v.z) : (upper ? v.y : v.x), place);
+    }
+};
+
+// ---- Scales and zero points of a thread's columns ----
+
+constexpr int PER_STAGE = SCALE_K == 32 ? 2 : 1;        // blocks of k that a stage has numbers of
+constexpr int AHEAD = 4;                                // stages between asking for numbers and their use
+
+template <int CODE> __device__ __forceinline__ u32 load_code(const char* at) {
+    return bytes_of(CODE) == 4 ? *(const u32*)at : bytes_of(CODE) == 2 ? *(const u16*)at : *(const u8*)at;
+}
+
+// One column's numbers, asked for AHEAD stages before their use. TWO: those of a stage are two bytes of memory side by side.
+template <int CODE, bool TWO> struct Queue {
+    static constexpr int COUNT = TWO ? 1 : PER_STAGE;
+    const char* at;                 // null: one for all
+    i64 step;                       // bytes from block to block
+    u32 waiting[AHEAD][COUNT], now[COUNT];
+
+    // Of blocks behind the last one there is no number: the entry may be another column's, or beyond the grid.
+    __device__ __forceinline__ void ask(int stage, int blocks, u32 (&to)[COUNT], u32 absent) {
+        const int first = SCALE_K == 128 ? stage >> 1 : stage * PER_STAGE;
+        if (TWO) {
+            if (first + 1 < blocks) to[0] = *(const u16*)(at + first);
+            else to[0] = (first < blocks ? *(const u8*)(at + first) : absent) | absent << 8;
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) to[i] = at && first + i < blocks ? load_code<CODE>(at + (first + i) * step) : absent;
+    }
+    __device__ __forceinline__ void begin(const GroupGrid& g, i64 column, int blocks, u32 absent) {
+        at = g.ptr ? entry_of(g, column, 0) : nullptr, step = g.k * bytes_of(CODE);
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) ask(i, blocks, waiting[i], absent);
+    }
+    // `now` becomes what belongs to a stage.
+    __device__ __forceinline__ void next(int stage, int blocks, u32 absent) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            now[i] = waiting[0][i];
+#pragma unroll
+            for (int a = 0; a + 1 < AHEAD; ++a) waiting[a][i] = waiting[a + 1][i];
+        }
+        ask(stage + AHEAD, blocks, waiting[AHEAD - 1], absent);
+    }
+    __device__ __forceinline__ u32 code(int block) const { return TWO ? now[0] >> (8 * block) & 0xFF : now[block < COUNT ? block : 0]; }
+};
+
+__device__ __forceinline__ constexpr u32 one_of(int code) {
+    return code == CODE_F32 ? 0x3F800000u : code == CODE_F16 ? 0x3C00u : code == CODE_BF16 ? 0x3F80u : code == CODE_E8M0 ? 127u : 0u;
+}
+
+// What a pair of weights is multiplied by for its scale in e8m0, both halves alike: below 2^1 by `factor_of`, which lifts e2m1
+// as well; else by `factor_of` of that limit, and by `rest_of`.
+__device__ __forceinline__ u32 factor_of(u32 code) {
+    if (W_CODE == CODE_E2M1) return min(code, 127u) * 0x00800080u + 0x3F003F00u;
+    return code * 0x00800080u | (code == 0 ? 0x00400040u : 0u) | (code == 255 ? 0x00400040u : 0u);
+}
+__device__ __forceinline__ u32 rest_of(u32 code) { return code == 255 ? 0x7FC07FC0u : max(code, 127u) * 0x00800080u; }
+
+// Both columns.
+struct Numbers {
+    Queue<SCALE_CODE, PAIRS> scale[2];
+    Queue<ZEROS ? ZERO_CODE : CODE_U8, false> zero[2];
+    int blocks;                     // of the group's k
+
+    // Columns that do not exist have the numbers of the last one: their results are never stored.
+    __device__ __forceinline__ void begin(const GroupGrid& scales, const GroupGrid& zeros, i64 column, i64 columns, int k) {
+        blocks = SCALE_K ? (k + SCALE_K - 1) / (SCALE_K ? SCALE_K : 1) : 1;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const i64 known = min64(column + i * 8, columns - 1);
+            scale[i].begin(scales, known, blocks, one_of(SCALE_CODE));
+            if (ZEROS) zero[i].begin(zeros, known, blocks, 0);
+        }
+    }
+    __device__ __forceinline__ void next(int stage) {
+        if (SCALE_K == 0) return;                               // as `whole` says
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            scale[i].next(stage, blocks, one_of(SCALE_CODE));
+            if (ZEROS) zero[i].next(stage, blocks, 0);
+        }
+    }
+    // Where one number holds for all of k.
+    __device__ __forceinline__ void whole() {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            scale[i].now[0] = scale[i].waiting[0][0];
+            if (ZEROS) zero[i].now[0] = zero[i].waiting[0][0];
+        }
+    }
+    __device__ __forceinline__ float factor(int column, int block) const { return decode<SCALE_CODE>(scale[column].code(block)); }
+    __device__ __forceinline__ u32 zeros(int column, int block) const {
+        const float z = decode<ZEROS ? ZERO_CODE : CODE_U8>(zero[column].code(block));
+        return pair_of(z, z);
+    }
+    // A pair of codes of e2m1 whose scale is 2^1 or more has still to be multiplied by `rest_of`.
+    __device__ __forceinline__ bool large() const {
+        u32 codes = 0;
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int j = 0; j < Queue<SCALE_CODE, PAIRS>::COUNT; ++j) codes |= scale[i].now[j];
+        return codes & 0x8080u;
+    }
+};

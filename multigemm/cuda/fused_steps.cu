@@ -1,0 +1,291 @@
+// The steps round a plain grouped product that together make a fused one: `gather_rows` copies rows by index, `finish_rows`
+// applies an activation or gate and weights of rows to products, `sum_rows` adds rows in a fixed order. No kernel has a
+// barrier, and each element is written by one thread.
+//
+// Defined by the compiler's options: INDEX and ENDS (bytes of an index, of an end), UNIT (bytes that gather_rows moves at
+// once), EACH (1 or 8 elements at once), and by TYPE_CODES of fused_steps.py the types SUM, OUT, PREACT, SCALE (row_scale,
+// or the weights of sum_rows), ADDED (c), ROWS (what sum_rows adds); ACT, LAYOUT; TERMS of a sum, -1 for places.
+typedef long long i64;
+#if SUM == 3
+typedef double calc;
+#else
+typedef float calc;
+#endif
+#if INDEX == 8
+typedef long long index_t;
+#else
+typedef int index_t;
+#endif
+#if ENDS == 8
+typedef long long end_t;
+#else
+typedef int end_t;
+#endif
+
+struct alignas(16) Words { unsigned word[4]; };
+
+#if UNIT == 16
+typedef Words unit;
+#elif UNIT == 8
+typedef long long unit;
+#elif UNIT == 4
+typedef int unit;
+#elif UNIT == 2
+typedef short unit;
+#else
+typedef char unit;
+#endif
+
+// to[s] = x[rows[s]], zeros where there is no such row; `row`, `col`, `width` and `to_row` count units.
+struct Gather { i64 x, rows, to, tokens, extent, row, col, width; };
+
+extern "C" __global__ void __launch_bounds__(256) gather_rows(const Gather t) {
+    for (i64 s = blockIdx.x; s < t.tokens; s += gridDim.x) {
+        const i64 from = (i64)((const index_t*)t.rows)[s];
+        const bool there = from >= 0 && from < t.extent;
+        const unit* source = (const unit*)t.x + (there ? from * t.row : 0);
+        unit* to = (unit*)t.to + s * t.width;
+#pragma unroll 4
+        for (i64 j = threadIdx.x; j < t.width; j += blockDim.x) to[j] = there ? source[j * t.col] : unit{};
+    }
+}
+
+__device__ __forceinline__ float of_half(unsigned short half) {
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(half));
+    return wide;
+}
+
+template <int TYPE> __device__ __forceinline__ calc of_16_bits(unsigned short bits) {
+    if constexpr (TYPE == 0) return (calc)of_half(bits); else return (calc)__uint_as_float((unsigned)bits << 16);
+}
+
+template <int TYPE> __device__ __forceinline__ calc load(i64 base, i64 at) {
+    if constexpr (TYPE <= 1) return of_16_bits<TYPE>(((const unsigned short*)base)[at]);
+    if constexpr (TYPE == 2) return (calc)((const float*)base)[at];
+    if constexpr (TYPE == 3) return (calc)((const double*)base)[at];
+}
+
+// A float that rounds on to 16 bits as the double itself would: truncated, with the lost part kept as a last odd bit.
+__device__ __forceinline__ float narrow(float value) { return value; }
+__device__ __forceinline__ float narrow(double value) {
+    float cut = __double2float_rz(value);
+    return (double)cut == value ? cut : __uint_as_float(__float_as_uint(cut) | 1u);
+}
+
+template <int TYPE> __device__ __forceinline__ unsigned short to_16_bits(calc value) {
+    if constexpr (TYPE == 0) {
+        unsigned short half;
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(narrow(value)));
+        return half;
+    }
+    float wide = narrow(value);
+    unsigned bits = __float_as_uint(wide);
+    return (unsigned short)(wide != wide ? 0x7fffu : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+template <int TYPE> __device__ __forceinline__ void store(i64 base, i64 at, calc value) {
+    if constexpr (TYPE <= 1) ((unsigned short*)base)[at] = to_16_bits<TYPE>(value);
+    if constexpr (TYPE == 2) ((float*)base)[at] = (float)value;
+    if constexpr (TYPE == 3) ((double*)base)[at] = (double)value;
+}
+
+// COUNT elements from `at` on, `step` apart; eight side by side come in words of 16 bytes, which must be aligned.
+template <int TYPE, int COUNT> __device__ __forceinline__ void load_some(i64 base, i64 at, i64 step, calc* values) {
+    if constexpr (COUNT == 8 && TYPE <= 1) {
+        const Words packed = *(const Words*)(base + at * 2);
+#pragma unroll
+        for (int i = 0; i < 8; i++) values[i] = of_16_bits<TYPE>((unsigned short)(packed.word[i / 2] >> (i % 2 * 16)));
+    } else if constexpr (COUNT == 8 && TYPE == 2) {
+        const Words packed[2] = {((const Words*)(base + at * 4))[0], ((const Words*)(base + at * 4))[1]};
+#pragma unroll
+        for (int i = 0; i < 8; i++) values[i] = (calc)__uint_as_float(packed[i / 4].word[i % 4]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) values[i] = load<TYPE>(base, at + i * step);
+    }
+}
+
+template <int TYPE, int COUNT> __device__ __forceinline__ void store_some(i64 base, i64 at, i64 step, const calc* values) {
+    if constexpr (COUNT == 8 && TYPE <= 1) {
+        Words packed;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            packed.word[i] = to_16_bits<TYPE>(values[2 * i]) | (unsigned)to_16_bits<TYPE>(values[2 * i + 1]) << 16;
+        *(Words*)(base + at * 2) = packed;
+    } else if constexpr (COUNT == 8 && TYPE == 2) {
+        Words packed[2];
+#pragma unroll
+        for (int i = 0; i < 8; i++) packed[i / 4].word[i % 4] = __float_as_uint((float)values[i]);
+        ((Words*)(base + at * 4))[0] = packed[0];
+        ((Words*)(base + at * 4))[1] = packed[1];
+    } else {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) store<TYPE>(base, at + i * step, values[i]);
+    }
+}
+
+// Where the first group starts and the last one ends.
+struct Range { i64 low, high; };
+__device__ __forceinline__ i64 clamp(i64 v, i64 low, i64 high) { return v < low ? low : v > high ? high : v; }
+__device__ __forceinline__ Range owned_range(i64 ends, i64 groups, i64 head, i64 total) {
+    if (groups == 0) return {0, 0};
+    const end_t* at = (const end_t*)ends;
+    return {head ? clamp((i64)at[-1], 0, total) : 0, clamp((i64)at[groups - 1], 0, total)};
+}
+
+#if defined(ACT)
+
+__device__ __forceinline__ calc over_sigmoid(calc v, calc x) { return v / ((calc)1 + exp(-x)); }
+
+__device__ __forceinline__ calc activate(calc v, calc alpha) {
+#if ACT == 1
+    return v < (calc)0 ? (calc)0 : v;
+#elif ACT == 2
+    return (calc)0.5 * v * erfc(v * (calc)-0.70710678118654752440);  // 1 + erf would cancel for negative v
+#elif ACT == 3
+    // 1 + tanh(u) = 2 / (1 + exp(-2u)), which does not cancel
+    return v / ((calc)1 + exp((calc)-1.59576912160573071176 * (v + (calc)0.044715 * v * v * v)));
+#elif ACT == 4
+    return over_sigmoid(v, alpha * v);
+#elif ACT == 5
+    return over_sigmoid((calc)1, v);
+#else
+    return v;
+#endif
+}
+
+// A result [groups, rows, columns] of products that lie without gaps, `joined` columns of which make one of the result.
+// `cut`: 0 nothing, 1 rows, 2 columns are cut by `ends`; 3 `ends` are the rows of each group that count.
+// `unowned`: what no group owns is written, as zeros.
+struct Finish {
+    i64 sums, out, preact, scale, ends;
+    i64 groups, rows, columns, count, head, cut, unowned;
+    i64 out_group, out_row, out_col, preact_group, preact_row, preact_col, scale_group;
+    double alpha, beta, limit;
+    i64 limited;
+};
+
+extern "C" __global__ void __launch_bounds__(256) finish_rows(const Finish t) {
+    constexpr int JOINED = LAYOUT ? 2 : 1;
+    const i64 wide = JOINED * t.columns, chunks = (t.columns + EACH - 1) / EACH;
+    Range owned = {0, t.cut == 2 ? t.columns : t.rows};
+    if (t.cut == 1 || t.cut == 2) owned = owned_range(t.ends, t.count, t.head, owned.high);
+    for (i64 line = blockIdx.x; line < t.groups * t.rows; line += gridDim.x) {
+        const i64 g = line / t.rows, i = line - g * t.rows;
+        if (t.cut == 3) owned.high = clamp((i64)((const end_t*)t.ends)[g], 0, t.rows);
+        const bool row_there = t.cut == 2 || (i >= owned.low && i < owned.high);
+        if (!row_there && !t.unowned) continue;
+        const calc scale = t.scale && row_there ? load<SCALE>(t.scale, g * t.scale_group + i) : (calc)1;
+        for (i64 chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x) {
+            const i64 j = chunk * EACH;
+            const bool there = row_there && (t.cut != 2 || (j >= owned.low && j < owned.high));
+            if (!there && !t.unowned) continue;
+            calc values[EACH];
+#pragma unroll
+            for (int e = 0; e < EACH; e++) values[e] = (calc)0;
+            if (there) {
+                const i64 from = line * wide, to = g * t.preact_group + i * t.preact_row;
+                calc x[EACH * JOINED], *g_values = values, u_values[EACH];
+#if LAYOUT == 3
+                load_some<SUM, EACH>(t.sums, from + 2 * j, 1, x);
+                load_some<SUM, EACH>(t.sums, from + 2 * j + EACH, 1, x + EACH);
+                if (t.preact) {
+                    store_some<PREACT, EACH>(t.preact, to + 2 * j * t.preact_col, t.preact_col, x);
+                    store_some<PREACT, EACH>(t.preact, to + (2 * j + EACH) * t.preact_col, t.preact_col, x + EACH);
+                }
+#pragma unroll
+                for (int e = 0; e < EACH; e++) {
+                    g_values[e] = x[2 * e];
+                    u_values[e] = x[2 * e + 1];
+                }
+#elif LAYOUT
+                const i64 g_at = LAYOUT == 1 ? j : t.columns + j, u_at = LAYOUT == 1 ? t.columns + j : j;
+                load_some<SUM, EACH>(t.sums, from + g_at, 1, g_values);
+                load_some<SUM, EACH>(t.sums, from + u_at, 1, u_values);
+                if (t.preact) {
+                    store_some<PREACT, EACH>(t.preact, to + g_at * t.preact_col, t.preact_col, g_values);
+                    store_some<PREACT, EACH>(t.preact, to + u_at * t.preact_col, t.preact_col, u_values);
+                }
+#else
+                load_some<SUM, EACH>(t.sums, from + j, 1, g_values);
+                if (t.preact) store_some<PREACT, EACH>(t.preact, to + j * t.preact_col, t.preact_col, g_values);
+#endif
+#pragma unroll
+                for (int e = 0; e < EACH; e++) {
+                    calc v = g_values[e];
+#if LAYOUT
+                    calc u = u_values[e];
+                    const calc limit = (calc)t.limit;
+                    if (t.limited) {  // NaN stays
+                        v = v > limit ? limit : v;
+                        u = u > limit ? limit : u < -limit ? -limit : u;
+                    }
+                    v = activate(v, (calc)t.alpha) * (u + (calc)t.beta);
+#else
+                    v = activate(v, (calc)t.alpha);
+#endif
+                    values[e] = t.scale ? v * scale : v;
+                }
+            }
+            store_some<OUT, EACH>(t.out, g * t.out_group + i * t.out_row + j * t.out_col, t.out_col, values);
+        }
+    }
+}
+#endif
+
+#if defined(TERMS)
+// out[r] = sum of weights[r, j] * y[index[r, j]], j ascending, + beta * c[r]; y [tokens, columns] lies without gaps. With
+// TERMS == -1 `index` are sorted places and `order` the rows that go there.
+struct Sum {
+    i64 y, out, c, ends, index, weights, order;
+    i64 tokens, columns, rows, count, head;
+    i64 out_row, out_col, c_row, c_col;
+    double beta;
+};
+
+__device__ i64 first_from(const index_t* places, i64 tokens, i64 row) {
+    i64 low = 0, high = tokens;
+    while (low < high) {
+        const i64 middle = (low + high) / 2;
+        if ((i64)places[middle] < row) low = middle + 1; else high = middle;
+    }
+    return low;
+}
+
+extern "C" __global__ void __launch_bounds__(256) sum_rows(const Sum t) {
+    const i64 chunks = (t.columns + EACH - 1) / EACH;
+    const Range owned = owned_range(t.ends, t.count, t.head, t.tokens);
+    const index_t* index = (const index_t*)t.index;
+    for (i64 r = blockIdx.x; r < t.rows; r += gridDim.x) {
+        i64 first = r * TERMS, last = first + TERMS;
+        if (TERMS < 0) {
+            first = first_from(index, t.tokens, r);
+            last = first_from(index, t.tokens, r + 1);
+        }
+        for (i64 chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x) {
+            const i64 j = chunk * EACH;
+            calc total[EACH];
+#pragma unroll
+            for (int e = 0; e < EACH; e++) total[e] = (calc)0;
+#pragma unroll 8
+            for (i64 at = first; at < last; at++) {
+                const i64 s = TERMS < 0 ? ((const i64*)t.order)[at] : (i64)index[at];
+                if (s < owned.low || s >= owned.high) continue;
+                calc term[EACH];
+                load_some<ROWS, EACH>(t.y, s * t.columns + j, 1, term);
+                const calc weight = t.weights ? load<SCALE>(t.weights, at) : (calc)1;
+#pragma unroll
+                for (int e = 0; e < EACH; e++) total[e] += t.weights ? term[e] * weight : term[e];
+            }
+            if (t.c) {
+                calc given[EACH];
+                load_some<ADDED, EACH>(t.c, r * t.c_row + j * t.c_col, t.c_col, given);
+#pragma unroll
+                for (int e = 0; e < EACH; e++) total[e] += (calc)t.beta * given[e];
+            }
+            store_some<OUT, EACH>(t.out, r * t.out_row + j * t.out_col, t.out_col, total);
+        }
+    }
+}
+#endif

@@ -1,0 +1,475 @@
+"""Fused experts on many ranks: a token travels once to each rank that has experts of it, and one sum comes back.
+
+The fused products pick rows by number, so rows are neither copied by expert nor back: what came is one matrix X, this
+rank's own tokens first, and a token's pairs of token and expert read the same row of it. A rank sums what its experts
+make of a token, by weight, and sends the sum home, where the sums of all ranks are added (float32, own first, then by
+rank) and rounded once.
+
+Rows are worked on in pieces: this rank's own tokens, which travel nowhere, then those of the others, in `chunks`.
+
+    forward     send all; first product of the own piece; for each piece of the others: wait, both products, send the
+                sums home; second product of the own piece; wait, add
+    backward    send gradients; own piece; for each other one: wait, its gradients, send those of tokens home;
+                the gradients of all weights, over all pieces at once; wait, add
+
+So an exchange always has products beside it: the own ones on the way there, and on the way home the second product, or
+the gradients of the weights. The latter read all pairs of an expert side by side: the backward pass of the gate writes
+its rows in that order, whatever piece they are of. What a caller computes between `_Leave` and `_Finish`, such as
+shared experts, lies beside the way there, and in the backward pass beside the way home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from multigemm.errors import InvalidProblem
+from multigemm.integrations import expert_parallel
+from multigemm.integrations.fused_experts import (
+    Network,
+    _by_rows,
+    _first,
+    _in_autocast,
+    _of_matrix,
+    _Pairs,
+    _preact_for,
+    _product,
+    _summed_by_expert,
+    gate_backward,
+)
+from multigemm.integrations.layer_ops import add_returned, sort_by_expert
+from multigemm.integrations.rank_agreement import Input, agree, explained
+from multigemm.torch_internals import no_dynamo
+
+
+class Held(NamedTuple):
+    """This rank's part of the weights, as `fused_experts.experts_forward` takes them, of `experts` in all."""
+
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    experts: int
+
+
+@no_dynamo
+def run_fused(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    held: Held,
+    net: Network,
+    mesh: Any,
+    chunks: int = 1,
+    beside: Callable[[], Tensor] | None = None,
+) -> Tensor:
+    """This rank's tokens x [tokens, H] through all experts; every rank of the mesh must call it, with equal `chunks`.
+
+    Args, results and errors are those of `expert_parallel.run_experts`, but `chunks` cuts only what comes from others.
+    """
+    group, slices = expert_parallel.groups_of(mesh)
+    device = expert_parallel.device_of(mesh, x)
+    x, *parameters = _in_autocast(x, held.up, held.down, held.up_bias, held.down_bias)
+    if slices is not None:
+        x, weights = expert_parallel.enter(x, slices), expert_parallel.enter(weights, slices)
+    call = _Call(held.experts, parameters[0], group, chunks, device)
+    tickets = _Leave.apply(call, index, x, weights)  # type: ignore[no-untyped-call]
+    extra = None if beside is None else beside()
+    result: Tensor = _Finish.apply(call, net, *tickets, *parameters)  # type: ignore[no-untyped-call]
+    result = result if slices is None else expert_parallel.leave(result, slices)
+    return result if extra is None else result + extra
+
+
+# --- who goes where -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Journeys:
+    """Who goes where.
+
+    `send[c]` and `receive[c]`: how many rows of chunk c go to and come from each rank. `tokens` [sent rows] says which
+    token each row is of, and `place` [tokens, ranks] which row carries a token to a rank, -1 where none does. `pieces`:
+    where each piece lies in X, the own one first, and `pairs`, how many pairs of token and expert it has.
+    """
+
+    group: dist.ProcessGroup
+    send: list[list[int]]
+    receive: list[list[int]]
+    tokens: Tensor
+    place: Tensor
+    pieces: list[slice]
+    pairs: list[int]
+
+    @property
+    def departures(self) -> list[slice]:
+        """Where the rows of each chunk lie among all sent rows."""
+        ends = list(accumulate(map(sum, self.send), initial=0))
+        return [slice(a, b) for a, b in pairwise(ends)]
+
+    def start(self, rows: Tensor, out: Tensor, chunk: int, home: bool) -> Any:
+        """Starts to send the rows of a chunk, there or home."""
+        send, receive = self.send[chunk], self.receive[chunk]
+        if home:
+            send, receive = receive, send
+        with explained(self.group):
+            return dist.all_to_all_single(out, rows, receive, send, group=self.group, async_op=True)
+
+    def start_all(self, *sources: Tensor) -> tuple[list[Tensor], list[list[Any]]]:
+        """Sends rows of each source, [tokens, n]: what becomes X of each, own rows first, and what is under way."""
+        whole = [x.new_empty(self.pieces[-1].stop, x.shape[1]) for x in sources]
+        under_way: list[list[Any]] = []
+        for chunk, (where, sent) in enumerate(zip(self.pieces[1:], self.departures, strict=True)):
+            each = zip(sources, whole, strict=True)
+            rows = self.tokens[sent]
+            under_way.append([self.start(x.index_select(0, rows), to[where], chunk, False) for x, to in each])
+        for x, to in zip(sources, whole, strict=True):
+            to[self.pieces[0]].copy_(x)
+        return whole, under_way
+
+    def wait(self, works: list[Any]) -> None:
+        """What the current stream does next finds the rows of these exchanges."""
+        with explained(self.group):
+            for work in works:
+                work.wait()
+
+
+class Return:
+    """Rows of all chunks on their way home: one for each row that was sent."""
+
+    def __init__(self, ways: Journeys, like: Tensor) -> None:
+        self._ways = ways
+        self._under_way: list[tuple[Any, Tensor]] = []
+        self._came = like.new_empty(len(ways.tokens), like.shape[1])
+
+    def send(self, chunk: int, rows: Tensor) -> None:
+        """Starts to send the rows of a chunk home."""
+        came = self._came[self._ways.departures[chunk]]
+        self._under_way.append((self._ways.start(rows, came, chunk, True), rows))
+
+    def added_to(self, own: Tensor) -> Tensor:
+        """`own` [tokens, n] and what came home for each token, added."""
+        self.wait()
+        return add_returned(own, self._came, self._ways.place)
+
+    def wait(self) -> None:
+        """What the current stream does next finds the rows."""
+        self._ways.wait([work for work, _ in self._under_way])
+        self._under_way.clear()
+
+
+class _Call:
+    """What the two halves of one call share: its journeys, and what is under way between them."""
+
+    def __init__(self, experts: int, up: Tensor, group: dist.ProcessGroup, chunks: int, device: torch.device) -> None:
+        self.experts, self.group, self.chunks, self.device = experts, group, chunks, device
+        self.each = expert_parallel.experts_per_rank(experts, group.size())
+        self.here, self.weight = up.shape[0], (up.dtype, tuple(up.shape[1:]))
+        self.needs_grad = False
+        self.ways: Journeys
+        self.x: Tensor
+        self.routing: Tensor
+        self.arrivals: list[list[Any]]
+        self.returns: list[Return] = []
+
+    def plan(self, index: Tensor, x: Tensor, weights: Tensor, needs_grad: bool) -> None:
+        """Tells the other ranks how many rows will come, and lays out which."""
+        ranks, here, chunks = self.group.size(), self.group.rank(), self.chunks
+        found: list[Tensor] = []
+
+        def read() -> Input:
+            self._check(x, index, weights)
+            counts, unplaced, goes = self._count(index)
+            found.append(goes)
+            return Input(x.dtype, x.shape[1], index.shape[1], counts, unplaced, needs_grad)
+
+        agreed = agree(read, 2 * chunks, self.experts, self.group, self.device)
+        sent, received = (n.view(ranks, chunks, 2) for n in (agreed.sent, agreed.received))
+        own = int(sent[here, :, 1].sum())
+        others = torch.arange(ranks) != here
+        send, receive = (n[:, :, 0].t().tolist() for n in (sent, received))
+        ends = [0, *accumulate(map(sum, receive), initial=len(x))]
+        self.ways = Journeys(
+            self.group, send, receive, *_layout(found[0], chunks, sum(map(sum, send))),
+            pieces=[slice(a, b) for a, b in pairwise(ends)],
+            pairs=[own, *received[others, :, 1].sum(0).tolist()],
+        )  # fmt: skip
+        self.needs_grad = agreed.needs_grad
+
+    def _check(self, x: Tensor, index: Tensor, weights: Tensor) -> None:
+        expert_parallel.check_routing(x, index, weights)
+        dtype, shape = self.weight
+        if not weights.dtype.is_floating_point:
+            raise InvalidProblem(f"top_k_weights have dtype {weights.dtype}; they are floating-point numbers")
+        if x.dtype != dtype or x.shape[1] not in shape:
+            raise InvalidProblem(
+                f"x is {x.dtype} {tuple(x.shape)}, and the experts take {dtype} of {shape[0]} or {shape[1]} features"
+            )
+        for name, given in (("x", x), ("top_k_index", index), ("top_k_weights", weights)):
+            if given.device != self.device:
+                raise InvalidProblem(f"{name} is on {given.device}, and the ranks exchange rows on {self.device}")
+
+    def _count(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(rows and pairs of each chunk to each rank, numbers that are no experts, ranks that a token travels to)."""
+        ranks, here = self.group.size(), self.group.rank()
+        known = (index >= 0) & (index < self.experts)
+        owner = torch.where(known, index // max(self.each, 1), ranks).long()
+        pairs = owner.new_zeros(len(index), ranks + 1).scatter_add_(1, owner, torch.ones_like(owner))[:, :ranks]
+        goes = pairs > 0
+        goes[:, here] = False
+        parts = zip(goes.tensor_split(self.chunks), pairs.tensor_split(self.chunks), strict=True)
+        counts = torch.stack([torch.stack([some.sum(0), many.sum(0)], 1) for some, many in parts], 1)
+        return counts.view(ranks, -1), index.numel() - pairs.sum(), goes
+
+    def local(self, routing: Tensor) -> Tensor:
+        """Numbers of this rank's experts [rows, k]; the experts of others are -1."""
+        numbers = routing[:, : routing.shape[1] // 2] - self.group.rank() * self.each
+        return torch.where((numbers >= 0) & (numbers < self.here), numbers, -1)
+
+
+def _layout(goes: Tensor, chunks: int, total: int) -> tuple[Tensor, Tensor]:
+    """Tokens of the sent rows, by chunk, by rank, by token; and [tokens, ranks] where each was put, or -1."""
+    numbers = torch.arange(len(goes), device=goes.device)
+    rows = numbers.new_zeros(total + 1)
+    places, sent = [], numbers.new_zeros(())
+    for part, tokens in zip(goes.tensor_split(chunks), numbers.tensor_split(chunks), strict=True):
+        by_rank = part.t().contiguous()
+        to = by_rank.view(-1).cumsum(0).view(by_rank.shape) - 1 + sent
+        rows.scatter_(0, torch.where(by_rank, to, total).view(-1), tokens.expand(by_rank.shape).reshape(-1))
+        places.append(torch.where(by_rank, to, -1).t())
+        sent = sent + by_rank.sum()
+    return rows[:total], torch.cat(places).contiguous()
+
+
+def _packed(index: Tensor, weights: Tensor) -> Tensor:
+    """Experts and the bits of weights side by side, to travel as one [tokens, 2 k]."""
+    wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    whole = torch.int64 if wide.dtype is torch.float64 else torch.int32
+    return torch.cat([index.to(whole), wide.contiguous().view(whole)], 1)
+
+
+def _weights_of(routing: Tensor) -> Tensor:
+    found = routing[:, routing.shape[1] // 2 :].contiguous()
+    return found.view(torch.float64 if routing.dtype is torch.int64 else torch.float32)
+
+
+# --- the layer ----------------------------------------------------------------------------------------
+
+
+class _Leave(torch.autograd.Function):
+    """Tokens and weights -> two tickets without data, of their shapes; rows are under way."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, index: Tensor, x: Tensor, weights: Tensor) -> Any:
+        call.plan(index, x, weights, ctx.needs_input_grad[2] or ctx.needs_input_grad[3])
+        (call.x, call.routing), call.arrivals = call.ways.start_all(x, _packed(index, weights))
+        ctx.call, ctx.dtype = call, weights.dtype
+        wide = _weights_of(call.routing[:0]).dtype
+        return x.new_empty(()).expand(x.shape), weights.new_empty((), dtype=wide).expand(weights.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor, dweights: Tensor) -> Any:
+        of_rows, of_weights = ctx.call.returns
+        ctx.call.returns = []
+        return None, None, of_rows.added_to(dx), of_weights.added_to(dweights).to(ctx.dtype)
+
+
+class _Finish(torch.autograd.Function):
+    """Tickets and weights -> the result of the layer; tensors are passed one by one so that autograd sees them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: _Call, net: Network, ticket: Tensor, weights_ticket: Tensor, *parameters: Any
+    ) -> Tensor:
+        up, down, up_bias, down_bias = parameters
+        layer = _Layer(call, net, up, down, up_bias, down_bias, call.x, call.routing)
+        keep = any(ctx.needs_input_grad) and not net.recompute
+        back = Return(call.ways, call.x)
+        own_hidden, own = layer.first(0, layer.arrived(0), keep)
+        pieces = [own]
+        for chunk, works in enumerate(call.arrivals):
+            call.ways.wait(works)
+            hidden, piece = layer.first(chunk + 1, layer.arrived(chunk + 1), keep)
+            back.send(chunk, layer.second(piece, hidden))
+            pieces.append(piece)
+        result = back.added_to(layer.second(own, own_hidden))
+        kept = [tensor for piece in pieces for tensor in piece]
+        ctx.call, ctx.net = call, net
+        ctx.save_for_backward(*parameters, call.x, call.routing, *kept)
+        del call.x, call.routing, call.arrivals
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise InvalidProblem("fused experts over a mesh have no second derivatives: use fused=False for them")
+        call, saved = ctx.call, ctx.saved_tensors
+        up, down, up_bias, down_bias, x, routing = saved[:6]
+        layer = _Layer(call, ctx.net, up, down, up_bias, down_bias, x, routing)
+        size = len(_Piece._fields)
+        pieces = [_Piece(*saved[first : first + size]) for first in range(6, len(saved), size)]
+        tickets, found = layer.backward(pieces, grad.contiguous(), ctx.needs_input_grad[4:])
+        if not (ctx.needs_input_grad[2] or ctx.needs_input_grad[3]):
+            for rows in call.returns:
+                rows.wait()
+            call.returns = []
+        return None, None, *tickets, *found
+
+
+class _Piece(NamedTuple):
+    """Rows that are worked on together: their pairs of token and expert, sorted by expert.
+
+    `tokens` [pairs]: rows of the piece. `place` [rows, k]: where each pair went, past the end what other ranks have.
+    `order`: which pair each one was. `preact`: first products before the gate, if they are kept.
+    """
+
+    tokens: Tensor
+    place: Tensor
+    ends: Tensor
+    order: Tensor
+    weights: Tensor
+    preact: Tensor | None
+
+
+class _Layer(NamedTuple):
+    """This rank's part of the layer."""
+
+    call: _Call
+    net: Network
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    x: Tensor
+    routing: Tensor
+
+    def arrived(self, number: int) -> _Piece:
+        """A piece whose rows are here."""
+        rows, pairs = self.call.ways.pieces[number], self.call.ways.pairs[number]
+        routing = self.routing[rows]
+        local = self.call.local(routing)
+        order, inverse, ends = sort_by_expert(local.reshape(-1), self.call.here)
+        tokens = (order[:pairs] // max(local.shape[1], 1)).int()
+        return _Piece(tokens, inverse.int().view(local.shape), ends, order[:pairs], _weights_of(routing), None)
+
+    def first(self, number: int, piece: _Piece, keep: bool) -> tuple[Tensor, _Piece]:
+        """What the gate gives for each pair; and the piece, with the first products if `keep` them."""
+        x = self.x[self.call.ways.pieces[number]]
+        pairs = _Pairs(piece.tokens, piece.place, piece.ends)
+        preact = _preact_for(self.net, x, pairs, self.up) if keep else None
+        if not len(piece.tokens):
+            return x.new_empty(0, self.down.shape[1 if self.net.stacked else 2]), piece._replace(preact=preact)
+        return _first(self.net, x, pairs, self.up, self.up_bias, preact), piece._replace(preact=preact)
+
+    def second(self, piece: _Piece, hidden: Tensor) -> Tensor:
+        """The weighted sum of each row's pairs here."""
+        weights = piece.weights.detach()
+        return self._summed(piece, hidden, _by_rows(self.down, self.net.stacked), weights, bias=self.down_bias)
+
+    def _summed(self, piece: _Piece, rows: Tensor, b: Tensor, weights: Tensor | None, **keywords: Any) -> Tensor:
+        if not len(piece.tokens):
+            return rows.new_zeros(len(piece.place), b.shape[2])
+        return _product(self.net, rows, b, piece.ends, combine=(piece.place, weights), **keywords)
+
+    def backward(
+        self, pieces: list[_Piece], grad: Tensor, wanted: tuple[bool, ...]
+    ) -> tuple[tuple[Tensor | None, Tensor | None], list[Tensor | None]]:
+        """Gradients of the own tokens by experts here, and of their weights; then those of all parameters.
+
+        What other ranks add to the first two is on the way, in `call.returns`.
+        """
+        call, ways = self.call, self.call.ways
+        (whole,), arrivals = ways.start_all(grad)
+        every = self._every_pair(pieces)
+        weights = pieces[0].weights
+        of_pairs = grad.new_empty(len(every.tokens), self.up.shape[2 if self.net.stacked else 1])
+        weighted = grad.new_empty(len(every.tokens), self.down.shape[1 if self.net.stacked else 2])
+        returns = [Return(ways, whole), Return(ways, weights)] if call.needs_grad else []
+        own: tuple[Tensor | None, Tensor | None] = (None, None)
+        for number, piece in enumerate(pieces):
+            if number:
+                ways.wait(arrivals[number - 1])
+            rows, places = whole[ways.pieces[number]], every.places[number]
+            dots = self._through_gate(number, piece, rows, (of_pairs, weighted, places))
+            if not call.needs_grad:
+                continue
+            found = self._of_rows(piece, of_pairs, places), self._of_weights(number, piece, rows, dots)
+            if number:
+                for back, sums in zip(returns, found, strict=True):
+                    back.send(number - 1, sums)
+            else:
+                own = found
+        call.returns = returns
+        return own, self._of_parameters(every, whole, of_pairs, weighted, wanted)
+
+    def _every_pair(self, pieces: list[_Piece]) -> _EveryPair:
+        """The pairs of all pieces, sorted by expert."""
+        local = self.call.local(self.routing)
+        top_k, total = local.shape[1], sum(self.call.ways.pairs)
+        order, inverse, ends = sort_by_expert(local.reshape(-1), self.call.here)
+        starts = [rows.start * top_k for rows in self.call.ways.pieces]
+        places = [inverse[piece.order + start] for piece, start in zip(pieces, starts, strict=True)]
+        return _EveryPair((order[:total] // max(top_k, 1)).int(), ends, order[:total], places)
+
+    def _through_gate(self, number: int, piece: _Piece, grad: Tensor, into: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Writes the gradients of the first products, and weight * hidden; gives <gradient, hidden> of each pair."""
+        net, weights = self.net, piece.weights.reshape(-1)[piece.order]
+        if not len(piece.tokens):
+            return weights
+        preact = self.first(number, piece, True)[1].preact if piece.preact is None else piece.preact
+        assert preact is not None
+        matrix = _by_rows(self.down, not net.stacked)
+        dh = _product(net, grad, matrix, piece.ends, a_rows=piece.tokens)
+        return gate_backward(net, preact, dh, weights, piece.ends, into)[2]
+
+    def _of_rows(self, piece: _Piece, of_pairs: Tensor, places: Tensor) -> Tensor:
+        """The gradient of each row of a piece, by experts here."""
+        return self._summed(piece, of_pairs, _by_rows(self.up, not self.net.stacked), None, a_rows=places)
+
+    def _of_weights(self, number: int, piece: _Piece, grad: Tensor, dots: Tensor) -> Tensor:
+        """<gradient, row of down> of each pair that is here, and 0 for the others."""
+        pairs = len(piece.tokens)
+        found = torch.cat([dots, dots.new_zeros(1)])[piece.place.clamp(max=pairs)]
+        if self.down_bias is not None and self.call.here:
+            local = self.call.local(self.routing[self.call.ways.pieces[number]]).long()
+            every = grad.to(dots.dtype) @ self.down_bias.detach().to(dots.dtype).t()
+            found = found + torch.where(local >= 0, every.gather(1, local.clamp(min=0)), 0)
+        return found.to(piece.weights.dtype)
+
+    def _of_parameters(
+        self, every: _EveryPair, grad: Tensor, of_pairs: Tensor, weighted: Tensor, wanted: tuple[bool, ...]
+    ) -> list[Tensor | None]:
+        net, given = self.net, (self.up, self.down, self.up_bias, self.down_bias)
+        if not len(every.tokens):
+            return [
+                torch.zeros_like(p) if want and p is not None else None for p, want in zip(given, wanted, strict=True)
+            ]
+        pairs = _Pairs(every.tokens, every.order, every.ends)
+        found: list[Tensor | None] = [None] * 4
+        if wanted[0]:
+            found[0] = _of_matrix(net, pairs, self.x, of_pairs, turned=not net.stacked)
+        if wanted[1]:
+            found[1] = _of_matrix(net, pairs, grad, weighted, turned=net.stacked)
+        weights = _weights_of(self.routing).reshape(-1)[every.order]
+        if wanted[2]:
+            assert self.up_bias is not None
+            found[2] = _summed_by_expert(net, every.ends, torch.ones_like(weights), of_pairs, None, self.up_bias)
+        if wanted[3]:
+            assert self.down_bias is not None
+            found[3] = _summed_by_expert(net, every.ends, weights, grad, every.tokens, self.down_bias)
+        return found
+
+
+class _EveryPair(NamedTuple):
+    """The pairs of all pieces by expert: their tokens in X, where experts end, which pair each is, and by piece where
+    its pairs went."""
+
+    tokens: Tensor
+    ends: Tensor
+    order: Tensor
+    places: list[Tensor]

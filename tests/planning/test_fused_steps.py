@@ -1,0 +1,153 @@
+"""Fused problems in steps: the kernels round a plain product, as host code round the products of the cpu backend."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import multigemm as mg
+from multigemm.backend import BuiltinBackend, Recipe
+from multigemm.backends.cpu import BACKEND as CPU
+from multigemm.cuda import nvrtc
+from multigemm.planning import fused_steps
+from multigemm.planning.fused_steps import SOURCE, plan_in_steps, product_spec, steps_reasons
+from multigemm.planning.staging import staged_spec
+from multigemm.testing.fused_problems import findings, random_problem
+from tests.support import host_kernels
+from tests.support.nvrtc_here import nvrtc_here
+
+
+def reasons(spec: Any, device: torch.device) -> list[str]:
+    if spec.fused is None or spec.quantised:
+        return ["nothing to take in steps"]
+    return steps_reasons(spec) or list(CPU.not_supported_reasons(product_spec(spec), device))
+
+
+def plan(spec: Any, config: Any, device: torch.device) -> Recipe:
+    return plan_in_steps(spec, CPU.plan(product_spec(spec), config, device), 0)
+
+
+IN_STEPS = BuiltinBackend(
+    "in steps", CPU.availability, reasons, lambda spec, device: CPU.configs(product_spec(spec), device)[:1], plan
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where host code is built, once for all tests."""
+    return tmp_path_factory.mktemp("steps")
+
+
+@pytest.fixture
+def bound(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
+    """Kernels on the host; the memory between them begins as NaN."""
+    allocate = fused_steps._Parts.allocate
+
+    def of_nan(self: Any, device: torch.device) -> Any:
+        lent = allocate(self, device)
+        return lent if lent is None else lent.fill_(255)
+
+    monkeypatch.setattr(fused_steps._Parts, "allocate", of_nan)
+    return host_kernels.install(monkeypatch, folder)
+
+
+def without_indices_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A problem without picked rows is no problem of steps, so that its bits are those of another kernel."""
+    monkeypatch.setattr("multigemm.testing.fused_problems._same_with_every_row", lambda *_: [])
+
+
+@pytest.mark.parametrize("first", [0, pytest.param(100, marks=pytest.mark.slow)])
+def test_random_problems(first: int, bound: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    without_indices_in_order(monkeypatch)
+    assert list(findings(IN_STEPS, 25 if first == 0 else 400, first=first)) == []
+    assert set(bound) == {"gather_rows", "finish_rows", "sum_rows"}
+
+
+def test_the_launches_of_a_layer(bound: list[str]) -> None:
+    x, up, down = torch.randn(6, 8), torch.randn(3, 8, 10), torch.randn(3, 5, 8)
+    rows, cut = torch.randint(-1, 7, (12,)), {"sizes": [4, 0, 7]}
+    first = mg.GroupedGemmProblem(x, up, a_rows=rows, activation="swiglu", preact_out=torch.empty(12, 10), **cut)
+    sums = (torch.randint(-1, 13, (6, 2)), torch.rand(6, 2))
+    second = mg.GroupedGemmProblem(torch.randn(12, 5), down, combine=sums, **cut)
+    for problem, names in ((first, ["gather_rows", "finish_rows"]), (second, ["sum_rows"])):
+        spec = staged_spec(problem)
+        recipe = plan(spec, CPU.configs(product_spec(spec), problem.device)[0], problem.device)
+        assert f"in steps: {len(names) + 1} launches" in recipe.why
+        del bound[:]
+        recipe.bind(fused_steps_operands(problem, spec))
+        assert bound == names
+
+
+def fused_steps_operands(problem: Any, spec: Any) -> Any:
+    from multigemm.planning.staging import allocate, stage
+
+    return stage(problem, spec, allocate(problem)).ops
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ("from >= 0 && from < t.extent", "from >= 0 && from < t.extent - 1"),
+        ("there ? source[j * t.col] : unit{}", "source[j * t.col]"),
+        ("u > limit ? limit : u < -limit ? -limit : u", "u > limit ? limit : u"),
+        ("(u + (calc)t.beta)", "u"),
+        ("s < owned.low || s >= owned.high", "s < owned.low || s > owned.high"),
+        ("LAYOUT == 1 ? j : t.columns + j, u_at = LAYOUT == 1 ? t.columns + j : j", "j, u_at = t.columns + j"),
+        ("t.weights ? term[e] * weight : term[e]", "term[e]"),
+        ("i >= owned.low && i < owned.high", "i >= owned.low && i < owned.high - 1"),
+        ("values[e] = t.scale ? v * scale : v", "values[e] = v"),
+    ],
+)
+def test_a_planted_fault_is_found(fault: tuple[str, str], bound: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    without_indices_in_order(monkeypatch)
+    assert SOURCE.count(fault[0]) == 1
+    monkeypatch.setattr(fused_steps, "SOURCE", SOURCE.replace(*fault))
+    assert next(findings(IN_STEPS, 60), None) is not None
+
+
+def test_every_kernel_compiles_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As bound for random problems, by NVRTC."""
+    library = nvrtc_here()
+    monkeypatch.setattr(nvrtc, "compiler", lambda: library)
+    asked: Counter[tuple[str, tuple[str, ...]]] = Counter()
+
+    class Loaded:
+        def bound(self, *_: Any, **__: Any) -> Any:
+            return lambda: None
+
+    def loaded(source: str, name: str, defines: tuple[str, ...], index: int) -> Loaded:
+        asked[name, defines] += 1
+        return Loaded()
+
+    monkeypatch.setattr(nvrtc, "loaded", loaded)
+    for seed in range(60):
+        problem = random_problem(seed).problem
+        spec = staged_spec(problem)
+        if not reasons(spec, problem.device):
+            config = CPU.configs(product_spec(spec), problem.device)[0]
+            plan(spec, config, problem.device).bind(fused_steps_operands(problem, spec))
+    assert {name for name, _ in asked} == {"gather_rows", "finish_rows", "sum_rows"}
+    for name, defines in list(asked)[:12]:
+        assert nvrtc.compile_source(SOURCE, name, ("--gpu-architecture=sm_90", "--std=c++17", *defines))
+
+
+def test_no_index_reads_beside_the_operand(bound: list[str]) -> None:
+    memory = torch.full((8, 16), torch.nan)
+    memory[2:6] = 1
+    rows = torch.tensor([-1, 4, 2**31 - 1, 2**31, -(2**63), 3])
+    problem = mg.GroupedGemmProblem(memory[2:6], torch.ones(1, 16, 2), sizes=[6], a_rows=rows)
+    spec = staged_spec(problem)
+    ops = fused_steps_operands(problem, spec)
+    plan(spec, CPU.configs(product_spec(spec), problem.device)[0], problem.device).bind(ops)()
+    assert ops.out[:, 0].tolist() == [0, 0, 0, 0, 0, 16] and bound == ["gather_rows"]
+
+
+def test_lists_are_refused() -> None:
+    problem = mg.GroupedGemmProblem([torch.randn(3, 4)], [torch.randn(4, 6)], activation="swiglu")
+    assert "lists" in steps_reasons(staged_spec(problem))[0]
+    assert replace(staged_spec(problem), fused=None).form == "per_group"
