@@ -42,8 +42,8 @@ Call = Callable[[Tensor, Tensor, Any, Tensor | None], Tensor]
 
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """torch's grouped_mm, without gradients and casts."""
-    if plain_grouped_mm is not None and torch_internals.only_result_wanted(a, b):
+    """torch's grouped_mm, in calls of which no gradient is wanted; not cast."""
+    if plain_grouped_mm is not None and not torch_internals.is_watched():
         return plain_grouped_mm(a, b, ends)
     if redispatched_grouped_mm is None:
         with torch.no_grad():
