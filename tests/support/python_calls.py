@@ -12,9 +12,9 @@ PRODUCT = (ROOT / "multigemm", ROOT / "backends", ROOT / "reference")
 
 
 class PythonCalls(NamedTuple):
-    """The functions entered, but for those of tests, and the product's files that they are in."""
+    """How many functions were entered, but for those of tests, and the files of the product that they are in."""
 
-    count: int
+    functions: int
     files: frozenset[Path]
 
 

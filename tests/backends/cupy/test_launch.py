@@ -188,7 +188,7 @@ def test_a_new_layout_whose_kernels_are_loaded_is_planned_at_once(
     BACKEND.plan(known, choice.heuristic(known), device)
     new = replace(known, n=4096 + 8, k=7168 + 8)
     config, loaded = choice.heuristic(new), len(fake.images)
-    assert python_calls(lambda: BACKEND.plan(new, config, device)).count <= limit
+    assert python_calls(lambda: BACKEND.plan(new, config, device)).functions <= limit
     assert len(fake.images) == loaded
 
 
@@ -199,7 +199,7 @@ def test_binding_takes_few_steps(form: str, config: Config, limit: int, fake: Fa
     ops = operands(form)
     kernel = KERNELS[config.kernel].loaded(ops.spec, config, 0)
     kernel.bind(ops)
-    assert python_calls(lambda: kernel.bind(ops)).count <= limit
+    assert python_calls(lambda: kernel.bind(ops)).functions <= limit
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def on_cpu_tensors(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterato
 def test_the_way_to_a_kernel_that_is_loaded_is_short(k: int, n: int, jagged: bool, on_cpu_tensors: None) -> None:
     """From the operands to a plan, and in a call that comes again to the driver's door."""
     a, b = torch.zeros(8, 32, k, dtype=torch.bfloat16), torch.zeros(8, k, n, dtype=torch.bfloat16)
-    cuts = {"offsets": torch.arange(9, dtype=torch.int32) * 32} if jagged else {}
+    cuts: dict[str, Any] = {"offsets": torch.arange(9, dtype=torch.int32) * 32} if jagged else {}
     a = a.flatten(0, 1) if jagged else a
 
     def plan() -> mg.Plan:
@@ -234,7 +234,7 @@ def test_the_way_to_a_kernel_that_is_loaded_is_short(k: int, n: int, jagged: boo
 
     plan()
     choose.forget()
-    assert python_calls(plan).count <= 500
+    assert python_calls(plan).functions <= 500
     for _ in range(3):
         mg.grouped_gemm(a, b, backend="cupy", **cuts)
     served = LAUNCHES.served
