@@ -262,7 +262,7 @@ def reasons_against(kernel: str, spec: ProblemSpec) -> list[str]:
     if spec.fused is not None and kernel != "generic":
         return ["rows picked by index, a gate, preact_out or row_scale: the generic kernel takes them"]
     if bool(spec.quantised) != (kernel in FOR_QUANTISED):
-        takers = " and ".join(FOR_QUANTISED)
+        takers = f"{', '.join(FOR_QUANTISED[:-1])} and {FOR_QUANTISED[-1]}"
         return [f"operands are quantised: {takers} take them" if spec.quantised else "operands are not quantised"]
     check = REASONS.get(kernel)
     return check(spec) if check else []

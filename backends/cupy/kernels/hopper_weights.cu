@@ -90,6 +90,7 @@ __device__ __forceinline__ void multiply_weights(Shared& s, u32 stages, Ring& ri
         }
         if (!PARTS) wgmma_wait<0>();
         settle<N>(total);
+        __syncwarp();                                   // all lanes have their codes: what follows lets others write over them
         if (lane < CLUSTER) barrier_arrive(shared_address(&s.empty[ring.place]), lane);
         ring.next(bytes);
     }

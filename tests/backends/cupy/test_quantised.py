@@ -112,7 +112,7 @@ def test_kernels_for_plain_operands_take_no_quantised_ones() -> None:
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_a_config_for_other_operands_is_refused_with_the_reason(fake: FakeDriver, batch_invariant: bool) -> None:
-    with pytest.raises(InvalidSetting, match="operands are quantised: quantised and hopper_fp8 take them"):
+    with pytest.raises(InvalidSetting, match="operands are quantised: quantised, hopper_fp8 and hopper_weights take them"):
         launch.plan(blocks(batch_invariant=batch_invariant).spec, configs.GENERIC, GPU)
     plain = GroupedGemmProblem(torch.ones(300, 400), torch.ones(3, 400, 512), sizes=[100, 0, 200]).spec
     with pytest.raises(InvalidSetting, match="operands are not quantised"):
