@@ -26,7 +26,7 @@ from multigemm.backends.cublas.run import Function, Step, Steps, zero_lines
 from multigemm.backends.cublas.staging import Copies, compact, readable, stage_side
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
-from multigemm.torch_internals import redispatched_grouped_mm
+from multigemm.torch_internals import plain_grouped_mm, redispatched_grouped_mm
 
 EMPTY = torch.ops.aten.empty_strided.default
 ALIGNMENT = 8
@@ -42,7 +42,9 @@ Call = Callable[[Tensor, Tensor, Any, Tensor | None], Tensor]
 
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """torch's grouped_mm, below autograd."""
+    """torch's grouped_mm, in calls of which no gradient is wanted; not cast."""
+    if plain_grouped_mm is not None and not torch_internals.is_watched():
+        return plain_grouped_mm(a, b, ends)
     if redispatched_grouped_mm is None:
         with torch.no_grad():
             return torch.nn.functional.grouped_mm(a, b, offs=ends)
@@ -260,8 +262,6 @@ class _FromDevice:
             extent = a.shape[0]
             if b.dim() == 2:
                 b = _each_group(b, self._groups)
-            if out is None and clears and not self._head:
-                out = _new_rows(a, b)  # one launch zeroes what is behind the last row, before torch's
         if out is None:
             cut.before(stream, numbers, extent)
             out = grouped_mm(a, b, cut.ends)

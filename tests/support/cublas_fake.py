@@ -219,7 +219,7 @@ class Fake:
             self.kernels[source, defines] = compiled(source, name, defines, self.folder)
         runs = self.kernels.get((source, defines))
 
-        def bound(blocks: int, threads: int, values: Sequence[Any], keep: object) -> nvrtc.Step:
+        def bound(blocks: int, threads: int, values: Sequence[Any], keep: object, overlap: bool = False) -> nvrtc.Step:
             def step(stream: int, _keep: object = keep) -> None:
                 self.log.append(("kernel", name, stream, blocks, getattr(values[0], "after", 0)))
                 if runs is not None:
@@ -305,6 +305,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path | None = None) -> Fake
     monkeypatch.setattr(driver, "use_context", lambda device: None)
     monkeypatch.setattr(nvrtc, "kernel", fake.kernel)
     monkeypatch.setattr(grouped_mm, "redispatched_grouped_mm", (fake.grouped_mm, *known[1:]))
+    monkeypatch.setattr(grouped_mm, "plain_grouped_mm", lambda *tensors: fake.grouped_mm(None, *tensors, None, None))
     monkeypatch.setattr(scaled_grouped_mm, "redispatched_scaled_grouped_mm", (fake.scaled_grouped_mm, *known[1:]))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch_internals, "empty_cuda", lambda *x: torch.empty_strided(*x[:2], dtype=x[2]))
