@@ -147,9 +147,6 @@ def _redispatched(name: str) -> tuple[Any, ...] | None:
         return None
 
 
-plain_grouped_mm: Callable[..., Tensor] | None = getattr(torch, "_grouped_mm", None)
-"""torch's grouped_mm as its own functions call it, without names of arguments: 2 us less for the host than by the next
-way. Casts, gradients, modes and transforms see it."""
 redispatched_grouped_mm, redispatched_scaled_grouped_mm = map(_redispatched, ("_grouped_mm", "_scaled_grouped_mm"))
 """torch's grouped_mm and scaled_grouped_mm below autograd, their dispatch keys, what sets and ends a mode; None where a
 name is missing. The public ways are functions of `torch.nn.functional`, whose results have to be copied."""

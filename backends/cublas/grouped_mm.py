@@ -26,7 +26,7 @@ from multigemm.backends.cublas.run import Function, Step, Steps, zero_lines
 from multigemm.backends.cublas.staging import Copies, compact, readable, stage_side
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
-from multigemm.torch_internals import plain_grouped_mm, redispatched_grouped_mm
+from multigemm.torch_internals import redispatched_grouped_mm
 
 EMPTY = torch.ops.aten.empty_strided.default
 ALIGNMENT = 8
@@ -42,9 +42,7 @@ Call = Callable[[Tensor, Tensor, Any, Tensor | None], Tensor]
 
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """torch's grouped_mm, in calls of which no gradient is wanted; not cast."""
-    if plain_grouped_mm is not None and not torch_internals.is_watched():
-        return plain_grouped_mm(a, b, ends)
+    """torch's grouped_mm, below autograd."""
     if redispatched_grouped_mm is None:
         with torch.no_grad():
             return torch.nn.functional.grouped_mm(a, b, offs=ends)

@@ -305,7 +305,6 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path | None = None) -> Fake
     monkeypatch.setattr(driver, "use_context", lambda device: None)
     monkeypatch.setattr(nvrtc, "kernel", fake.kernel)
     monkeypatch.setattr(grouped_mm, "redispatched_grouped_mm", (fake.grouped_mm, *known[1:]))
-    monkeypatch.setattr(grouped_mm, "plain_grouped_mm", lambda *tensors: fake.grouped_mm(None, *tensors, None, None))
     monkeypatch.setattr(scaled_grouped_mm, "redispatched_scaled_grouped_mm", (fake.scaled_grouped_mm, *known[1:]))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch_internals, "empty_cuda", lambda *x: torch.empty_strided(*x[:2], dtype=x[2]))
