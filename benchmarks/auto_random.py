@@ -239,12 +239,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start_libraries(device: torch.device) -> float:
-    """Starts what a process starts once, with its first product: the vendor's library, and the clock's own code. The
-    milliseconds that took, which are no part of a class's meeting."""
+    """Starts what a process starts once, with its first product of a dtype: the vendor's library, and the clock's own
+    code. The milliseconds that took, which are no part of a class's meeting."""
     began = time.perf_counter()
     timing.other_code(device.index or 0)
-    one = torch.ones(16, 16, device=device)
-    torch.mm(one, one)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        several = torch.ones(2, 64, 64, device=device, dtype=dtype)
+        torch.mm(several[0], several[1])
+        torch.bmm(several, several)
     torch.cuda.synchronize(device)
     return round((time.perf_counter() - began) * 1e3, 1)
 

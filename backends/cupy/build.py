@@ -173,24 +173,35 @@ template <int N, int FIRST> struct Mma;   // FIRST: the accumulator's first regi
 """
 
 
+def _of_both_formats(n: int, code: str) -> str:
+    """One instruction for bfloat16 and float16; `code` holds MMA where its name and its accumulators stand."""
+    registers = ", ".join(f"%{i}" for i in range(n // 2))
+    names = {"#if BFLOAT": "bf16.bf16", "#else": "f16.f16"}
+    lines = []
+    for line, name in names.items():
+        mma = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name} {{{registers}}}"
+        lines += [line, f'        asm volatile("{code.replace("MMA", mma)}"']
+    return "\n".join([*lines, "#endif"])
+
+
+def _accumulators(n: int, first: str = "") -> str:
+    """The operands that an instruction adds to."""
+    return ", ".join(f'"+f"(d[{first}{i}])' for i in range(n // 2))
+
+
+def _fragment(n: int) -> str:
+    """The four registers of weights, behind the accumulators."""
+    return ", ".join(f"%{n // 2 + i}" for i in range(4))
+
+
 def _from_shared(n: int) -> str:
     count = n // 2
-    registers = ", ".join(f"%{i}" for i in range(count))
-    operands = ", ".join(f'"+f"(d[FIRST + {i}])' for i in range(count))
-    kind = "{}.{}"
-    lines = []
-    for bf16, name in ((1, kind.format("bf16", "bf16")), (0, kind.format("f16", "f16"))):
-        lines.append(f"#if BFLOAT == {bf16}" if bf16 else "#else")
-        lines.append(
-            f'        asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name} {{{registers}}}, '
-            f'%{count}, %{count + 1}, 1, 1, 1, %{count + 2}, %{count + 3};"'
-        )
-    lines.append("#endif")
-    body = "\n".join(lines)
+    body = _of_both_formats(n, f"MMA, %{count}, %{count + 1}, 1, 1, 1, %{count + 2}, %{count + 3};")
     return (
         f"template <int FIRST> struct Mma<{n}, FIRST> {{\n"
         f"    static __device__ __forceinline__ void run(float (&d)[ACCUMULATORS], u64 w, u64 x) {{\n{body}\n"
-        f'                     : {operands}\n                     : "l"(w), "l"(x), "n"(1 - W_K), "n"(1 - X_K));\n'
+        f"                     : {_accumulators(n, 'FIRST + ')}\n"
+        '                     : "l"(w), "l"(x), "n"(1 - W_K), "n"(1 - X_K));\n'
         "    }\n};\n"
     )
 
@@ -218,21 +229,12 @@ template <int N> struct MmaFragment;
 
 def _from_registers(n: int) -> str:
     count = n // 2
-    registers = ", ".join(f"%{i}" for i in range(count))
-    fragment = ", ".join(f"%{count + i}" for i in range(4))
-    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    lines = []
-    for start, name in (("#if BFLOAT", "bf16.bf16"), ("#else", "f16.f16")):
-        lines.append(start)
-        lines.append(
-            f'        asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name} {{{registers}}}, '
-            f'{{{fragment}}}, %{count + 4}, 1, 1, 1, %{count + 5};"'
-        )
-    body = "\n".join([*lines, "#endif"])
+    body = _of_both_formats(n, f"MMA, {{{_fragment(n)}}}, %{count + 4}, 1, 1, 1, %{count + 5};")
     return (
         f"template <> struct MmaFragment<{n}> {{\n"
         f"    static __device__ __forceinline__ void run(float (&d)[ROWS / 2], const u32* w, u64 x) {{\n{body}\n"
-        f'                     : {operands}\n                     : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), '
+        f"                     : {_accumulators(n)}\n"
+        '                     : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), '
         f'"l"(x), "n"(1 - X_K));\n'
         "    }\n};\n"
     )
@@ -253,23 +255,14 @@ template <int N> struct MmaWeights;
 
 def _of_weights(n: int) -> str:
     count = n // 2
-    registers = ", ".join(f"%{i}" for i in range(count))
-    fragment = ", ".join(f"%{count + i}" for i in range(4))
-    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    lines = []
-    for start, name in (("#if BFLOAT", "bf16.bf16"), ("#else", "f16.f16")):
-        lines.append(start)
-        lines.append(
-            f'        asm volatile("{{\\n.reg .pred keep;\\nsetp.ne.b32 keep, %{count + 5}, 0;\\n'
-            f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name} {{{registers}}}, "
-            f'{{{fragment}}}, %{count + 4}, keep, 1, 1, 0;\\n}}"'
-        )
-    body = "\n".join([*lines, "#endif"])
+    keep = f"{{\\n.reg .pred keep;\\nsetp.ne.b32 keep, %{count + 5}, 0;\\n"
+    body = _of_both_formats(n, f"{keep}MMA, {{{_fragment(n)}}}, %{count + 4}, keep, 1, 1, 0;\\n}}")
     return (
         f"template <> struct MmaWeights<{n}> {{\n"
         "    template <int COUNT> static __device__ __forceinline__ "
         f"void run(float (&d)[COUNT], const u32 (&w)[4], u64 x, int keep) {{\n{body}\n"
-        f'                     : {operands}\n                     : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), '
+        f"                     : {_accumulators(n)}\n"
+        '                     : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), '
         '"l"(x), "r"(keep));\n'
         "    }\n};\n"
     )

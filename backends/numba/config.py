@@ -8,7 +8,7 @@ which epilogue operands exist; never sizes, counts or strides.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -48,17 +48,25 @@ class Signature:
     b_aligned: bool = True
 
 
+def result_and_orders(spec: ProblemSpec) -> dict[str, Any]:
+    """What the signatures of all kernels name. Strided operands count as "row": a kernel that is told so only loses
+    coalescing."""
+    return {
+        "out": NAMES[spec.out.dtype],
+        "c": None if spec.c is None else NAMES[spec.c.dtype],
+        "bias": None if spec.bias is None else NAMES[spec.bias],
+        "activation": spec.activation,
+        "zero_unowned": zeroes(spec),
+        "a_order": "col" if spec.a.order == "col" else "row",
+        "b_order": "col" if spec.b.order == "col" else "row",
+    }
+
+
 def signature_of(spec: ProblemSpec) -> Signature:
-    """Strided operands count as "row": a kernel that is told so only loses coalescing."""
+    """What a kernel for plain numbers is compiled for."""
     return Signature(
         compute=NAMES[spec.compute],
-        out=NAMES[spec.out.dtype],
-        c=None if spec.c is None else NAMES[spec.c.dtype],
-        bias=None if spec.bias is None else NAMES[spec.bias],
-        activation=spec.activation,
-        zero_unowned=zeroes(spec),
-        a_order="col" if spec.a.order == "col" else "row",
-        b_order="col" if spec.b.order == "col" else "row",
+        **result_and_orders(spec),
         plain=is_plain(spec),
         ragged_k=spec.form == "jagged_k",
         a_aligned=_aligned(spec.a) and not a_inner_jagged(spec),
@@ -109,10 +117,9 @@ class QuantisedSignature:
 
 
 @dataclass(frozen=True, slots=True)
-class GenericConfig:
-    """Tiles of bm x bn x bk on plain cores, tm x tn sums for each thread."""
+class PlainCores:
+    """Tiles of bm x bn by steps of bk on plain cores, tm x tn sums for each thread."""
 
-    kernel: ClassVar[str] = "generic"
     bm: int = 64
     bn: int = 64
     bk: int = 16
@@ -125,19 +132,18 @@ class GenericConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantisedConfig:
-    """Tiles of bm x bn by steps of bk, which divides every block of a scale; tm x tn sums for each thread."""
+class GenericConfig(PlainCores):
+    """For any problem in plain numbers."""
+
+    kernel: ClassVar[str] = "generic"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedConfig(PlainCores):
+    """For quantised operands: bk divides every block of a scale."""
 
     kernel: ClassVar[str] = "quantised"
-    bm: int = 64
-    bn: int = 64
     bk: int = 32
-    tm: int = 4
-    tn: int = 4
-
-    @property
-    def threads(self) -> int:
-        return (self.bm // self.tm) * (self.bn // self.tn)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from multigemm import quantize
-from multigemm.backends.numba.config import NAMES, QuantisedSignature, zeroes
+from multigemm.backends.numba.config import NAMES, QuantisedSignature, result_and_orders
 from multigemm.cuda.arguments import Address
 from multigemm.planning.operands import Operands
 from multigemm.problem.scales import BLOCKS, ROW_BLOCK
@@ -66,7 +66,7 @@ ABSENT: Words = (0, 0, 0, 0, 0, WHOLE_K)
 
 
 def quantised_signature_of(spec: ProblemSpec) -> QuantisedSignature:
-    """Strided operands count as "row", as in `signature_of`."""
+    """What the kernel for quantised operands is compiled for."""
     a, b = spec.a.scale, spec.b.scale
     return QuantisedSignature(
         a=_NAMES[spec.a.dtype],
@@ -74,13 +74,7 @@ def quantised_signature_of(spec: ProblemSpec) -> QuantisedSignature:
         scale_a=None if a is None else _NAMES[a.dtype],
         scale_b=None if b is None else _NAMES[b.dtype],
         zero=None if b is None or b.zero is None else _NAMES[b.zero],
-        out=NAMES[spec.out.dtype],
-        c=None if spec.c is None else NAMES[spec.c.dtype],
-        bias=None if spec.bias is None else NAMES[spec.bias],
-        activation=spec.activation,
-        zero_unowned=zeroes(spec),
-        a_order="col" if spec.a.order == "col" else "row",
-        b_order="col" if spec.b.order == "col" else "row",
+        **result_and_orders(spec),
     )
 
 

@@ -22,16 +22,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from multigemm.api import grouped_gemm
 from multigemm.errors import InvalidProblem
 from multigemm.integrations import layer_call, torch_op
 from multigemm.integrations.fused_gradients import gate_by_torch
 from multigemm.integrations.layer_ops import geglu, sort_by_expert, swiglu, triton_kernels
 from multigemm.integrations.routing import combine, dispatch, route
-from multigemm.planning import launch_cache
 from multigemm.problem.fused import Gate
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import GATES
-from multigemm.select.choose import choose
+from multigemm.torch_internals import any_requires_grad
 
 
 class Network(NamedTuple):
@@ -103,7 +103,7 @@ def experts_forward(
     backend: str = "auto",
     batch_invariant: bool | None = None,
 ) -> Tensor:
-    """The weighted sum of each token's experts, by fused products; in steps in a compiled graph.
+    """The weighted sum of each token's experts, by fused products; in a compiled graph one operator.
 
     Args:
         x: [tokens, H].
@@ -155,14 +155,17 @@ def run_experts(
     bound = layer_call.call(x, index, weights, nets)
     if bound is not None:
         return bound
+    x, up, down, up_bias, down_bias = in_autocast(x, up, down, up_bias, down_bias)
     if torch.compiler.is_compiling():
-        return experts_in_steps(x, index, weights, up, down, up_bias, down_bias, net)
-    x, up, down, up_bias, down_bias = _in_autocast(x, up, down, up_bias, down_bias)
+        return _in_graph(net, x, index, weights, up, down, up_bias, down_bias)
+    if not (torch.is_grad_enabled() and any_requires_grad(x, weights, up, down, up_bias, down_bias)):
+        with torch.no_grad():
+            return _forward(net, pairs_of(index, up.shape[0]), x, weights, up, down, up_bias, down_bias, None)
     result: Tensor = _Experts.apply(net, index, x, weights, up, down, up_bias, down_bias)  # type: ignore[no-untyped-call]
     return result
 
 
-def _in_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+def in_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The operands as torch.autocast wants them, as those of the torch operator."""
     kind = next(x.device.type for x in tensors if x is not None)
     if not torch.is_autocast_enabled(kind):
@@ -192,7 +195,7 @@ def experts_in_steps(
 
 
 @dataclass(slots=True)
-class _Pairs:
+class Pairs:
     """Pairs of token and expert, by expert: their tokens [S], where each pair went [T, k], where experts end [E]."""
 
     rows: Tensor
@@ -200,40 +203,53 @@ class _Pairs:
     ends: Tensor
 
 
-def _pairs_of(index: Tensor, experts: int) -> _Pairs:
+def pairs_of(index: Tensor, experts: int) -> Pairs:
     kernels = triton_kernels() if index.is_cuda else None
     if kernels is not None and kernels.can_sort(index.numel(), experts):
-        return _Pairs(*kernels.sort_pairs(index, experts))
+        return Pairs(*kernels.sort_pairs(index, experts))
     top_k = index.shape[1]
     order, inverse, ends = sort_by_expert(index.reshape(-1), experts)
-    return _Pairs((order // max(top_k, 1)).int(), inverse.int().view(index.shape), ends)
+    return Pairs((order // max(top_k, 1)).int(), inverse.int().view(index.shape), ends)
 
 
-def _product(net: Network, a: Tensor, b: Tensor, ends: Tensor, **keywords: Any) -> Tensor:
-    """A grouped product that autograd does not see."""
-    rest: dict[str, Any] = {name: x.detach() if isinstance(x, Tensor) else x for name, x in keywords.items()}
-    problem = GroupedGemmProblem(a.detach(), b.detach(), ends=ends, batch_invariant=net.batch_invariant, **rest)
-    found: Tensor = launch_cache.solve(choose(problem, torch_op.names(net.backend), eager=True), problem)
+def product(net: Network, a: Tensor, b: Tensor, ends: Tensor, **keywords: Any) -> Tensor:
+    """A grouped product that autograd does not see: a call like an earlier one finds its launch."""
+    if torch.is_grad_enabled():
+        a, b = a.detach(), b.detach()
+        keywords = {name: x.detach() if isinstance(x, Tensor) else x for name, x in keywords.items()}
+    found: Tensor = grouped_gemm(
+        a, b, ends=ends, batch_invariant=net.batch_invariant, backend=torch_op.names(net.backend), **keywords
+    )
     return found
 
 
-def _by_rows(weight: Tensor, stacked: bool) -> Tensor:
+def by_rows(weight: Tensor, stacked: bool) -> Tensor:
     """Weights as the second operand of rows @ weight."""
     return weight if stacked else weight.transpose(1, 2)
 
 
-def _first(net: Network, x: Tensor, pairs: _Pairs, up: Tensor, up_bias: Any, preact: Tensor | None) -> Tensor:
-    return _product(net, x, _by_rows(up, net.stacked), pairs.ends, a_rows=pairs.rows, bias=up_bias, preact_out=preact,
+def first_product(net: Network, x: Tensor, pairs: Pairs, up: Tensor, up_bias: Any, preact: Tensor | None) -> Tensor:
+    return product(net, x, by_rows(up, net.stacked), pairs.ends, a_rows=pairs.rows, bias=up_bias, preact_out=preact,
                     **net.keywords)  # fmt: skip
 
 
-def _preact_for(net: Network, x: Tensor, pairs: _Pairs, up: Tensor) -> Tensor:
+def preact_for(net: Network, x: Tensor, pairs: Pairs, up: Tensor) -> Tensor:
     return x.new_empty((pairs.rows.shape[0], up.shape[2 if net.stacked else 1]))
 
 
 def _summable(weights: Tensor, x: Tensor) -> Tensor:
     """Weights of a dtype that a sum takes."""
     return weights if weights.dtype in (torch.float32, x.dtype) else weights.float()
+
+
+def _forward(
+    net: Network, pairs: Pairs, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Any, down_bias: Any,
+    preact: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Both products; `preact` receives what the gate is applied to."""
+    hidden = first_product(net, x, pairs, up, up_bias, preact)
+    sums = (pairs.place, _summable(weights, x).detach())
+    return product(net, hidden, by_rows(down, net.stacked), pairs.ends, bias=down_bias, combine=sums)
 
 
 class _Experts(torch.autograd.Function):
@@ -244,12 +260,9 @@ class _Experts(torch.autograd.Function):
         ctx: Any, net: Network, index: Tensor, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Any,
         down_bias: Any,
     ) -> Tensor:  # fmt: skip
-        pairs = _pairs_of(index, up.shape[0])
-        wanted = any(ctx.needs_input_grad) and not net.recompute
-        preact = _preact_for(net, x, pairs, up) if wanted else None
-        hidden = _first(net, x, pairs, up, up_bias, preact)
-        sums = (pairs.place, _summable(weights, x).detach())
-        out = _product(net, hidden, _by_rows(down, net.stacked), pairs.ends, bias=down_bias, combine=sums)
+        pairs = pairs_of(index, up.shape[0])
+        preact = None if net.recompute else preact_for(net, x, pairs, up)
+        out = _forward(net, pairs, x, weights, up, down, up_bias, down_bias, preact)
         ctx.net = net
         ctx.save_for_backward(
             index, x, weights, up, down, up_bias, down_bias, preact, pairs.rows, pairs.place, pairs.ends
@@ -283,10 +296,10 @@ class _Backward:
     def __init__(self, net: Network, saved: Any, grad: Tensor) -> None:
         self._net, self._grad = net, grad
         _, self._x, self._weights, self._up, self._down, self._up_bias, self._down_bias, preact, *pairs = saved
-        self._pairs = _Pairs(*pairs)
+        self._pairs = Pairs(*pairs)
         if preact is None:
-            preact = _preact_for(net, self._x, self._pairs, self._up)
-            _first(net, self._x, self._pairs, self._up, self._up_bias, preact)
+            preact = preact_for(net, self._x, self._pairs, self._up)
+            first_product(net, self._x, self._pairs, self._up, self._up_bias, preact)
         self._preact = preact
         place, weights = self._pairs.place.view(-1).long(), _summable(self._weights, self._x)
         self._by_pair = torch.empty_like(weights.reshape(-1)).scatter_(0, place, weights.reshape(-1))
@@ -294,23 +307,23 @@ class _Backward:
     def gradients(self, wanted: Any) -> list[Tensor | None]:
         """Those of x, the routing weights, up, down and the biases that are wanted."""
         net, x, pairs, grad = self._net, self._x, self._pairs, self._grad
-        dh = _product(net, grad, _by_rows(self._down, not net.stacked), pairs.ends, a_rows=pairs.rows)
+        dh = product(net, grad, by_rows(self._down, not net.stacked), pairs.ends, a_rows=pairs.rows)
         dpreact, weighted, dweights = gate_backward(net, self._preact, dh, self._by_pair, pairs.ends)
         found: list[Tensor | None] = [None] * 6
         if wanted[0]:
             sums = (pairs.place, None)
-            found[0] = _product(net, dpreact, _by_rows(self._up, not net.stacked), pairs.ends, combine=sums)
+            found[0] = product(net, dpreact, by_rows(self._up, not net.stacked), pairs.ends, combine=sums)
         if wanted[1]:
             found[1] = self._of_weights(dweights)
         if wanted[2]:
-            found[2] = _of_matrix(net, pairs, x, dpreact, turned=not net.stacked)
+            found[2] = matrix_gradient(net, pairs, x, dpreact, turned=not net.stacked)
         if wanted[3]:
-            found[3] = _of_matrix(net, pairs, grad, weighted, turned=net.stacked)
+            found[3] = matrix_gradient(net, pairs, grad, weighted, turned=net.stacked)
         if wanted[4]:
             ones = torch.ones_like(self._by_pair)
-            found[4] = _summed_by_expert(net, pairs.ends, ones, dpreact, None, self._up_bias)
+            found[4] = summed_by_expert(net, pairs.ends, ones, dpreact, None, self._up_bias)
         if wanted[5]:
-            found[5] = _summed_by_expert(net, pairs.ends, self._by_pair, grad, pairs.rows, self._down_bias)
+            found[5] = summed_by_expert(net, pairs.ends, self._by_pair, grad, pairs.rows, self._down_bias)
         return found
 
     def _of_weights(self, dots: Tensor) -> Tensor:
@@ -326,14 +339,14 @@ class _Backward:
         return found.to(self._weights.dtype)
 
 
-def _of_matrix(net: Network, pairs: _Pairs, tokens: Tensor, of_pairs: Tensor, turned: bool) -> Tensor:
+def matrix_gradient(net: Network, pairs: Pairs, tokens: Tensor, of_pairs: Tensor, turned: bool) -> Tensor:
     """tokens[rows]^T @ of_pairs for each expert, or `turned` its transpose: the gradient of a weight."""
     if turned:
-        return _product(net, of_pairs.t(), tokens, pairs.ends, jagged="k", b_rows=pairs.rows)
-    return _product(net, tokens.t(), of_pairs, pairs.ends, jagged="k", a_rows=pairs.rows)
+        return product(net, of_pairs.t(), tokens, pairs.ends, jagged="k", b_rows=pairs.rows)
+    return product(net, tokens.t(), of_pairs, pairs.ends, jagged="k", a_rows=pairs.rows)
 
 
-def _summed_by_expert(
+def summed_by_expert(
     net: Network, ends: Tensor, factors: Tensor, rows: Tensor, index: Tensor | None, like: Tensor
 ) -> Tensor:
     """The sum of factor * row for each expert; a factor is as many numbers of the rows' dtype as it has digits."""
@@ -342,7 +355,7 @@ def _summed_by_expert(
         parts.append(rest.to(rows.dtype))
         rest = rest - parts[-1].to(rest.dtype)
     wide = torch.promote_types(rows.dtype, torch.float32)
-    found = _product(net, torch.stack(parts), rows, ends, jagged="k", b_rows=index, out_dtype=wide)
+    found = product(net, torch.stack(parts), rows, ends, jagged="k", b_rows=index, out_dtype=wide)
     return found.sum(1).to(like.dtype)
 
 
@@ -375,6 +388,93 @@ def gate_backward(
     h = h.detach()
     dpreact, weighted = dpreact.to(preact.dtype), (h * weight).to(preact.dtype)
     if into is not None:
-        whole, whole_weighted, rows = into
+        whole, whole_weighted, rows = into[0], into[1], into[2].long()
         dpreact, weighted = whole.index_copy_(0, rows, dpreact), whole_weighted.index_copy_(0, rows, weighted)
     return dpreact, weighted, (h * slope).sum(1)
+
+
+# --- the layer as one operator, for graphs -------------------------------------------------------------
+
+_library: Any = torch.library.Library("multigemm", "FRAGMENT")  # type: ignore[no-untyped-call]
+_GIVEN = "Tensor x, Tensor index, Tensor weights, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias"
+_NETWORK = (
+    "str activation, str glu_layout, float glu_alpha, float glu_beta, float? glu_limit, bool stacked, bool recompute, "
+    "str backend, bool? batch_invariant"
+)
+for schema in (
+    f"experts({_GIVEN}, *, {_NETWORK}, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"experts_backward(Tensor grad, {_GIVEN}, Tensor preact, Tensor rows, Tensor place, Tensor ends, bool[] wanted, *, "
+    f"{_NETWORK}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+):
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+_WITH_GRADIENTS = (0, 2, 3, 4, 5, 6)
+"""Of the operator's arguments: x, weights, up, down and their biases."""
+
+
+def _in_graph(net: Network, x: Tensor, index: Tensor, *given: Tensor | None) -> Tensor:
+    """The layer in a compiled graph; `keep`: what backward reads is a result of the operator, too."""
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *given))
+    keep = keep and not net.recompute
+    result: Tensor = torch.ops.multigemm.experts(x, index, *given, **net._asdict(), keep=keep)[0]
+    return result
+
+
+def _network(options: dict[str, Any]) -> Network:
+    return Network(**{name: options[name] for name in Network._fields})
+
+
+def _experts(
+    x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
+    down_bias: Tensor | None, *, keep: bool, **options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The operator on real tensors: the result, what the gate is applied to (if it is kept), and the pairs."""
+    net, pairs = _network(options), pairs_of(index, up.shape[0])
+    preact = preact_for(net, x, pairs, up) if keep else None
+    out = _forward(net, pairs, x, weights, up, down, up_bias, down_bias, preact)
+    return out, x.new_empty(0) if preact is None else preact, pairs.rows, pairs.place, pairs.ends
+
+
+def _experts_like(x: Tensor, index: Tensor, *given: Any, keep: bool, **options: Any) -> tuple[Tensor, ...]:
+    up, count = given[1], index.shape[0] * index.shape[1]
+    width = up.shape[2 if options["stacked"] else 1]
+    numbers = {"dtype": torch.int32, "device": x.device}
+    preact = x.new_empty((count, width)) if keep else x.new_empty(0)
+    rows, place = torch.empty(count, **numbers), torch.empty(index.shape, **numbers)  # type: ignore[call-overload]
+    return x.new_empty(x.shape), preact, rows, place, torch.empty(up.shape[0], **numbers)  # type: ignore[call-overload]
+
+
+def _experts_backward(grad: Tensor, x: Tensor, index: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
+    *given, preact, rows, place, ends, wanted = rest
+    saved = (index, x, *given, preact if preact.numel() or not len(rows) else None, rows, place, ends)
+    found = _Backward(_network(options), saved, grad.contiguous()).gradients(wanted)
+    return tuple(grad.new_empty(0) if each is None else each for each in found)
+
+
+def _experts_backward_like(grad: Tensor, x: Tensor, index: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
+    given, wanted = (x, *rest[:5]), rest[-1]
+    return tuple(t.new_empty(t.shape) if want else grad.new_empty(0) for t, want in zip(given, wanted, strict=True))
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs, *output[1:])
+    ctx.options = {name: keyword_only_inputs[name] for name in Network._fields}
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward_of_experts(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    wanted = [bool(ctx.needs_input_grad[at]) for at in _WITH_GRADIENTS]
+    found = torch.ops.multigemm.experts_backward(grad, *ctx.saved_tensors, wanted, **ctx.options)
+    slots: list[Any] = [None] * 7
+    for at, want, each in zip(_WITH_GRADIENTS, wanted, found, strict=True):
+        slots[at] = each if want else None
+    return tuple(slots)
+
+
+for device in ("CPU", "CUDA"):
+    _library.impl("experts", _experts, device)
+    _library.impl("experts_backward", _experts_backward, device)
+torch.library.register_fake("multigemm::experts", _experts_like, lib=_library)
+torch.library.register_fake("multigemm::experts_backward", _experts_backward_like, lib=_library)
+torch.library.register_autograd(
+    "multigemm::experts", _backward_of_experts, setup_context=_keep_for_backward, lib=_library
+)

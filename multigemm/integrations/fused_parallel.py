@@ -27,23 +27,24 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from multigemm.errors import InvalidProblem
 from multigemm.integrations import expert_parallel
 from multigemm.integrations.fused_experts import (
     Network,
-    _by_rows,
-    _first,
-    _in_autocast,
-    _of_matrix,
-    _Pairs,
-    _preact_for,
-    _product,
-    _summed_by_expert,
+    Pairs,
+    by_rows,
+    first_product,
     gate_backward,
+    in_autocast,
+    matrix_gradient,
+    preact_for,
+    product,
+    summed_by_expert,
 )
-from multigemm.integrations.layer_ops import add_returned, sort_by_expert
+from multigemm.integrations.layer_ops import add_returned, sort_by_expert, triton_kernels
 from multigemm.integrations.rank_agreement import Input, agree, explained
 from multigemm.torch_internals import no_dynamo
 
@@ -75,7 +76,7 @@ def run_fused(
     """
     group, slices = expert_parallel.groups_of(mesh)
     device = expert_parallel.device_of(mesh, x)
-    x, *parameters = _in_autocast(x, held.up, held.down, held.up_bias, held.down_bias)
+    x, *parameters = in_autocast(x, held.up, held.down, held.up_bias, held.down_bias)
     if slices is not None:
         x, weights = expert_parallel.enter(x, slices), expert_parallel.enter(weights, slices)
     call = _Call(held.experts, parameters[0], group, chunks, device)
@@ -94,8 +95,9 @@ class Journeys:
     """Who goes where.
 
     `send[c]` and `receive[c]`: how many rows of chunk c go to and come from each rank. `tokens` [sent rows] says which
-    token each row is of, and `place` [tokens, ranks] which row carries a token to a rank, -1 where none does. `pieces`:
-    where each piece lies in X, the own one first, and `pairs`, how many pairs of token and expert it has.
+    token each row is of, and `place` [chunks, ranks, tokens of a chunk] which row carries a token to a rank, -1 where
+    none does. `pieces`: where each piece lies in X, the own one first, and `pairs`, how many pairs of token and expert
+    it has.
     """
 
     group: dist.ProcessGroup
@@ -163,6 +165,16 @@ class Return:
         self._under_way.clear()
 
 
+class Sorted(NamedTuple):
+    """Pairs of token and expert, by expert: their tokens [S], where each went [tokens, k], where experts end, and which
+    pair each one was [S]."""
+
+    tokens: Tensor
+    place: Tensor
+    ends: Tensor
+    order: Tensor
+
+
 class _Call:
     """What the two halves of one call share: its journeys, and what is under way between them."""
 
@@ -175,17 +187,19 @@ class _Call:
         self.x: Tensor
         self.routing: Tensor
         self.arrivals: list[list[Any]]
+        self.own_pairs: Sorted
         self.returns: list[Return] = []
 
     def plan(self, index: Tensor, x: Tensor, weights: Tensor, needs_grad: bool) -> None:
         """Tells the other ranks how many rows will come, and lays out which."""
         ranks, here, chunks = self.group.size(), self.group.rank(), self.chunks
-        found: list[Tensor] = []
+        layout: list[Tensor] = []
 
         def read() -> Input:
             self._check(x, index, weights)
             counts, unplaced, goes = self._count(index)
-            found.append(goes)
+            layout.extend(_layout(goes))  # this and the next before the host waits for the counts
+            self.own_pairs = self.sorted(index)
             return Input(x.dtype, x.shape[1], index.shape[1], counts, unplaced, needs_grad)
 
         agreed = agree(read, 2 * chunks, self.experts, self.group, self.device)
@@ -195,7 +209,7 @@ class _Call:
         send, receive = (n[:, :, 0].t().tolist() for n in (sent, received))
         ends = [0, *accumulate(map(sum, receive), initial=len(x))]
         self.ways = Journeys(
-            self.group, send, receive, *_layout(found[0], chunks, sum(map(sum, send))),
+            self.group, send, receive, tokens=layout[0][: sum(map(sum, send))], place=layout[1],
             pieces=[slice(a, b) for a, b in pairwise(ends)],
             pairs=[own, *received[others, :, 1].sum(0).tolist()],
         )  # fmt: skip
@@ -214,36 +228,44 @@ class _Call:
             if given.device != self.device:
                 raise InvalidProblem(f"{name} is on {given.device}, and the ranks exchange rows on {self.device}")
 
+    def sorted(self, index: Tensor) -> Sorted:
+        """Pairs of token and expert by this rank's experts, those of others behind them."""
+        index = index - self.group.rank() * self.each
+        kernels = triton_kernels() if index.is_cuda else None
+        if kernels is not None and kernels.can_sort(index.numel(), self.here):
+            order = torch.empty(index.numel(), dtype=torch.int64, device=index.device)
+            tokens, place, ends = kernels.sort_pairs(index, self.here, order)
+            return Sorted(tokens, place, ends, order)
+        order, inverse, ends = sort_by_expert(index.reshape(-1), self.here)
+        return Sorted((order // max(index.shape[1], 1)).int(), inverse.int().view(index.shape), ends, order)
+
     def _count(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(rows and pairs of each chunk to each rank, numbers that are no experts, ranks that a token travels to)."""
-        ranks, here = self.group.size(), self.group.rank()
+        """Rows and pairs of each chunk to each rank [ranks, 2 chunks]; how many numbers are no experts; and which
+        tokens of a chunk travel to a rank [chunks, ranks, tokens]."""
+        ranks, chunks = self.group.size(), self.chunks
         known = (index >= 0) & (index < self.experts)
         owner = torch.where(known, index // max(self.each, 1), ranks).long()
-        pairs = owner.new_zeros(len(index), ranks + 1).scatter_add_(1, owner, torch.ones_like(owner))[:, :ranks]
-        goes = pairs > 0
-        goes[:, here] = False
-        parts = zip(goes.tensor_split(self.chunks), pairs.tensor_split(self.chunks), strict=True)
-        counts = torch.stack([torch.stack([some.sum(0), many.sum(0)], 1) for some, many in parts], 1)
-        return counts.view(ranks, -1), index.numel() - pairs.sum(), goes
-
-    def local(self, routing: Tensor) -> Tensor:
-        """Numbers of this rank's experts [rows, k]; the experts of others are -1."""
-        numbers = routing[:, : routing.shape[1] // 2] - self.group.rank() * self.each
-        return torch.where((numbers >= 0) & (numbers < self.here), numbers, -1)
+        pairs = owner.new_zeros(len(index), ranks + 1).scatter_add_(1, owner, torch.ones_like(owner))
+        if missing := -len(index) % chunks:
+            pairs = F.pad(pairs, (0, 0, 0, missing))
+        pairs = pairs.view(chunks, -1, ranks + 1)
+        goes = (pairs > 0).transpose(1, 2)[:, :ranks].contiguous()
+        goes[:, self.group.rank()] = False
+        many = pairs.sum(1)
+        counts = torch.stack([goes.sum(2), many[:, :ranks]], 2).transpose(0, 1).reshape(ranks, -1)
+        return counts, many[:, ranks].sum(), goes
 
 
-def _layout(goes: Tensor, chunks: int, total: int) -> tuple[Tensor, Tensor]:
-    """Tokens of the sent rows, by chunk, by rank, by token; and [tokens, ranks] where each was put, or -1."""
-    numbers = torch.arange(len(goes), device=goes.device)
-    rows = numbers.new_zeros(total + 1)
-    places, sent = [], numbers.new_zeros(())
-    for part, tokens in zip(goes.tensor_split(chunks), numbers.tensor_split(chunks), strict=True):
-        by_rank = part.t().contiguous()
-        to = by_rank.view(-1).cumsum(0).view(by_rank.shape) - 1 + sent
-        rows.scatter_(0, torch.where(by_rank, to, total).view(-1), tokens.expand(by_rank.shape).reshape(-1))
-        places.append(torch.where(by_rank, to, -1).t())
-        sent = sent + by_rank.sum()
-    return rows[:total], torch.cat(places).contiguous()
+def _layout(goes: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens of the sent rows, by chunk, by rank, by token, as long as it may be; and [chunks, ranks, tokens] where
+    they were put, or -1."""
+    flat = goes.view(-1)
+    sent = flat.cumsum(0)
+    place = (sent * flat - 1).view(goes.shape)
+    chunks, ranks, tokens = goes.shape
+    found = torch.searchsorted(sent, torch.arange(1, flat.numel() + 1, device=goes.device))
+    rows = found % max(tokens, 1)
+    return (rows if chunks == 1 else rows + found // max(ranks * tokens, 1) * tokens), place
 
 
 def _packed(index: Tensor, weights: Tensor) -> Tensor:
@@ -251,6 +273,10 @@ def _packed(index: Tensor, weights: Tensor) -> Tensor:
     wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
     whole = torch.int64 if wide.dtype is torch.float64 else torch.int32
     return torch.cat([index.to(whole), wide.contiguous().view(whole)], 1)
+
+
+def _index_of(routing: Tensor) -> Tensor:
+    return routing[:, : routing.shape[1] // 2]
 
 
 def _weights_of(routing: Tensor) -> Tensor:
@@ -301,7 +327,7 @@ class _Finish(torch.autograd.Function):
         kept = [tensor for piece in pieces for tensor in piece]
         ctx.call, ctx.net = call, net
         ctx.save_for_backward(*parameters, call.x, call.routing, *kept)
-        del call.x, call.routing, call.arrivals
+        del call.x, call.routing, call.arrivals, call.own_pairs
         return result
 
     @staticmethod
@@ -352,29 +378,27 @@ class _Layer(NamedTuple):
         """A piece whose rows are here."""
         rows, pairs = self.call.ways.pieces[number], self.call.ways.pairs[number]
         routing = self.routing[rows]
-        local = self.call.local(routing)
-        order, inverse, ends = sort_by_expert(local.reshape(-1), self.call.here)
-        tokens = (order[:pairs] // max(local.shape[1], 1)).int()
-        return _Piece(tokens, inverse.int().view(local.shape), ends, order[:pairs], _weights_of(routing), None)
+        tokens, place, ends, order = self.call.sorted(_index_of(routing)) if number else self.call.own_pairs
+        return _Piece(tokens[:pairs], place, ends, order[:pairs], _weights_of(routing), None)
 
     def first(self, number: int, piece: _Piece, keep: bool) -> tuple[Tensor, _Piece]:
         """What the gate gives for each pair; and the piece, with the first products if `keep` them."""
         x = self.x[self.call.ways.pieces[number]]
-        pairs = _Pairs(piece.tokens, piece.place, piece.ends)
-        preact = _preact_for(self.net, x, pairs, self.up) if keep else None
+        pairs = Pairs(piece.tokens, piece.place, piece.ends)
+        preact = preact_for(self.net, x, pairs, self.up) if keep else None
         if not len(piece.tokens):
             return x.new_empty(0, self.down.shape[1 if self.net.stacked else 2]), piece._replace(preact=preact)
-        return _first(self.net, x, pairs, self.up, self.up_bias, preact), piece._replace(preact=preact)
+        return first_product(self.net, x, pairs, self.up, self.up_bias, preact), piece._replace(preact=preact)
 
     def second(self, piece: _Piece, hidden: Tensor) -> Tensor:
         """The weighted sum of each row's pairs here."""
         weights = piece.weights.detach()
-        return self._summed(piece, hidden, _by_rows(self.down, self.net.stacked), weights, bias=self.down_bias)
+        return self._summed(piece, hidden, by_rows(self.down, self.net.stacked), weights, bias=self.down_bias)
 
     def _summed(self, piece: _Piece, rows: Tensor, b: Tensor, weights: Tensor | None, **keywords: Any) -> Tensor:
         if not len(piece.tokens):
             return rows.new_zeros(len(piece.place), b.shape[2])
-        return _product(self.net, rows, b, piece.ends, combine=(piece.place, weights), **keywords)
+        return product(self.net, rows, b, piece.ends, combine=(piece.place, weights), **keywords)
 
     def backward(
         self, pieces: list[_Piece], grad: Tensor, wanted: tuple[bool, ...]
@@ -409,36 +433,38 @@ class _Layer(NamedTuple):
 
     def _every_pair(self, pieces: list[_Piece]) -> _EveryPair:
         """The pairs of all pieces, sorted by expert."""
-        local = self.call.local(self.routing)
-        top_k, total = local.shape[1], sum(self.call.ways.pairs)
-        order, inverse, ends = sort_by_expert(local.reshape(-1), self.call.here)
-        starts = [rows.start * top_k for rows in self.call.ways.pieces]
-        places = [inverse[piece.order + start] for piece, start in zip(pieces, starts, strict=True)]
-        return _EveryPair((order[:total] // max(top_k, 1)).int(), ends, order[:total], places)
+        ways, total = self.call.ways, sum(self.call.ways.pairs)
+        tokens, place, ends, order = self.call.sorted(_index_of(self.routing))
+        places = [
+            place[rows].view(-1).index_select(0, piece.order) for rows, piece in zip(ways.pieces, pieces, strict=True)
+        ]
+        return _EveryPair(tokens[:total], ends, order[:total], places)
 
     def _through_gate(self, number: int, piece: _Piece, grad: Tensor, into: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Writes the gradients of the first products, and weight * hidden; gives <gradient, hidden> of each pair."""
-        net, weights = self.net, piece.weights.reshape(-1)[piece.order]
+        net, weights = self.net, piece.weights.view(-1).index_select(0, piece.order)
         if not len(piece.tokens):
             return weights
         preact = self.first(number, piece, True)[1].preact if piece.preact is None else piece.preact
         assert preact is not None
-        matrix = _by_rows(self.down, not net.stacked)
-        dh = _product(net, grad, matrix, piece.ends, a_rows=piece.tokens)
+        matrix = by_rows(self.down, not net.stacked)
+        dh = product(net, grad, matrix, piece.ends, a_rows=piece.tokens)
         return gate_backward(net, preact, dh, weights, piece.ends, into)[2]
 
     def _of_rows(self, piece: _Piece, of_pairs: Tensor, places: Tensor) -> Tensor:
         """The gradient of each row of a piece, by experts here."""
-        return self._summed(piece, of_pairs, _by_rows(self.up, not self.net.stacked), None, a_rows=places)
+        return self._summed(piece, of_pairs, by_rows(self.up, not self.net.stacked), None, a_rows=places)
 
     def _of_weights(self, number: int, piece: _Piece, grad: Tensor, dots: Tensor) -> Tensor:
         """<gradient, row of down> of each pair that is here, and 0 for the others."""
         pairs = len(piece.tokens)
         found = torch.cat([dots, dots.new_zeros(1)])[piece.place.clamp(max=pairs)]
         if self.down_bias is not None and self.call.here:
-            local = self.call.local(self.routing[self.call.ways.pieces[number]]).long()
+            first = self.call.group.rank() * self.call.each
+            local = _index_of(self.routing[self.call.ways.pieces[number]]).long() - first
             every = grad.to(dots.dtype) @ self.down_bias.detach().to(dots.dtype).t()
-            found = found + torch.where(local >= 0, every.gather(1, local.clamp(min=0)), 0)
+            known = every.gather(1, local.clamp(0, self.call.here - 1))
+            found = found + torch.where(piece.place < pairs, known, 0)
         return found.to(piece.weights.dtype)
 
     def _of_parameters(
@@ -449,19 +475,20 @@ class _Layer(NamedTuple):
             return [
                 torch.zeros_like(p) if want and p is not None else None for p, want in zip(given, wanted, strict=True)
             ]
-        pairs = _Pairs(every.tokens, every.order, every.ends)
+        pairs = Pairs(every.tokens, every.order, every.ends)
         found: list[Tensor | None] = [None] * 4
         if wanted[0]:
-            found[0] = _of_matrix(net, pairs, self.x, of_pairs, turned=not net.stacked)
+            found[0] = matrix_gradient(net, pairs, self.x, of_pairs, turned=not net.stacked)
         if wanted[1]:
-            found[1] = _of_matrix(net, pairs, grad, weighted, turned=net.stacked)
-        weights = _weights_of(self.routing).reshape(-1)[every.order]
+            found[1] = matrix_gradient(net, pairs, grad, weighted, turned=net.stacked)
         if wanted[2]:
             assert self.up_bias is not None
-            found[2] = _summed_by_expert(net, every.ends, torch.ones_like(weights), of_pairs, None, self.up_bias)
+            ones = torch.ones(len(every.order), dtype=grad.dtype, device=grad.device)
+            found[2] = summed_by_expert(net, every.ends, ones, of_pairs, None, self.up_bias)
         if wanted[3]:
             assert self.down_bias is not None
-            found[3] = _summed_by_expert(net, every.ends, weights, grad, every.tokens, self.down_bias)
+            weights = _weights_of(self.routing).view(-1).index_select(0, every.order)
+            found[3] = summed_by_expert(net, every.ends, weights, grad, every.tokens, self.down_bias)
         return found
 
 

@@ -96,7 +96,7 @@ def _choose_auto(problem: GroupedGemmProblem, spec: ProblemSpec, c: ProblemClass
     allowed = settings().backend
     registry.check_allowed(allowed)
     if spec.batch_invariant:
-        name = _invariant_backend(spec, problem.device, allowed)
+        name = _invariant_backend(spec, c, problem.device, allowed)
         return plan(name, problem, spec, config, "batch invariant: the same backend for all problems of these dtypes")
     found = candidates(spec, problem.device)
     able = [c.name for c in found if c.for_auto and (not allowed or c.name in allowed)]
@@ -114,14 +114,14 @@ def _choose_auto(problem: GroupedGemmProblem, spec: ProblemSpec, c: ProblemClass
     return next((choice for choice in others if not choice.recipe.syncs), first)
 
 
-def _invariant_backend(spec: ProblemSpec, device: torch.device, allowed: Sequence[str]) -> str:
+def _invariant_backend(spec: ProblemSpec, c: ProblemClass, device: torch.device, allowed: Sequence[str]) -> str:
     """The one backend that "auto" takes for all batch-invariant problems of these dtypes on a device.
 
     Neither sizes, form and layout nor a measurement may choose it: another backend gives other bits. So the first of a
     fixed order is taken that runs a plain problem of these dtypes, and where it refuses this one, the call is refused.
     """
     found = {c.name: c for c in candidates(plain_spec(spec), device)}
-    order = allowed or [name for name in (*invariant_order(spec), *found) if name in found and name != "null"]
+    order = allowed or [name for name in (*invariant_order(c), *found) if name in found and name != "null"]
     name = next((name for name in order if found[name].for_auto), None)
     if name is None:
         raise BackendUnsupported({name: found[name].why_not(allowed) for name in order})

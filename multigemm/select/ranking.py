@@ -25,8 +25,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import OperandSpec, ProblemSpec
 from multigemm.select import recipes, registry, table
@@ -40,7 +38,7 @@ HOST_US = {"cupy": 11.0, "numba": 11.0, "triton": 11.0, "cublas": 35.0}
 LESS_BUSY = 0.8
 """Of the other backend's host time: with less, an eager call over equal groups takes a backend that is up to 3 %
 slower, since a caller who waits for the device has the rest of the time for work of his own."""
-LONG_K, MANY_ROWS = 1024, 64
+LONG_K, MANY_ROWS = 1024, 128
 """From both on, 16-bit kernels of CuPy lead those of Triton: a slower start of each tile, and a faster main loop."""
 FEW_GROUPS = 8
 """So many calls of cuBLAS in a row, each with a float32 kernel that is up to five times as fast, beat one launch."""
@@ -140,8 +138,8 @@ def static_order(c: ProblemClass) -> tuple[str, ...]:
     own = _own_kernels(c)
     if c.where == ON_DEVICE:
         return own
-    batch = c.dtype != "int8" and (c.where == EQUAL or c.form == "batched")
-    if batch or (c.dtype == "float32" and c.groups <= FEW_GROUPS):
+    batch = c.where == EQUAL or c.form == "batched" or (c.form == "per_group" and None not in (c.n, c.k))
+    if (batch and c.dtype != "int8") or (c.dtype == "float32" and c.groups <= FEW_GROUPS):
         return "cublas", *own
     return *own, "cublas"
 
@@ -150,17 +148,15 @@ def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
     """Those with kernels of their own. Numba takes 7 to 12 s to compile a 16-bit kernel for Hopper, and the trial waits
     for it: it takes part for lists of long products alone, since it was never the fastest elsewhere."""
     if c.quantised:
-        return ("cupy", "triton", "numba") if _quantised_of_hopper(c) else ("triton", "cupy", "numba")
-    if c.dtype == "int8":
-        return "numba", "triton", "cupy"
+        return ("cupy", "triton", "numba") if _quantised_of_hopper(c) else _by_dtype(c)
     if "+gather" in c.precision or "+gate" in c.precision:
         return "triton", "cupy"
-    if c.dtype in ("float64", "tf32"):
-        return "triton", "numba", "cupy"
     if c.dtype == "float32":
         few_tiles = c.n is not None and c.groups * c.n <= SPLIT_COLUMNS
         weights_by_rows = c.b.partition("/")[2].startswith("row")
-        return ("triton", "numba", "cupy") if few_tiles or weights_by_rows else ("numba", "triton", "cupy")
+        return ("triton", "numba", "cupy") if few_tiles or weights_by_rows else _by_dtype(c)
+    if c.dtype not in ("float16", "bfloat16"):
+        return _by_dtype(c)
     k = c.total / max(c.groups, 1) if c.form == "jagged_k" else c.k or 0
     long = k >= LONG_K and c.rows >= MANY_ROWS
     found = ("cupy", "triton") if long and not c.unaligned else ("triton", "cupy")
@@ -180,15 +176,17 @@ def _quantised_of_hopper(c: ProblemClass) -> bool:
     return blocks and c.form not in ("jagged_k", "per_group")
 
 
-def invariant_order(spec: ProblemSpec) -> tuple[str, ...]:
+def _by_dtype(c: ProblemClass) -> tuple[str, ...]:
+    if c.quantised:
+        return "triton", "cupy", "numba"
+    if c.dtype in ("float16", "bfloat16"):
+        return "cupy", "triton", "numba"
+    return ("numba", "triton", "cupy") if c.dtype in ("int8", "float32") else ("triton", "numba", "cupy")
+
+
+def invariant_order(c: ProblemClass) -> tuple[str, ...]:
     """The order for batch-invariant problems: by dtype alone, since another backend gives other bits."""
-    if spec.quantised:
-        return "triton", "cupy", "numba", "cpu"
-    if spec.compute in (torch.float16, torch.bfloat16):
-        return "cupy", "triton", "numba", "cpu"
-    if spec.compute is torch.int8 or (spec.compute is torch.float32 and spec.precision != "tf32"):
-        return "numba", "triton", "cupy", "cpu"
-    return "triton", "numba", "cupy", "cpu"
+    return *_by_dtype(c), "cpu"
 
 
 def plain_spec(spec: ProblemSpec) -> ProblemSpec:

@@ -2,10 +2,11 @@
 
     python -m multigemm.testing.batch_invariance --backends cupy,triton,numba,cublas --seconds 120 --jobs 12 --json FILE
 
-A `Kind` is what may decide the bits: dtypes, K, the epilogue. Of each kind a pool of rows meets a few weights once, a
-group alone. Then random batches of these rows are computed, among others, in any order, alone, in other forms and
-layouts, with other numbers of groups, columns and tiles; every row is compared with what it was alone, bit for bit. One
-comparison is one batch. `--control` leaves `batch_invariant=True` out, to show that the comparisons can fail.
+A kind is what may decide the bits: dtypes, K, the epilogue, as a case of the fuzzer without groups. Of each kind a pool
+of rows meets a few weights once, a group alone. Then random batches of these rows are computed, among others, in any
+order, alone, in other forms and layouts, with other numbers of groups, columns and tiles; every row is compared with
+what it was alone, bit for bit. One comparison is one batch. `--control` leaves `batch_invariant=True` out, to show that
+the comparisons can fail.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,19 +29,19 @@ from torch import Tensor
 from multigemm.api import grouped_gemm
 from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSetting
 from multigemm.planning.staging import staged_spec
+from multigemm.problem.arrays import dtype_name
 from multigemm.problem.problem import GroupedGemmProblem
-from multigemm.problem.spec import ACTIVATIONS
 from multigemm.testing.campaigns import add_up, side_by_side
-from multigemm.testing.case import as_dtype
-from multigemm.testing.placed_case import bits
+from multigemm.testing.case import Case, Layout, as_dtype
+from multigemm.testing.placed_case import bits, strides_for
+from multigemm.testing.strategies import Limits, RandomChooser, draw_case
 from multigemm.testing.subject import Subject
 
-Draw = np.random.Generator
-KS = (1, 7, 8, 15, 16, 17, 31, 32, 33, 64, 65, 100, 128, 130, 200, 256, 333, 512, 1000, 1024)
-LONG_KS = (2048, 2880, 4096)
-NS = (1, 3, 8, 16, 33, 64, 100, 128, 136, 192, 256, 384, 512)
-DTYPES = ("bfloat16", "bfloat16", "bfloat16", "float16", "float16", "float32", "float32", "tf32", "float64", "int8")
-MODES = ("normal", "normal", "cancel", "special", "tiny", "whole")
+LONG_KS, MOST_N = (2048, 2880, 4096), 512
+DTYPES = ("bfloat16", "bfloat16", "bfloat16", "float16", "float16", "float32", "float32", "float32", "float64", "int8")
+MODES = ("normal", "normal", "cancel", "special", "tiny", "int")
+LIMITS = Limits(work=1 << 40, forms=("jagged_m",), dtypes=DTYPES, modes=MODES, longest=1024)
+"""Of kinds; sizes of groups do not count."""
 FORMS = ("jagged_m", "per_group", "batched", "masked", "jagged_n", "jagged_k")
 WEIGHTS, MOST_ELEMENTS, MOST_DOWN, LISTED = 6, 1 << 23, 256, 20
 REFUSED_AT_ONCE = 20
@@ -53,49 +54,24 @@ time."""
 EXAMPLES = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """All that may decide the bits of an element, besides its row and its column."""
-
-    dtype: str
-    k: int
-    n: int
-    out_dtype: str
-    alpha: float
-    beta: float
-    bias: bool
-    activation: str | None
-    mode: str
-    seed: int
-
-    @property
-    def compute(self) -> torch.dtype:
-        return torch.float32 if self.dtype == "tf32" else as_dtype(self.dtype)
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        return {
-            "alpha": self.alpha, "beta": self.beta, "activation": self.activation,
-            "out_dtype": as_dtype(self.out_dtype), "precision": "tf32" if self.dtype == "tf32" else "ieee",
-        }  # fmt: skip
-
-
-def draw_kind(rng: Draw, seed: int, work: int) -> Kind:
+def draw_kind(seed: int, work: int) -> Case:
     """A kind whose products of one row take at most `work` multiply-adds."""
-    dtype = str(rng.choice(DTYPES))
-    n = int(rng.choice([n for n in NS if n <= work]))
-    k = int(rng.choice(LONG_KS if rng.integers(6) == 0 and work >= LONG_KS[-1] else KS))
-    n = min(n, max(1, work // k))
-    if dtype == "int8":
-        out, alpha, mode = "int32", float(rng.choice((1, -3))), "whole"
-        activation = "relu" if rng.integers(3) == 0 else None
-    else:
-        same = {"tf32": "float32"}.get(dtype, dtype)
-        out = "float32" if rng.integers(4) == 0 else same
-        alpha, mode = float(rng.choice((1.0, 1.0, 0.37, -1.7))), str(rng.choice(MODES))
-        activation = str(rng.choice(ACTIVATIONS)) if rng.integers(3) == 0 else None
-    beta = float(rng.choice((0, 0, 1, 2))) if dtype == "int8" else float(rng.choice((0.0, 0.0, 1.0, -0.6)))
-    return Kind(dtype, k, n, out, alpha, beta, bool(rng.integers(3) == 0), activation, mode, seed)
+    ch = RandomChooser(seed)
+    case = draw_case(ch, LIMITS)
+    k = ch.choice(LONG_KS) if work >= LONG_KS[-1] and ch.integer(0, 5) == 0 else min(max(case.k, 1), LONG_KS[-1], work)
+    return replace(
+        case, k=k, n=max(1, min(case.n, MOST_N, work // k)), seed=seed, lengths=(), head=0, tail=0, dtype_b="",
+        out_dtype=dtype_name(case.result_dtype), a=replace(case.a, zero=""), b=replace(case.b, zero=""),
+    )  # fmt: skip
+
+
+def keywords_of(kind: Case) -> dict[str, Any]:
+    """The keywords of every call of a kind."""
+    number = int if kind.compute == torch.int8 else float
+    return {
+        "alpha": number(kind.alpha), "beta": number(kind.beta), "activation": kind.activation,
+        "out_dtype": kind.result_dtype, "precision": kind.precision,
+    }  # fmt: skip
 
 
 class Batch(NamedTuple):
@@ -109,50 +85,41 @@ class Batch(NamedTuple):
     parts: Callable[[Any], list[Tensor]]
 
 
-Layout = Literal["row", "col", "odd"]
-
-
 def lay(x: Tensor, layout: Layout) -> Tensor:
-    """The same values in other memory: by columns, or in odd lines that begin at an odd element."""
-    if layout == "row" or not x.numel():
-        return x.contiguous()
-    if layout == "col":
-        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
-    lines, columns = x.numel() // x.shape[-1], x.shape[-1]
-    memory = torch.empty(1 + lines * (columns + 1), dtype=x.dtype, device=x.device)
-    made = memory[1:].view(*x.shape[:-1], columns + 1)[..., :columns]
-    return made.copy_(x)
+    """The same values in other memory."""
+    strides, reach = strides_for(x.shape, layout)
+    memory = torch.empty(layout.shift + reach, dtype=x.dtype, device=x.device)
+    return memory.as_strided(x.shape, strides, layout.shift).copy_(x)
 
 
 class Pool:
     """Rows, weights and what they give alone, on one device; and the batches that are drawn from them."""
 
-    def __init__(self, kind: Kind, rows: int, device: torch.device) -> None:
+    def __init__(self, kind: Case, rows: int, device: torch.device) -> None:
         self.kind, self.device, self.count, self.most = kind, device, rows, 4 * rows
         self.rng = rng = np.random.default_rng(kind.seed)
         self.rows, self.right = self._values(rows, kind.k), self._values(rows, kind.n)
         self.weights = self._values(WEIGHTS, kind.k, kind.n)
-        dtype, down = as_dtype(kind.out_dtype), min(kind.k, MOST_DOWN)
+        self.keywords, down = keywords_of(kind), min(kind.k, MOST_DOWN)
 
-        def whole(*shape: int) -> Tensor:
-            return torch.from_numpy(rng.integers(-8, 9, shape)).to(device, dtype)
+        def whole(dtype: str, *shape: int) -> Tensor | None:
+            return torch.from_numpy(rng.integers(-8, 9, shape)).to(device, as_dtype(dtype)) if dtype else None
 
-        self.c = whole(rows, kind.n) if kind.beta else None
-        self.c_of_pieces = whole(WEIGHTS, down, kind.n) if kind.beta else None
-        self.bias = whole(WEIGHTS, kind.n) if kind.bias else None
+        self.c = whole(kind.c_dtype, rows, kind.n)
+        self.c_of_pieces = whole(kind.c_dtype, WEIGHTS, down, kind.n)
+        self.bias = whole(kind.bias_dtype, WEIGHTS, kind.n)
         self.left = self.rows[:, :down]
         ends = np.sort(rng.integers(0, rows, (WEIGHTS, 2)), axis=1)
         self.pieces = [slice(int(low), int(high)) for low, high in [(3, 3), (5, 6), *ends[2:]]]
         self.forms = [str(form) for form in rng.choice(FORMS, 3, replace=False)]
-        drawn: Any = tuple(rng.choice(("row", "col", "odd"), 2)) if rng.integers(3) else ("row", "row")
-        self.layouts: tuple[Layout, Layout] = drawn
+        self.layouts = (kind.a, kind.b)
         self.columns = [slice(0, kind.n), slice(*sorted(rng.choice(kind.n + 1, 2, replace=False).tolist()))]
         self.index = torch.int32 if rng.integers(2) else torch.int64
         self._alone: dict[str, Any] = {}
 
     def _values(self, *shape: int) -> Tensor:
         kind, rng = self.kind, self.rng
-        values = rng.integers(-9, 10, shape).astype(np.float64) if kind.mode == "whole" else rng.standard_normal(shape)
+        values = rng.integers(-9, 10, shape).astype(np.float64) if kind.mode == "int" else rng.standard_normal(shape)
         if kind.mode == "cancel":
             values *= np.exp2(rng.integers(-12, 13, shape).astype(np.float64))
         if kind.mode == "tiny":
@@ -177,12 +144,12 @@ class Pool:
         found = []
         for e in range(WEIGHTS):
             extra = _given(bias=None if self.bias is None else self.bias[e : e + 1], c=self.c)
-            found.append(solve(self.rows, self.weights[e : e + 1], sizes=[self.count], **extra, **self.kind.keywords))
+            found.append(solve(self.rows, self.weights[e : e + 1], sizes=[self.count], **extra, **self.keywords))
         return bits(torch.stack(found))
 
     def _columns_alone(self, solve: Callable[..., Any]) -> Tensor:
         turned, extra = self.weights.transpose(1, 2), _given(c=None if self.c is None else self.c.T)
-        kw = {**extra, **self.kind.keywords, "jagged": "n", "sizes": [self.count]}
+        kw = {**extra, **self.keywords, "jagged": "n", "sizes": [self.count]}
         return bits(torch.stack([solve(turned[e : e + 1], self.rows.T, **kw).T for e in range(WEIGHTS)]))
 
     def _pieces_alone(self, solve: Callable[..., Any]) -> Tensor:
@@ -192,7 +159,7 @@ class Pool:
                 bias=None if self.bias is None else self.bias[p : p + 1],
                 c=None if self.c_of_pieces is None else self.c_of_pieces[p : p + 1],
             )
-            kw = {**extra, **self.kind.keywords, "jagged": "k", "sizes": [piece.stop - piece.start]}
+            kw = {**extra, **self.keywords, "jagged": "k", "sizes": [piece.stop - piece.start]}
             found.append(solve(self.left[piece].T, self.right[piece], **kw)[0])
         return bits(torch.stack(found))
 
@@ -289,8 +256,7 @@ class Pool:
         )
         kw |= {**self._cut(np.array([s.stop - s.start for s in spans]), 0), "jagged": "k"}
         wanted = self.alone("k", solve)[which][..., columns]
-        turned: Layout = {"row": "col", "col": "row"}.get(layouts[0], "odd")  # type: ignore[assignment]
-        return Batch("jagged_k", lay(a.T, turned), lay(b, layouts[1]), kw, [wanted], lambda y: [y])
+        return Batch("jagged_k", lay(a.T, layouts[0].turned), lay(b, layouts[1]), kw, [wanted], lambda y: [y])
 
 
 def _given(**tensors: Any) -> dict[str, Any]:
@@ -325,7 +291,7 @@ class _Pending(NamedTuple):
 class Comparer:
     """Runs batches of one kind on one backend, and counts what differs."""
 
-    def __init__(self, subject: Subject, kind: Kind, pool: Pool, count: Count, promise: bool) -> None:
+    def __init__(self, subject: Subject, kind: Case, pool: Pool, count: Count, promise: bool) -> None:
         self.subject, self.kind, self.pool, self.count, self.promise = subject, kind, pool, count, promise
         self._pending: list[_Pending] = []
         self._configs: dict[str, list[Any]] = {}
@@ -341,7 +307,7 @@ class Comparer:
         if rng.integers(3) == 0:
             return None
         problem = GroupedGemmProblem(
-            batch.a, batch.b, batch_invariant=self.promise, **batch.keywords, **self.kind.keywords
+            batch.a, batch.b, batch_invariant=self.promise, **batch.keywords, **self.pool.keywords
         )
         spec = staged_spec(problem)
         key = f"{spec.form} {spec.a.order}{spec.a.align} {spec.b.order}{spec.b.align}"
@@ -359,10 +325,10 @@ class Comparer:
             batch = self.pool.draw(form, self.solve)
             config = self.config_for(batch)
             try:
-                result = self.solve(batch.a, batch.b, config, **batch.keywords, **self.kind.keywords)
+                result = self.solve(batch.a, batch.b, config, **batch.keywords, **self.pool.keywords)
             except InvalidSetting:  # not for these very sizes
                 config = None
-                result = self.solve(batch.a, batch.b, **batch.keywords, **self.kind.keywords)
+                result = self.solve(batch.a, batch.b, **batch.keywords, **self.pool.keywords)
         except (BackendUnsupported, BackendUnavailable) as error:
             reasons = next(iter(getattr(error, "reasons", {}).values()), [str(error)])
             self.count.refused[f"{form}, {self.kind.dtype}: {reasons[0][:160]}"] += 1
@@ -398,7 +364,7 @@ class Comparer:
     def _describe(self, made: _Pending, differing: int) -> str:
         got, wanted = next((x, y) for x, y in zip(made.parts, made.batch.wanted, strict=True) if bool((x != y).any()))
         at = tuple((got != wanted).nonzero()[0].tolist())
-        dtype = as_dtype(self.kind.out_dtype)
+        dtype = self.kind.result_dtype
         values = [float(x[at].cpu().view(dtype)) for x in (got, wanted)]
         words = [hex(int(x[at]) & (1 << 8 * x.element_size()) - 1) for x in (got, wanted)]
         where = f"{made.batch.form}, {made.config}, element {at} of {tuple(got.shape)}"
@@ -413,7 +379,7 @@ def run(backend: str, device: torch.device, seconds: float, seed: int, promise: 
     rows, work, each = (40, 1 << 11, 25) if small else (512, 1 << 20, 2000)
     while time.monotonic() - begin < seconds:
         number += 1
-        kind = draw_kind(np.random.default_rng((seed, number)), seed * 100003 + number, work)
+        kind = draw_kind(seed * 100003 + number, work)
         comparer = Comparer(subject, kind, Pool(kind, rows, device), count, promise)
         before = count.comparisons
         for drawn in range(each):

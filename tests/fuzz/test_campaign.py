@@ -75,7 +75,20 @@ def test_a_fault_is_found_shrunk_stored_and_repeated(environment: dict[str, str]
 @pytest.mark.slow
 def test_a_fault_of_scales_is_found_shrunk_stored_and_repeated(environment: dict[str, str], tmp_path: Path) -> None:
     summary, stored = tmp_path / "s.json", tmp_path / "stored"
-    asked = ["--backends", "unscaled", "--examples", "40", "--quantised", "1", "--deep", "1", "--shrink", "2"]
+    asked = [
+        "--backends",
+        "unscaled",
+        "--examples",
+        "40",
+        "--quantised",
+        "1",
+        "--fused",
+        "0",
+        "--deep",
+        "1",
+        "--shrink",
+        "2",
+    ]
     done = fuzz(environment, *asked, "--corpus", str(stored), "--json", str(summary))
     assert done.returncode == 1, done.stderr
     data = json.loads(summary.read_text())

@@ -20,12 +20,14 @@ from torch import Tensor
 
 import multigemm as mg
 from multigemm.cuda.arguments import OPERANDS
+from multigemm.integrations import torch_op
 from multigemm.planning import launch_cache, launch_key
 from multigemm.planning.launch_cache import LAUNCHES, LaunchCache
 from multigemm.planning.operands import Operands
 from multigemm.select import choose
 from tests.support.concurrency import held_by_another_thread, in_a_forked_child, on_new_threads
 from tests.support.fake_backends import Fake, Tile
+from tests.support.python_calls import python_calls
 
 A, B, OUT, C, BIAS, ENDS, VALID = (OPERANDS.index(x) for x in ("a", "b", "out", "c", "bias", "ends", "valid_rows"))
 
@@ -718,22 +720,13 @@ def test_a_forked_child_begins_with_an_empty_cache_and_free_locks(follower: Foll
         assert in_a_forked_child(work)
 
 
-def test_a_warm_call_is_short() -> None:
+@pytest.mark.parametrize("call", [mg.grouped_gemm, torch_op.packet], ids=["front door", "operator"])
+def test_a_warm_call_is_short(call: Callable[..., Tensor]) -> None:
     a, b, offsets = torch.randn(48, 64), torch.randn(3, 64, 128), torch.tensor([0, 16, 16, 48], dtype=torch.int32)
     for _ in range(4):
-        mg.grouped_gemm(a, b, offsets=offsets, backend="null")
-    calls, files = [0], set()
-
-    def seen(frame: Any, event: str, argument: Any) -> None:
-        if event == "call":
-            calls[0] += 1
-            if "multigemm" in frame.f_code.co_filename or "/backends/" in frame.f_code.co_filename:
-                files.add(frame.f_code.co_filename)
-
-    sys.setprofile(seen)
-    try:
-        mg.grouped_gemm(a, b, offsets=offsets, backend="null")
-    finally:
-        sys.setprofile(None)
-    assert calls[0] <= 30
+        call(a, b, offsets=offsets, backend="null")
+    served = LAUNCHES.served
+    count, files = python_calls(lambda: call(a, b, offsets=offsets, backend="null"))
+    assert LAUNCHES.served == served + 1
+    assert count <= 30
     assert len(files) <= 6

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 SHOWS = {
     "jagged_batch.py": ["8 products in one call", "chosen:", "gradient (the empty sentence's is exactly 0)"],
     "batch_invariant.py": ["the same logits, bit for bit, and the same tokens", "without it:"],
+    "moe_language_model.py": ["apart: fused from plain", "another seed"],
     "moe_training.py": ["one network", "columns: inputs that each expert got", "times smaller"],
     "transformers_switch.py": ["logits: largest difference", "generated tokens equal: True", "one training step"],
     "expert_parallel.py": ["rank 0 of 2", "rank 1 of 2", "loss"],
@@ -32,7 +33,7 @@ LIMIT = 60
     ("script", "match"),
     [
         ("cublas.py", "torch sees no CUDA GPU"), ("host_time.py", "torch sees no CUDA GPU"),
-        ("moe_layer.py", "--device cpu --scale 64"), ("expert_parallel.py", "torchrun --nproc-per-node 2"),
+        ("moe_layer.py", "--device cpu --scale 64"),
     ],
 )  # fmt: skip
 def test_a_measurement_that_cannot_run_here_says_why(
@@ -45,6 +46,33 @@ def test_a_measurement_that_cannot_run_here_says_why(
         runpy.run_path(str(ROOT / "benchmarks" / script), run_name="__main__")
     assert end.value.code == 2
     assert match in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_auto_is_judged_on_every_random_shape_until_the_time_is_over(tmp_path: Path) -> None:
+    done = judge(tmp_path / "all.json", seconds=100.0)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "all.json").read_text())
+    assert len({row["case"] for row in report["rows"]}) == report["machine"]["compiled"] == 3
+    assert all(row["auto"] == "cpu" and row["us"]["cpu"] > 0 for row in report["rows"])
+    assert report["summary"]["choices"] == len(report["rows"])
+
+    done = judge(tmp_path / "none.json", seconds=0.01)
+    assert done.returncode == 1
+    assert "compiling ahead ends" in done.stdout and "3 of 3 shapes are left" in done.stdout
+    assert not (tmp_path / "none.json").exists()
+
+
+def judge(out: Path, seconds: float) -> subprocess.CompletedProcess[str]:
+    options = ["--device", "cpu", "--backends", "cpu", "--shapes", "3", "--workers", "1", "--seconds", str(seconds)]
+    return subprocess.run(
+        [sys.executable, "benchmarks/auto_random.py", *options, "--out", str(out)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def test_no_example_is_forgotten() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import importlib.util
@@ -125,6 +126,8 @@ def check_command(line: str) -> None:
     elif words[0] in ("python", "torchrun"):
         scripts = [word for word in words[1:] if word.startswith(("examples/", "benchmarks/"))]
         assert all((ROOT / script).exists() for script in scripts), line
+        if "multigemm" in words:
+            parse(shlex.join(words[words.index("multigemm") :]))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +148,12 @@ def test_an_option_that_a_sentence_names_exists(page: Path, text: str) -> None:
     name = text.split()[1]
     parser = Parser(prog=name)
     importlib.import_module(f"multigemm.{COMMANDS[name][1]}").add_arguments(parser)
-    assert [option for option in re.findall(r"--[a-z][a-z-]*", text) if option not in parser.format_help()] == []
+    helped = [parser]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            helped += [found for word, found in action.choices.items() if word in text.split()]
+    known = "".join(each.format_help() for each in helped)
+    assert [option for option in re.findall(r"--[a-z][a-z-]*", text) if option not in known] == []
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from multigemm.backends.triton import config as triton_config
 from multigemm.cuda.summation import ALIKE, INTEGERS, Summation, difference, same_bits
 from multigemm.problem.spec import FORMS, ProblemSpec
 from multigemm.select.ranking import plain_spec
-from multigemm.testing import batch_invariance
+from multigemm.testing import Case, batch_invariance
 from multigemm.testing.subject import Subject, kind_of
 from tests.support.fake_backends import Fake, problem
 
@@ -213,7 +213,7 @@ def test_the_plain_problem_of_dtypes_has_those_of_the_problem() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_rows_on_the_cpu_ignore_their_neighbours(seed: int) -> None:
     device, count = torch.device("cpu"), batch_invariance.Count()
-    kind = batch_invariance.draw_kind(np.random.default_rng(seed), seed, 1 << 11)
+    kind = batch_invariance.draw_kind(seed, 1 << 11)
     pool = batch_invariance.Pool(kind, 24, device)
     comparer = batch_invariance.Comparer(Subject("cpu"), kind, pool, count, True)
     for _ in range(10):
@@ -226,7 +226,7 @@ def test_rows_on_the_cpu_ignore_their_neighbours(seed: int) -> None:
 @pytest.mark.slow
 def test_the_comparison_sees_a_backend_that_does_not_keep_it() -> None:
     """BLAS multiplies one row by another kernel than many."""
-    kind = batch_invariance.Kind("float32", 1000, 64, "float32", 1.0, 0.0, False, None, "normal", 1)
+    kind = Case(dtype="float32", k=1000, n=64, mode="normal", seed=1)
     count, device = batch_invariance.Count(), torch.device("cpu")
     pool = batch_invariance.Pool(kind, 40, device)
     pool.forms = ["jagged_m"]
@@ -250,3 +250,35 @@ def test_the_epilogue_on_the_cpu_ignores_the_place_of_an_element(dtype: torch.dt
     for i, j in ((0, 0), (1, 76), (64, 33), (130, 76)):
         one = mg.grouped_gemm(a[i : i + 1], b[:, j:], c=c[i : i + 1, j:], bias=c[0, j:], backend="cpu", **keywords)
         assert torch.equal(one[0], whole[i, j:])
+
+
+# --- on a GPU; `multigemm.testing.batch_invariance` does the same for longer -----------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cupy", "triton", "numba", "cublas"])
+def test_rows_ignore_their_neighbours(backend: str) -> None:
+    count = batch_invariance.run(backend, torch.device("cuda"), 20.0, 11, True, False)
+    assert count.comparisons or count.refused
+    assert count.differing == 0, count.examples
+
+
+@pytest.mark.gpu
+def test_cublas_refuses_what_it_does_not_keep() -> None:
+    a, b = torch.ones(8, 16, device="cuda"), torch.ones(1, 16, 8, device="cuda")
+    with pytest.raises(mg.BackendUnsupported, match="depend on its neighbours"):
+        mg.grouped_gemm(a, b, sizes=[8], backend="cublas", batch_invariant=True)
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_the_bits_of_an_eager_call() -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(300, 512, device="cuda").bfloat16(), torch.randn(3, 512, 256, device="cuda").bfloat16()
+    plan = mg.plan(mg.GroupedGemmProblem(a, b, sizes=[100, 0, 200], batch_invariant=True))
+    plan()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = plan()
+    graph.replay()
+    alone = mg.grouped_gemm(a[150:151], b[2:], sizes=[1], batch_invariant=True)
+    assert torch.equal(out[150:151], alone)

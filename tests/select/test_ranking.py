@@ -247,8 +247,8 @@ LISTS = "per_group g4 m* n1072 k{k} t2896 bfloat16/row bfloat16/col bfloat16/row
         (str(HALF), "cupy numba mine", "cupy mine"),
         (str(HALF), "triton numba cublas", "triton numba cublas"),  # one alone would be compared with nothing
         (str(HALF), "numba", "numba"),
-        (LISTS.format(k=7520), "cupy triton numba cublas", "cupy triton numba cublas"),
-        (LISTS.format(k=128), "cupy triton numba cublas", "triton cupy cublas"),
+        (LISTS.format(k=7520), "cupy triton numba cublas", "cublas cupy triton numba"),
+        (LISTS.format(k=128), "cupy triton numba cublas", "cublas triton cupy"),
         (str(HALF).replace("bfloat16", "float32"), "cupy triton numba cublas", "triton numba cupy"),
     ],
 )

@@ -23,8 +23,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -299,9 +300,9 @@ def fused_rows_travel_while_multiplying() -> None:
     with pytest.MonkeyPatch.context() as patch:
         noted(fused_parallel.Journeys, "start", "start")
         noted(fused_parallel.Journeys, "wait", "wait")
-        noted(fused_parallel, "_first", "first")
-        noted(fused_parallel, "_product", "product")
-        noted(fused_parallel, "_of_matrix", "weights")
+        noted(fused_parallel, "first_product", "first")
+        noted(fused_parallel, "product", "product")
+        noted(fused_parallel, "matrix_gradient", "weights")
         spread, _ = layers(mesh_of(1), 1, fused=True, bias=False, shared_experts=Noted(seen))
         x = torch.randn(20, WIDTH, dtype=torch.float64, requires_grad=True)
         y: Any = spread(x)
@@ -346,13 +347,12 @@ def fill(moe: MoE, seed: int) -> None:
     """Weights that are the same whatever the ranks: expert by expert."""
     torch.manual_seed(seed)
     whole = MoE(WIDTH, HIDDEN, EXPERTS - 1, TOP, bias=True, dtype=torch.float64)
-    for mine, theirs in zip(moe.parameters(), whole.parameters(), strict=True):
+    given: Any = moe.parameters()
+    for mine, theirs in zip(given, whole.parameters(), strict=True):
         with torch.no_grad():
-            mine.copy_(distribute_tensor(theirs, mine.device_mesh, mine.placements) if is_spread(mine) else theirs)
-
-
-def is_spread(x: Any) -> bool:
-    return isinstance(x, DTensor)
+            mine.copy_(
+                distribute_tensor(theirs, mine.device_mesh, mine.placements) if isinstance(mine, DTensor) else theirs
+            )
 
 
 def trained(mesh: Any) -> tuple[MoE, Any]:
@@ -370,7 +370,7 @@ def save() -> None:
     """Writes the layer and its optimizer, as all ranks hold them; the last rank's parts are smaller."""
     moe, adam = trained(mesh_of(1))
     model, optimizer = get_state_dict(moe, adam)
-    distributed_checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=FOLDER / "checkpoint")
+    save_checkpoint({"model": model, "optimizer": optimizer}, checkpoint_id=FOLDER / "checkpoint")
     if dist.get_rank() == 0:
         torch.save({name: whole(value) for name, value in moe.state_dict().items()}, FOLDER / "weights.pt")
     else:
@@ -390,7 +390,7 @@ def load() -> None:
     for value in moe.parameters():
         value.data.zero_()
     model, optimizer = get_state_dict(moe, adam)
-    distributed_checkpoint.load({"model": model, "optimizer": optimizer}, checkpoint_id=FOLDER / "checkpoint")
+    load_checkpoint({"model": model, "optimizer": optimizer}, checkpoint_id=FOLDER / "checkpoint")
     set_state_dict(moe, adam, model_state_dict=model, optim_state_dict=optimizer)
     wanted = torch.load(FOLDER / "weights.pt")
     for name, value in moe.state_dict().items():
@@ -420,8 +420,8 @@ def sharded() -> None:
                 assert mine.grad is not None and theirs.grad is not None
                 close(2 * whole(mine.grad), theirs.grad)  # FSDP averages over the two copies
                 with torch.no_grad():
-                    mine -= 0.1 * 2 * mine.grad
-                    theirs -= 0.1 * theirs.grad
+                    mine.sub_(0.2 * mine.grad)
+                    theirs.sub_(0.1 * theirs.grad)
                 close(whole(mine), theirs)
 
 

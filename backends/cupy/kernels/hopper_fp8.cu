@@ -28,11 +28,6 @@ struct SideGrids { Grid x, w; i64 columns; };      // columns of the weight side
 __device__ __forceinline__ void copy_number(u32 to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
-// This thread arrives when all of its copies are there.
-__device__ __forceinline__ void arrive_when_copied(u32 barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // Where the scales of a lane's lines stand, of which it has every 32nd, and how far the next block's are: what a tile fixes is
 // worked out before its loop over k, since one warp copies the scales of all stages.
 template <int LINES> struct ScaleLines {

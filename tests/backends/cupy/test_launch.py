@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import multigemm as mg
+from multigemm.backend import Availability
 from multigemm.backends.cupy import BACKEND, build, choice, generic, hopper, hopper_shift_b, support
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
@@ -22,10 +23,13 @@ from multigemm.cuda import counters
 from multigemm.cuda.launch import Kernel
 from multigemm.cuda.tensor_map import SIZE
 from multigemm.errors import CompileError
+from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.operands import view_of
+from multigemm.select import choose, registry
 from tests.support.concurrency import on_new_threads
 from tests.support.cuda_driver import FakeDriver
 from tests.support.cupy_world import BF16, SPEC, bound, install
+from tests.support.python_calls import python_calls
 from tests.support.small_problems import operands, staged
 
 
@@ -168,22 +172,6 @@ def test_a_plan_loads_every_kernel_of_its_layout_once(fake: FakeDriver) -> None:
     assert len(fake.images) == loaded > 3
 
 
-def _python_calls(work: Callable[[], object]) -> int:
-    """Besides those of the fake driver."""
-    count = 0
-
-    def profiler(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event == "call" and "/tests/" not in frame.f_code.co_filename
-
-    sys.setprofile(profiler)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
 ODD = {"a": replace(BF16, align=2), "b": replace(BF16, align=2)}
 
 
@@ -200,7 +188,7 @@ def test_a_new_layout_whose_kernels_are_loaded_is_planned_at_once(
     BACKEND.plan(known, choice.heuristic(known), device)
     new = replace(known, n=4096 + 8, k=7168 + 8)
     config, loaded = choice.heuristic(new), len(fake.images)
-    assert _python_calls(lambda: BACKEND.plan(new, config, device)) <= limit
+    assert python_calls(lambda: BACKEND.plan(new, config, device)).functions <= limit
     assert len(fake.images) == loaded
 
 
@@ -211,7 +199,49 @@ def test_binding_takes_few_steps(form: str, config: Config, limit: int, fake: Fa
     ops = operands(form)
     kernel = KERNELS[config.kernel].loaded(ops.spec, config, 0)
     kernel.bind(ops)
-    assert _python_calls(lambda: kernel.bind(ops)) <= limit
+    assert python_calls(lambda: kernel.bind(ops)).functions <= limit
+
+
+@pytest.fixture
+def on_cpu_tensors(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The registry takes this backend for one that runs here, and the fake GPU for the device of CPU tensors."""
+    gpu = torch.device("cuda", 0)
+    backend = SimpleNamespace(
+        name="cupy",
+        configs=lambda spec, device: BACKEND.configs(spec, gpu),
+        plan=lambda spec, config, device: BACKEND.plan(spec, config, gpu),
+        not_supported_reasons=lambda spec, device: [],
+    )
+    monkeypatch.setattr(registry, "get", lambda name: backend)
+    monkeypatch.setattr(registry, "state", lambda name: Availability(ok=True))
+    choose.forget()
+    yield
+    choose.forget()
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "jagged"), [(1024, 1024, True), (63, 192, True), (128, 131, True), (63, 131, False)],
+    ids=["aligned", "odd k", "odd n", "batch"],
+)  # fmt: skip
+def test_the_way_to_a_kernel_that_is_loaded_is_short(k: int, n: int, jagged: bool, on_cpu_tensors: None) -> None:
+    """From the operands to a plan, and in a call that comes again to the driver's door."""
+    a, b = torch.zeros(8, 32, k, dtype=torch.bfloat16), torch.zeros(8, k, n, dtype=torch.bfloat16)
+    cuts: dict[str, Any] = {"offsets": torch.arange(9, dtype=torch.int32) * 32} if jagged else {}
+    a = a.flatten(0, 1) if jagged else a
+
+    def plan() -> mg.Plan:
+        return mg.plan(mg.GroupedGemmProblem(a, b, **cuts), "cupy")
+
+    plan()
+    choose.forget()
+    assert python_calls(plan).functions <= 500
+    for _ in range(3):
+        mg.grouped_gemm(a, b, backend="cupy", **cuts)
+    served = LAUNCHES.served
+    count, files = python_calls(lambda: mg.grouped_gemm(a, b, backend="cupy", **cuts))
+    assert LAUNCHES.served == served + 1
+    assert count <= 30
+    assert len(files) <= 6
 
 
 def test_kernels_are_loaded_together_and_errors_come_out(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
