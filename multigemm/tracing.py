@@ -39,8 +39,9 @@ def grouped_gemm(
             f"check={check!r} cannot be compiled, since a graph never reads sizes back: leave it at 'host', or keep "
             "the call out of torch.compile"
         )
-    refuse_in_operator(tuple(keywords), keywords.get("activation"))
+    refuse_in_operator([name for name, x in keywords.items() if x is not None])
     _register()
+    _as_tensors(keywords, a.device)
     if (dtype := keywords.get("out_dtype")) is not None and not isinstance(dtype, torch.dtype):
         keywords["out_dtype"] = dtype_of(dtype, "out_dtype")
     for name in ("offsets", "sizes", "ends", "valid_rows"):
@@ -51,6 +52,15 @@ def grouped_gemm(
         with torch.autocast(a.device.type, enabled=False):
             return _operator(a, b, backend=names, **keywords)
     return _operator(a, b, backend=names, **keywords)
+
+
+def _as_tensors(keywords: dict[str, Any], device: torch.device) -> None:
+    """Numbers of rows that are given as lists become tensors on the operands' device; `combine` two arguments."""
+    if (combine := keywords.get("combine")) is not None:
+        keywords["combine"], keywords["combine_weights"] = combine
+    for name in ("a_rows", "b_rows", "combine", "out_rows"):
+        if isinstance(rows := keywords.get(name), list | tuple | range):
+            keywords[name] = torch.tensor(list(rows), device=device, dtype=torch.int64)
 
 
 def _operator(*args: Any, **keywords: Any) -> Tensor:

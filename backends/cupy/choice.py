@@ -24,6 +24,10 @@ from multigemm.backends.cupy.config import (
     FP8_NARROW,
     FP8_SINGLE,
     FP8_WIDE,
+    FUSED_TOGETHER,
+    GATED,
+    GATHERED,
+    GATHERED_TOGETHER,
     GENERIC,
     GENERIC_32,
     GENERIC_64,
@@ -60,6 +64,7 @@ from multigemm.backends.cupy.support import (
     MAX_ROWS,
     SMALL_MAX_ROWS,
     has_block_scales,
+    has_gate,
     has_odd_lines,
     hopper_reasons,
     is_swapped,
@@ -252,6 +257,8 @@ def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
     if layout.spec.quantised:
         yield _quantised_rules(layout, counts)
         return
+    if layout.spec.fused is not None and layout.hopper:
+        yield _fused_rules(layout, counts)
     if layout.spec.compute not in HALVES or layout.spec.fused is not None:
         yield list(_generic_rules(layout, counts))
         return
@@ -278,6 +285,19 @@ def _quantised_rules(layout: Layout, counts: Counts) -> list[Rule]:
     odd = layout.columns % 2 == 1 and layout.columns <= FEW_COLUMNS
     high = (FP8_ALONE, FP8_WIDE) if odd or has_block_scales(layout.spec) else (FP8_WIDE, FP8_ALONE)
     return [(sparse, (FP8_SINGLE, FP8_NARROW)), (True, (*high, *FP8, QUANTISED))]
+
+
+def _fused_rules(layout: Layout, counts: Counts) -> list[Rule]:
+    """Of picked rows and gates, on Hopper: tiles as high as the average group needs. Nothing is fitted yet: copies of
+    picked rows by warps come first, because the copy engine takes as long for a row as for many."""
+    rows, gated = _rows(layout, counts), has_gate(layout.spec)
+    copied, boxed = (GATHERED, GATED) if gated else ((*GATHERED_TOGETHER, *GATHERED), FUSED_TOGETHER)
+    heights = (rows <= 48, (rows > 48) & (rows <= 128), rows > 128)
+    found = list[Rule]()
+    for height, holds in zip((64, 128, 192), heights, strict=True):
+        ordered = [c for some in (copied, boxed) for c in sorted(some, key=lambda c: abs(c.rows - height))]
+        found.append((holds, tuple(ordered)))
+    return found
 
 
 def _somewhere(holds: Condition) -> bool:

@@ -56,6 +56,7 @@ KERNELS: dict[str, KernelFamily] = {
     "small_list": KernelFamily(small_list.sources, small_list.SmallList),
     "generic": KernelFamily(generic.sources, generic.Generic),
     "quantised": KernelFamily(quantised.sources, quantised.Quantised),
+    "hopper_gather": KernelFamily(hopper.sources, hopper.Hopper),
     "hopper_fp8": KernelFamily(hopper_fp8.sources, hopper_fp8.HopperFp8),
     "hopper_weights": KernelFamily(hopper_weights.sources, hopper_weights.HopperWeights),
 }
@@ -105,6 +106,7 @@ def why(spec: ProblemSpec, config: Config) -> str:
         obstacle += "; by the generic kernel where groups of 2^31 elements lie no whole number of lines apart"
     what = {
         "hopper": "TMA and wgmma",
+        "hopper_gather": "TMA and wgmma, picked rows copied by two warps",
         "packed": f"operands are copied first: {obstacle}",
         "hopper_shift_b": f"weights are shifted into place as they are read: {obstacle}",
         "small_list": "one thread block per tile, laid out by the host",

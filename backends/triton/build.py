@@ -177,6 +177,16 @@ def capability_of(index: int) -> int:
     return 10 * major + minor
 
 
+@cache
+def starts_early(index: int) -> bool:
+    """Whether kernels that wait by themselves for the launch before them may be started before it is over."""
+    if capability_of(index) < 90:
+        return False
+    from triton.language.extra import cuda
+
+    return hasattr(cuda, "gdc_wait") and hasattr(cuda, "gdc_launch_dependents")
+
+
 class TritonKernel:
     """A compiled kernel that is loaded on one device."""
 
@@ -193,8 +203,9 @@ class TritonKernel:
         keep: Sequence[object] = (),
         on_capture: Callable[[], object] | None = None,
         grid_for: Callable[[int], int] | None = None,
+        overlap: bool = False,
     ) -> BoundKernel:
-        """A launch of `grid` programs with these arguments; `keep` and `grid_for` as in `Kernel.bound`.
+        """A launch of `grid` programs with these arguments; `keep`, `grid_for` and `overlap` as in `Kernel.bound`.
 
         Triton appends parameters of its own behind the kernel's: a scratch buffer in global memory, which is
         allocated here, and a profile buffer.
@@ -208,7 +219,7 @@ class TritonKernel:
             keep, grid_for = (*keep, scratch), None  # of more programs the buffer would be larger
         return self._kernel.bound(
             [*values, *own], grid=grid, threads=code.threads, shared=code.shared, keep=keep, on_capture=on_capture,
-            grid_for=grid_for,
+            grid_for=grid_for, overlap=overlap,
         )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from multigemm.backend import Launch, Recipe
-from multigemm.backends.triton.build import KernelSource, compile_all, load
+from multigemm.backends.triton.build import KernelSource, compile_all, load, starts_early
 from multigemm.backends.triton.config import Config
 from multigemm.backends.triton.generic import (
     ACCUMULATORS,
@@ -106,8 +106,8 @@ def fused_types(spec: ProblemSpec) -> dict[str, str]:
     return {**pointers, **extents, "a_extent": "i32", "b_extent": "i32", **types, **dict.fromkeys(own, "i64")}
 
 
-def fused_constants(spec: ProblemSpec, config: Config, chunk: int = CHUNK) -> dict[str, Any]:
-    """The constexpr arguments."""
+def fused_constants(spec: ProblemSpec, config: Config, chunk: int = CHUNK, early: bool = False) -> dict[str, Any]:
+    """The constexpr arguments. `early`: launched before the launch ahead is over, for which the kernel waits."""
     fused, preact = cast(FusedSpec, spec.fused), _preact_of(spec)
     found = {name: x for name, x in constants(spec, config, 1, chunk).items() if name not in NOT_HERE}
     return found | {
@@ -122,6 +122,7 @@ def fused_constants(spec: ProblemSpec, config: Config, chunk: int = CHUNK) -> di
         "ROW_SCALE": fused.row_scale is not None,
         "A_ROWS": fused.a_rows is not None,
         "B_ROWS": fused.b_rows is not None,
+        "EARLY": early,
         "INTERPRETED": False,
     }
 
@@ -136,12 +137,12 @@ def _hints(spec: ProblemSpec) -> tuple[tuple[str, int], ...]:
     return tuple(hint for hint in found.items() if hint[1] > 1)
 
 
-def fused_source(spec: ProblemSpec, config: Config, chunk: int = CHUNK) -> KernelSource:
+def fused_source(spec: ProblemSpec, config: Config, chunk: int = CHUNK, early: bool = False) -> KernelSource:
     return KernelSource(
         module="multigemm.backends.triton.kernels.fused",
         name="fused_kernel",
         signature=tuple(fused_types(spec).items()),
-        constants=tuple(fused_constants(spec, config, chunk).items()),
+        constants=tuple(fused_constants(spec, config, chunk, early).items()),
         divisibility=_hints(spec),
         warps=config.warps,
         stages=config.stages,
@@ -153,9 +154,9 @@ def result_tile(spec: ProblemSpec, config: Config) -> Config:
     return replace(config, block_n=columns_of(spec, config.block_n))
 
 
-def fused_sources(spec: ProblemSpec, config: Config) -> dict[str, KernelSource]:
+def fused_sources(spec: ProblemSpec, config: Config, early: bool = False) -> dict[str, KernelSource]:
     """The kernels of a plan: the main one for few groups and for many, and the one that counts tiles."""
-    found = {f"main {chunk}": fused_source(spec, config, chunk) for chunk in chunks(spec, config)}
+    found = {f"main {chunk}": fused_source(spec, config, chunk, early) for chunk in chunks(spec, config)}
     return found if uniform(spec) else {**found, "prefix": prefix_source(spec, result_tile(spec, config))}
 
 
@@ -197,10 +198,11 @@ def fused_numbers(ops: Operands, shape: Packed) -> list[int]:
 class FusedPlan:
     """The kernels of one spec and config, loaded on one device."""
 
-    __slots__ = ("_config", "_count", "_index", "_main")
+    __slots__ = ("_config", "_count", "_early", "_index", "_main")
 
     def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
-        sources = fused_sources(spec, config)
+        self._early = starts_early(index)
+        sources = fused_sources(spec, config, self._early)
         compile_all(sources, index)
         self._config, self._index, self._main = config, index, load(sources[f"main {chunk_of(spec, config)}"], index)
         counted = spec.groups > CHUNK and "prefix" in sources
@@ -217,7 +219,8 @@ class FusedPlan:
         own = (address_of(x, name) for name, x in fused_tensors(ops).items())
         data = [shape.a.ptr, shape.b.ptr, (shape.c or ABSENT).ptr, shape.out.ptr, (shape.bias or ABSENT).ptr, sizes, at,
                 counted, *own]  # fmt: skip
-        main = self._main.bound([*data, *fused_numbers(ops, shape)], grid, (table, prefix))
+        values = [*data, *fused_numbers(ops, shape)]
+        main = self._main.bound(values, grid, (table, prefix), overlap=self._early)
         if self._count is None:
             return without_move(main) if listed else main
         values = [counted, sizes, at, shape.m, shape.n, groups, int(ops.head)]
@@ -246,8 +249,8 @@ def sum_types(spec: ProblemSpec, sums: bool) -> dict[str, str]:
     return {**types, **dict.fromkeys(extents, "i32"), **dict.fromkeys(strides, "i64")}
 
 
-def sum_constants(spec: ProblemSpec, sums: bool) -> dict[str, Any]:
-    """The constexpr arguments."""
+def sum_constants(spec: ProblemSpec, sums: bool, early: bool = False) -> dict[str, Any]:
+    """The constexpr arguments; `early` as in `fused_constants`."""
     fused = cast(FusedSpec, spec.fused)
     wide = 1 << max(4, (columns_of(spec, cast(int, spec.n)) - 1).bit_length())
     return {
@@ -261,11 +264,12 @@ def sum_constants(spec: ProblemSpec, sums: bool) -> dict[str, Any]:
         "ACC": ACCUMULATORS[spec.acc],
         "SIZES": sums,
         "CHUNK": CHUNK,
+        "EARLY": early,
         "INTERPRETED": False,
     }
 
 
-def sum_source(spec: ProblemSpec, sums: bool) -> KernelSource:
+def sum_source(spec: ProblemSpec, sums: bool, early: bool = False) -> KernelSource:
     out, each = spec.out, 16 // products_spec(spec).out.dtype.itemsize
     columns = columns_of(spec, cast(int, spec.n))
     aligned = {"y": 16, "n": each if columns % each == 0 else 1}
@@ -275,7 +279,7 @@ def sum_source(spec: ProblemSpec, sums: bool) -> KernelSource:
         module="multigemm.backends.triton.kernels.fused",
         name="sum_rows_kernel",
         signature=tuple(sum_types(spec, sums).items()),
-        constants=tuple(sum_constants(spec, sums).items()),
+        constants=tuple(sum_constants(spec, sums, early).items()),
         divisibility=tuple(hint for hint in aligned.items() if hint[1] > 1),
     )
 
@@ -304,12 +308,12 @@ def sum_grid(spec: ProblemSpec, ops: Operands) -> int:
 class SumPlan:
     """The kernel that sums rows, behind a recipe that makes them."""
 
-    __slots__ = ("_index", "_inner", "_kernel", "_sums")
+    __slots__ = ("_early", "_inner", "_kernel", "_sums")
 
     def __init__(self, spec: ProblemSpec, inner: Recipe, index: int) -> None:
-        self._inner, self._index = inner, index
+        self._inner, self._early = inner, starts_early(index)
         self._sums = inner.sums_sizes and spec.sizes is not None
-        self._kernel = load(sum_source(spec, self._sums), index)
+        self._kernel = load(sum_source(spec, self._sums, self._early), index)
 
     def bind(self, ops: Operands) -> Launch:
         """Lays out the arguments of one problem."""
@@ -322,7 +326,8 @@ class SumPlan:
         keep: tuple[object, ...] = ()
         if order is not None:  # sorted anew by each launch, in memory of its own
             data, keep = data | {"index": index.data_ptr(), "order": order.data_ptr()}, (index, order)
-        return self._kernel.bound([*data.values(), *sum_numbers(ops, rows.shape[0])], sum_grid(ops.spec, ops), keep)
+        values = [*data.values(), *sum_numbers(ops, rows.shape[0])]
+        return self._kernel.bound(values, sum_grid(ops.spec, ops), keep, overlap=self._early)
 
 
 def plan_fused(spec: ProblemSpec, config: Config, index: int, why: str, plan: Callable[..., Recipe]) -> Recipe:

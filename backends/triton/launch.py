@@ -10,6 +10,7 @@ from multigemm.backends.triton import config as configs
 from multigemm.backends.triton.config import Config
 from multigemm.cuda.device import index_of
 from multigemm.errors import InvalidSetting
+from multigemm.planning.fused import kernel_text
 from multigemm.problem.spec import ProblemSpec
 
 
@@ -28,7 +29,7 @@ def _emulated(spec: ProblemSpec, config: Config, why: str) -> Recipe:
         raise InvalidSetting(f"{config} runs on a GPU, and operands are on the CPU: use kernel='pointer' there")
     from multigemm.backends.triton.emulate import bind_emulated
 
-    name, sums = fused.kernel_text(f"{config.kernel} (interpreted)", spec), generic.sums_sizes(spec)
+    name, sums = kernel_text(f"{config.kernel} (interpreted)", spec), generic.sums_sizes(spec)
     return Recipe(name, config, lambda ops: bind_emulated(ops, config), why, sums_sizes=sums)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from multigemm import fleet as places
 from multigemm import interrupts
-from multigemm.bench import fleet, machine, own, page, plots, ranks, reports, table
+from multigemm.bench import fleet, layers, machine, own, page, plots, ranks, reports, table
 from multigemm.bench.compare import compare
 from multigemm.bench.entries import Entry, backend_entries, ceiling_entry
 from multigemm.bench.operands import Tensors, make
@@ -38,6 +38,7 @@ EPILOG = """
   multigemm bench --shape 64,2048,3584,1792       one's own: G, M per group, N, K
   multigemm bench --problem mine.py               one's own tensors: the file defines `problem`
   multigemm bench --suite tutorial --style do_bench
+  multigemm bench --suite layers                  whole mixture-of-experts layers, forward and training
   multigemm bench --list                          suites and their workloads
   multigemm bench compare old.json new.json       exits 1 if something became slower
   multigemm bench render report.json              table, PNG and HTML again from a report
@@ -134,13 +135,20 @@ def main(args: argparse.Namespace) -> int:
         raise InvalidSetting(f"--json {args.json} is a folder: name a file")
     if args.problem and (args.suite or args.shape):
         raise InvalidSetting("--problem beside --suite or --shape: name one of them")
+    if layers.SUITE in parts(args.suite):
+        if parts(args.suite) != [layers.SUITE]:
+            raise InvalidSetting(f"--suite {args.suite}: {layers.SUITE} are whole layers, which are measured alone")
+        return layers.main(args)
     with interrupts.of_termination():
         return as_child(lambda: _measure(args), args.marker)
 
 
 def _list(asked: list[str]) -> int:
     """Prints the suites that were asked for, or all of them with the beginning of a long one."""
-    for name in asked or SUITES:
+    for name in asked or (*SUITES, layers.SUITE):
+        if name == layers.SUITE:
+            print(layers.listed())
+            continue
         cases = suite(name)
         cut = not asked and len(cases) > LONG_SUITE
         print(f"{name}: {len(cases)} workloads")

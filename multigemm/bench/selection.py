@@ -23,7 +23,7 @@ HOPELESS = 8.0
 def add_selection(parser: argparse.ArgumentParser) -> None:
     """The options that name workloads; `multigemm bench` and `multigemm tune` mean the same by the same words."""
     add = parser.add_argument_group("workloads").add_argument
-    add("--suite", default="", help=f"comma separated: {', '.join(SUITES)}, all (default: {USUAL_SUITE})")
+    add("--suite", default="", help=f"comma separated: {', '.join(SUITES)}, all; layers (default: {USUAL_SUITE})")
     add("--shape", action="append", default=[], help="one's own workload, instead of a suite; may be repeated")
     add("--only", default="", help="keep workloads whose key contains one of these parts")
     add("--dist", default="", help="keep these distributions, comma separated")

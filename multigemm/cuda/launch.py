@@ -214,6 +214,10 @@ class BoundKernel:
         """Keeps the memory at the address of `work` until the launch moves: whoever moves it lends as much."""
         self._lent, self.work_bytes = memory, memory.nbytes
 
+    def drop_lent(self) -> None:
+        """Gives up the memory that it was lent: it has to move before it is called again."""
+        self._lent = None
+
     def can_resize(self, before: int, after: int) -> bool:
         """Whether `resize` gives the launch that a bind for another number of tokens would give."""
         if self._grid_for is None:
@@ -309,6 +313,12 @@ class LaunchSequence(_Steps):
         """Makes every launch one for another number of tokens."""
         for step in self._steps:
             step.resize(before, after, regrid)
+
+    def drop_lent(self) -> None:
+        """Gives up the memory that the launches were lent: they have to move before they are called again."""
+        for step in self._steps:
+            if hasattr(step, "drop_lent"):
+                step.drop_lent()
 
     @property
     def work_bytes(self) -> int:

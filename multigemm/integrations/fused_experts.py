@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multigemm import api
+from multigemm.api import grouped_gemm
 from multigemm.errors import InvalidProblem
 from multigemm.integrations import layer_call, torch_op
 from multigemm.integrations.fused_gradients import gate_by_torch
@@ -31,6 +31,7 @@ from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.problem.fused import Gate
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import GATES
+from multigemm.torch_internals import any_requires_grad
 
 
 class Network(NamedTuple):
@@ -157,6 +158,9 @@ def run_experts(
     if torch.compiler.is_compiling():
         return experts_in_steps(x, index, weights, up, down, up_bias, down_bias, net)
     x, up, down, up_bias, down_bias = in_autocast(x, up, down, up_bias, down_bias)
+    if not (torch.is_grad_enabled() and any_requires_grad(x, weights, up, down, up_bias, down_bias)):
+        with torch.no_grad():
+            return _forward(net, pairs_of(index, up.shape[0]), x, weights, up, down, up_bias, down_bias, None)
     result: Tensor = _Experts.apply(net, index, x, weights, up, down, up_bias, down_bias)  # type: ignore[no-untyped-call]
     return result
 
@@ -209,10 +213,13 @@ def pairs_of(index: Tensor, experts: int) -> Pairs:
 
 
 def product(net: Network, a: Tensor, b: Tensor, ends: Tensor, **keywords: Any) -> Tensor:
-    """A grouped product that autograd does not see."""
-    given: dict[str, Any] = {name: x.detach() if isinstance(x, Tensor) else x for name, x in keywords.items()}
-    options: dict[str, Any] = {"backend": torch_op.names(net.backend), "batch_invariant": net.batch_invariant}
-    found: Tensor = api.grouped_gemm(a.detach(), b.detach(), ends=ends, **options, **given)
+    """A grouped product that autograd does not see: a call like an earlier one finds its launch."""
+    if torch.is_grad_enabled():
+        a, b = a.detach(), b.detach()
+        keywords = {name: x.detach() if isinstance(x, Tensor) else x for name, x in keywords.items()}
+    found: Tensor = grouped_gemm(
+        a, b, ends=ends, batch_invariant=net.batch_invariant, backend=torch_op.names(net.backend), **keywords
+    )
     return found
 
 
@@ -235,6 +242,16 @@ def _summable(weights: Tensor, x: Tensor) -> Tensor:
     return weights if weights.dtype in (torch.float32, x.dtype) else weights.float()
 
 
+def _forward(
+    net: Network, pairs: Pairs, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Any, down_bias: Any,
+    preact: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Both products; `preact` receives what the gate is applied to."""
+    hidden = first_product(net, x, pairs, up, up_bias, preact)
+    sums = (pairs.place, _summable(weights, x).detach())
+    return product(net, hidden, by_rows(down, net.stacked), pairs.ends, bias=down_bias, combine=sums)
+
+
 class _Experts(torch.autograd.Function):
     """The layer; its tensors are passed one by one so that autograd sees them."""
 
@@ -244,11 +261,8 @@ class _Experts(torch.autograd.Function):
         down_bias: Any,
     ) -> Tensor:  # fmt: skip
         pairs = pairs_of(index, up.shape[0])
-        wanted = any(ctx.needs_input_grad) and not net.recompute
-        preact = preact_for(net, x, pairs, up) if wanted else None
-        hidden = first_product(net, x, pairs, up, up_bias, preact)
-        sums = (pairs.place, _summable(weights, x).detach())
-        out = product(net, hidden, by_rows(down, net.stacked), pairs.ends, bias=down_bias, combine=sums)
+        preact = None if net.recompute else preact_for(net, x, pairs, up)
+        out = _forward(net, pairs, x, weights, up, down, up_bias, down_bias, preact)
         ctx.net = net
         ctx.save_for_backward(
             index, x, weights, up, down, up_bias, down_bias, preact, pairs.rows, pairs.place, pairs.ends

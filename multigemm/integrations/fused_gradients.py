@@ -63,7 +63,7 @@ class _SolveFused(torch.autograd.Function):
         given, needs = ctx.saved_tensors[: sum(ctx.counts)], ctx.needs_input_grad[5:]
         twice = torch.is_grad_enabled()
         with torch.enable_grad():
-            inputs = [_apart(x, twice) if need else x for x, need in zip(given, needs, strict=True)]
+            inputs = [apart(x, twice) if need else x for x, need in zip(given, needs, strict=True)]
             outs = _steps(ctx.problem, ctx.gemm, split(inputs, ctx.counts))
         wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
         live = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
@@ -75,7 +75,7 @@ class _SolveFused(torch.autograd.Function):
         return (None, None, None, None, None, *(next(slots) if need else None for need in needs))
 
 
-def _apart(x: Tensor, twice: bool) -> Tensor:
+def apart(x: Tensor, twice: bool) -> Tensor:
     """An input as a node of its own in the graph: two inputs may be one tensor, or one may be made of the other."""
     return x.view_as(x) if twice else x.detach().requires_grad_()
 
@@ -84,47 +84,49 @@ def _steps(problem: GroupedGemmProblem, gemm: Gemm, parts: list[list[Tensor]]) -
     """The result by differentiable operations: one tensor, or those of a list."""
     fused = problem.fused
     assert fused is not None
-    a, b, c, bias, scale, weights = parts
+    a, b, c, bias, scales, factors = parts
     if problem.form == "per_group":
         call = call_of(problem, gemm, [a, b, c, bias])
         return (
-            [
-                gate_by_torch(x, problem.activation, fused.gate).to(problem.out_dtype)
-                for x in _products(call, a[0], b[0])
-            ]
+            [gate_by_torch(x, problem.activation, fused.gate).to(problem.out_dtype) for x in _products(call, a, b)]
             if a
             else []
         )
-    extras = [x[0] if x else None for x in (c, bias)]
-    call = call_of(problem, gemm, [*_picked(problem, fused, a[0], b[0]), *extras])
-    products = replace(call, c=None, beta=0.0) if fused.scatters else call
-    rows = gate_by_torch(_products(products, call.a, call.b), problem.activation, fused.gate)
-    if scale:
-        rows = rows * scale[0].to(rows.dtype).unsqueeze(-1)
-    if fused.scatters:
-        rows = _summed(call, fused, rows, weights[0] if weights else None)
-        rows = rows if call.c is None or call.beta == 0 else rows + call.beta * call.c.to(rows.dtype)
-    else:
-        rows = owned_only(call, rows)
-    rows = rows.to(problem.out_dtype)
+    extra, vector, scale, weights = (x[0] if x else None for x in (c, bias, scales, factors))
+    call = call_of(problem, gemm, [a[0], b[0], extra, vector])
+    rows = fused_rows(call, fused, scale, weights).to(problem.out_dtype)
     return [rows[0] if problem.squeezed else rows]
 
 
-def _products(call: Call, a: Tensor, b: Tensor) -> Any:
-    epilogue: dict[str, Any] = {"alpha": call.alpha, "out_dtype": wide_dtype(a.dtype, b.dtype)}
+def fused_rows(call: Call, fused: Fused, scale: Tensor | None, weights: Tensor | None) -> Tensor:
+    """The result of a call of packed operands by differentiable operations, before it is rounded."""
+    a, b = _picked(call, fused)
+    products = replace(call, c=None, beta=0.0) if fused.scatters else call
+    rows = gate_by_torch(_products(products, a, b), call.activation, fused.gate)
+    if scale is not None:
+        rows = rows * scale.to(rows.dtype).unsqueeze(-1)
+    if not fused.scatters:
+        return owned_only(call, rows)
+    rows = _summed(call, fused, rows, weights)
+    return rows if call.c is None or call.beta == 0 else rows + call.beta * call.c.to(rows.dtype)
+
+
+def _products(call: Call, a: Any, b: Any) -> Any:
+    first, second = (x[0] if isinstance(x, list) else x for x in (a, b))
+    epilogue: dict[str, Any] = {"alpha": call.alpha, "out_dtype": wide_dtype(first.dtype, second.dtype)}
     if call.bias is not None:
         epilogue["bias"] = call.bias
     if call.beta != 0 and call.c is not None:
         epilogue |= {"c": call.c, "beta": call.beta}
-    return call.gemm(call.a, call.b, **epilogue, **call.cut, **call.options)
+    return call.gemm(a, b, **epilogue, **call.cut, **call.options)
 
 
-def _picked(problem: GroupedGemmProblem, fused: Fused, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def _picked(call: Call, fused: Fused) -> tuple[Tensor, Tensor]:
     found = []
-    for name, x, index in (("a_rows", a, fused.a_rows), ("b_rows", b, fused.b_rows)):
+    for name, x, index in (("a_rows", call.a, fused.a_rows), ("b_rows", call.b, fused.b_rows)):
         if index is not None:
             rows = index.values.to(x.device)
-            x = _rows(x, rows) if PICKED[name][problem.form[-1]] == 0 else _rows(x.t(), rows).t()
+            x = _rows(x, rows) if PICKED[name][call.form[-1]] == 0 else _rows(x.t(), rows).t()
         found.append(x)
     return found[0], found[1]
 

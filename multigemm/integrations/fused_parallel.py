@@ -257,8 +257,10 @@ class _Call:
 
 
 def _layout(goes: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens of the sent rows, by chunk, by rank, by token, as long as it may be; and [chunks, ranks, tokens] where they
-    were put, or -1."""
+    """Tokens of the sent rows, by chunk, by rank, by token, as long as it may be; and where they were put.
+
+    Both `goes` and the latter are [chunks, ranks, tokens of a chunk]; -1 is nowhere.
+    """
     flat = goes.view(-1)
     sent = flat.cumsum(0)
     place = (sent * flat - 1).view(goes.shape)

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from multigemm.backends.triton.build import starts_early
 from multigemm.backends.triton.kernels.epilogue import normal_area
 from multigemm.integrations.eager import on_device_of
 from multigemm.planning.tiles import tiles_of
@@ -79,7 +80,10 @@ def _ahead(pairs, expert, first, lane, total, experts, ALL: tl.constexpr, SIZE: 
 
 @triton.jit(do_not_specialize=["total", "experts"])
 def _one_block_kernel(pairs, order, inverse, ends, rows, total, experts, K: tl.constexpr, ORDER: tl.constexpr,
-                      SIZE: tl.constexpr, BINS: tl.constexpr):  # fmt: skip
+                      SIZE: tl.constexpr, BINS: tl.constexpr,
+                      EARLY: tl.constexpr):  # fmt: skip
+    if EARLY:  # the launch behind it, which waits for it
+        tl.extra.cuda.gdc_launch_dependents()
     lane = tl.arange(0, SIZE)
     live = lane < total
     expert = _known(pairs, lane, live, experts)
@@ -123,7 +127,10 @@ def _start_kernel(counts, ends, blocks, experts, ROWS: tl.constexpr, BINS: tl.co
 
 @triton.jit(do_not_specialize=["total", "experts"])
 def _move_kernel(pairs, starts, order, inverse, rows, total, experts, K: tl.constexpr, ORDER: tl.constexpr,
-                 SIZE: tl.constexpr, BINS: tl.constexpr):  # fmt: skip
+                 SIZE: tl.constexpr, BINS: tl.constexpr,
+                 EARLY: tl.constexpr):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     block = tl.program_id(0)
     first = block * SIZE
     lane = tl.arange(0, SIZE)
@@ -155,7 +162,7 @@ def sort_steps(pairs, order, inverse, ends, counts, rows=None, top_k=0):
     known = {"total": total, "experts": experts, "SIZE": size, "BINS": bins}
     told = {
         "order": inverse if order is None else order, "inverse": inverse, "rows": inverse if rows is None else rows,
-        "K": top_k, "ORDER": order is not None, **known,
+        "K": top_k, "ORDER": order is not None, "EARLY": pairs.is_cuda and starts_early(pairs.get_device()), **known,
     }  # fmt: skip
     if total <= SORT_BLOCK:
         return [(_one_block_kernel, (1,), 4, {"pairs": pairs, "ends": ends, **told})]

@@ -16,16 +16,17 @@ from torch import Tensor
 
 from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_text
 from multigemm.integrations import eager
+from multigemm.integrations.fused_gradients import apart, fused_rows
 from multigemm.integrations.gradients import Call, gradients, stacked
 from multigemm.planning.launch_cache import LAUNCHES
+from multigemm.planning.launch_key import NO_SCALES, PLAIN_LENGTH, Key, key_of, one_cut
 from multigemm.planning.launch_key import Call as LaunchCall
-from multigemm.planning.launch_key import Key, key_of, one_cut
 from multigemm.problem import epilogue, forms, scales
 from multigemm.problem.arrays import dtype_name
-from multigemm.problem.fused import refuse_in_operator
+from multigemm.problem.fused import Fused, Gate, Index, fused_shapes, picked_like, refuse_in_operator
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.result import Result
-from multigemm.problem.spec import FLOAT8, PRECISIONS
+from multigemm.problem.spec import FLOAT8, GATES, PRECISIONS
 from multigemm.select.choose import choose
 from multigemm.torch_internals import (
     SPECIAL,
@@ -41,12 +42,17 @@ from multigemm.torch_internals import (
 SCHEMA = (
     "grouped_gemm(Tensor a, Tensor b, Tensor? offsets=None, Tensor? sizes=None, Tensor? ends=None, "
     "Tensor? valid_rows=None, Tensor? c=None, Tensor? bias=None, Tensor? scale_a=None, Tensor? scale_b=None, "
-    "Tensor? zero_b=None, *, str jagged='m', float alpha=1.0, float? beta=None, "
+    "Tensor? zero_b=None, Tensor? a_rows=None, Tensor? b_rows=None, Tensor? row_scale=None, Tensor? combine=None, "
+    "Tensor? combine_weights=None, Tensor? out_rows=None, *, str jagged='m', float alpha=1.0, float? beta=None, "
     "str? activation=None, ScalarType? out_dtype=None, str precision='ieee', "
     "bool deterministic=True, bool? batch_invariant=None, str backend='auto', str grad_backend='auto', "
-    "str? b_format=None, str accumulate='promoted') -> Tensor"
+    "str? b_format=None, str accumulate='promoted', str glu_layout='halves', float glu_alpha=1.0, "
+    "float glu_beta=0.0, float? glu_limit=None, SymInt? rows=None) -> Tensor"
 )
 SCALES = ("scale_a", "scale_b", "zero_b")
+FUSED = ("a_rows", "b_rows", "row_scale", "combine", "combine_weights", "out_rows")
+NOT_FUSED = (None,) * len(FUSED)
+GLU = ("glu_layout", "glu_alpha", "glu_beta", "glu_limit")
 CUTS = ("offsets", "sizes", "ends", "valid_rows")
 _library: Any = torch.library.Library("multigemm", "DEF")  # type: ignore[no-untyped-call]
 _library.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
@@ -61,7 +67,8 @@ def grouped_gemm(a: Tensor, b: Tensor, **keywords: Any) -> Tensor:
 
     Args:
         a, b: packed tensors; lists are not taken.
-        keywords: those of `multigemm.grouped_gemm`, as tensors and plain values, without `out`, `config` and `check`.
+        keywords: those of `multigemm.grouped_gemm`, as tensors and plain values, without `out`, `config`, `check` and
+            `preact_out`.
             `backend` is one text, names joined by commas; `grad_backend` is the same for the backward pass.
 
     Returns:
@@ -76,6 +83,8 @@ def grouped_gemm(a: Tensor, b: Tensor, **keywords: Any) -> Tensor:
         >>> grouped_gemm(torch.ones(6, 4), torch.ones(3, 4, 2), ends=torch.tensor([1, 1, 6])).shape
         torch.Size([6, 2])
     """
+    if isinstance(combine := keywords.get("combine"), tuple | list):
+        keywords["combine"], keywords["combine_weights"] = combine
     return packet(a, b, **keywords)  # type: ignore[no-any-return]
 
 
@@ -83,7 +92,7 @@ def _refuse_arguments(*tensors: Any, **keywords: Any) -> None:
     """Refuses what the schema does not hold: keywords, lists for tensors, lists of backends."""
     given = {**dict(zip(TENSORS, tensors, strict=False)), **keywords}
     kinds = {x.name: str(x.type) for x in overload._schema.arguments}
-    refuse_in_operator(given, None)
+    refuse_in_operator(given)
     for name, x in given.items():
         if name not in kinds:
             raise UnknownKeyword(unknown_keyword_text("multigemm::grouped_gemm", name, tuple(kinds))) from None
@@ -118,14 +127,19 @@ def remembered(missed: Missed, watched: Callable[[], bool]) -> Callable[..., Any
     def run(
         a: Tensor, b: Tensor, offsets: Tensor | None = None, sizes: Tensor | None = None, ends: Tensor | None = None,
         valid_rows: Tensor | None = None, c: Tensor | None = None, bias: Tensor | None = None,
-        scale_a: Tensor | None = None, scale_b: Tensor | None = None, zero_b: Tensor | None = None, *,
+        scale_a: Tensor | None = None, scale_b: Tensor | None = None, zero_b: Tensor | None = None,
+        a_rows: Tensor | None = None, b_rows: Tensor | None = None, row_scale: Tensor | None = None,
+        combine: Tensor | None = None, combine_weights: Tensor | None = None, out_rows: Tensor | None = None, *,
         jagged: str = "m", alpha: float = 1.0, beta: float | None = None, activation: str | None = None,
         out_dtype: torch.dtype | None = None, precision: str = "ieee", deterministic: bool = True,
         batch_invariant: bool | None = None, backend: str = "auto", grad_backend: str = "auto",
-        b_format: str | None = None, accumulate: str = "promoted", **unknown: Any,
+        b_format: str | None = None, accumulate: str = "promoted", glu_layout: str = "halves", glu_alpha: float = 1.0,
+        glu_beta: float = 0.0, glu_limit: float | None = None, rows: int | None = None, **unknown: Any,
     ) -> Any:  # fmt: skip
         kind, cut, several = one_cut(offsets, sizes, ends)
         keys: tuple[Key | None, Key | None] = None, None
+        picks = a_rows, b_rows, row_scale, combine, combine_weights, out_rows
+        fuses = activation in GATES or picks != NOT_FUSED
         if not several and not unknown and not watched():
             key_options: Key = (
                 "operator", jagged, alpha, type(alpha), beta, type(beta), activation, out_dtype, precision,
@@ -134,19 +148,27 @@ def remembered(missed: Missed, watched: Callable[[], bool]) -> Callable[..., Any
             call: LaunchCall = (jagged, a, b, kind, cut, valid_rows, c, bias, None)
             if not (scale_a is scale_b is zero_b is None and b_format is None and accumulate == "promoted"):
                 key_options, call = (*key_options, b_format, accumulate), (*call, scale_a, scale_b, zero_b)
-            key = key_of(call, key_options)
+            if fuses:
+                index = combine if out_rows is None else out_rows
+                tensors = (*NO_SCALES, a_rows, b_rows, None, row_scale, index, combine_weights)
+                call = (*call, *tensors[len(call) - PLAIN_LENGTH :])
+                key_options = (*key_options, glu_layout, glu_alpha, glu_beta, glu_limit, combine is None, rows)
+                several = combine is not None and out_rows is not None
+            key = None if several else key_of(call, key_options)
             if key is not None:
                 found, class_key = LAUNCHES.recall(key, call)
                 if found is not None:
                     return found
                 keys = key, class_key
-        tensors = (a, b, offsets, sizes, ends, valid_rows, c, bias, scale_a, scale_b, zero_b)
+        given = (a, b, offsets, sizes, ends, valid_rows, c, bias, scale_a, scale_b, zero_b, *picks)
         options = {
             "jagged": jagged, "alpha": alpha, "beta": beta, "activation": activation, "out_dtype": out_dtype,
             "precision": precision, "deterministic": deterministic, "batch_invariant": batch_invariant,
-            "backend": backend, "grad_backend": grad_backend, "b_format": b_format, "accumulate": accumulate, **unknown,
+            "backend": backend, "grad_backend": grad_backend, "b_format": b_format, "accumulate": accumulate,
+            "glu_layout": glu_layout, "glu_alpha": glu_alpha, "glu_beta": glu_beta, "glu_limit": glu_limit,
+            "rows": rows, **unknown,
         }  # fmt: skip
-        return missed(keys, kind, tensors, options)
+        return missed(keys, kind, given, options)
 
     run.__qualname__ = "multigemm::grouped_gemm"  # what Python says of a call that does not fit
     return run
@@ -176,9 +198,12 @@ def _for_autograd(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[
 def _solved(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
     """The whole way; keeps the launch for later calls."""
     _refuse_missing(*tensors[:2])
-    refuse_in_operator((), options["activation"])
     asked = {name: value for name, value in options.items() if name not in ("backend", "grad_backend")}
-    problem = GroupedGemmProblem(**dict(zip(TENSORS, tensors, strict=True)), **asked)
+    given: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
+    weights = given.pop("combine_weights")
+    if given["combine"] is not None:
+        given["combine"] = given["combine"], weights
+    problem = GroupedGemmProblem(**given, **asked)
     choice = choose(problem, names(options["backend"]), eager=True)
     return LAUNCHES.run(keys, kind, choice, problem)  # type: ignore[no-any-return]
 
@@ -209,26 +234,31 @@ def _refuse_quantised_gradients(given: dict[str, Any]) -> None:
 def result_like(
     a: Tensor, b: Tensor, offsets: Tensor | None = None, sizes: Tensor | None = None, ends: Tensor | None = None,
     valid_rows: Tensor | None = None, c: Tensor | None = None, bias: Tensor | None = None,
-    scale_a: Tensor | None = None, scale_b: Tensor | None = None, zero_b: Tensor | None = None, *, jagged: str = "m",
-    alpha: float = 1.0, beta: float | None = None, activation: str | None = None, out_dtype: torch.dtype | None = None,
-    precision: str = "ieee", b_format: str | None = None, accumulate: str = "promoted", **_: Any,
+    scale_a: Tensor | None = None, scale_b: Tensor | None = None, zero_b: Tensor | None = None,
+    a_rows: Tensor | None = None, b_rows: Tensor | None = None, row_scale: Tensor | None = None,
+    combine: Tensor | None = None, combine_weights: Tensor | None = None, out_rows: Tensor | None = None, *,
+    jagged: str = "m", alpha: float = 1.0, beta: float | None = None, activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    precision: str = "ieee", b_format: str | None = None, accumulate: str = "promoted", rows: int | None = None,
+    **_: Any,
 ) -> Tensor:  # fmt: skip
     """An empty tensor of the result's shape and dtype; refuses what the operator would refuse."""
     cuts = [x for x in (offsets, sizes, ends) if x is not None]
     if len(cuts) > 1:
         raise InvalidProblem("more than one of offsets, sizes and ends was given: pass exactly one of them")
     scales.check_words(b_format, accumulate)
-    refuse_in_operator((), activation)
     packed, dtypes = scales.format_of(b.dtype, b_format), (a.dtype, b.dtype)
     squeezed = not cuts and valid_rows is None and a.dim() == 2 and b.dim() == 2
     if squeezed:
         a, b = a.unsqueeze(0), b.unsqueeze(0)
     if packed:
         b = scales.unpacked_shape(a, b)
+    a, b = picked_like(a, a_rows, "a_rows", jagged), picked_like(b, b_rows, "b_rows", jagged)
     masked = valid_rows is not None
     extents = forms.infer(a, b, jagged=jagged, grouped=bool(cuts), masked=masked, squeezed=squeezed)
     groups = _count(extents.groups, cuts, offsets is not None)
-    result = Result(extents.form, groups, extents.result_shape(groups), squeezed)
+    product = Result(extents.form, groups, extents.result_shape(groups), squeezed)
+    result = fused_shapes(product, activation, combine, out_rows, rows)
     given = scales.Given(scale_a, scale_b, zero_b, accumulate)
     quantised = scales.is_quantised(*dtypes, packed, given)
     if quantised:
@@ -246,7 +276,7 @@ def result_like(
     elif beta is not None and beta != 0:
         raise InvalidProblem(f"beta={beta} needs c: pass it, or leave beta out")
     if bias is not None:
-        result.fit_bias(bias)
+        product.fit_bias(bias)
     return a.new_empty(result.shape[squeezed:], dtype=dtype)
 
 
@@ -266,8 +296,14 @@ def _count(groups: int | None, cuts: list[Tensor], head: bool) -> int:
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], given: dict[str, Any], output: Tensor) -> None:
     """What the backward pass reads: the operands; C and bias only to form a pre-activation anew."""
-    a, b, *cuts, c, bias, scale_a, scale_b, zero_b = inputs
+    a, b, *cuts, c, bias, scale_a, scale_b, zero_b = inputs[: -len(FUSED)]
     options = DEFAULTS | given  # the dispatcher drops what is at its default
+    ctx.fused = any(x is not None for x in inputs[-len(FUSED) :]) or options["activation"] in GATES
+    if ctx.fused:
+        options["beta"] = epilogue.default_beta(options["beta"], c)
+        ctx.save_for_backward(*inputs)
+        ctx.options = options
+        return
     options["beta"] = epilogue.default_beta(options["beta"], c)
     relu = options["activation"] == "relu"
     again = options["activation"] is not None and not relu
@@ -278,6 +314,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], given: dict[str, Any], output: Tens
 
 
 def _backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
+    if ctx.fused:
+        return _fused_backward(ctx, grad)
     a, b, *cuts, c, bias, out, scale_a, scale_b, zero_b = ctx.saved_tensors
     c, bias = (like if x is None else x for x, like in zip((c, bias), ctx.like, strict=True))
     cut, o = {name: x for name, x in zip(CUTS, cuts, strict=True) if x is not None}, ctx.options
@@ -303,7 +341,40 @@ def _backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
     da, db, dc, dbias = gradients(call, grad, out, tuple(ctx.needs_input_grad[2 + i] for i in (0, 1, 6, 7)))
     if squeezed:
         da, db, dc = (None if x is None else x[0] for x in (da, db, dc))
-    return (da, db, None, None, None, None, dc, dbias, None, None, None)
+    return (da, db, None, None, None, None, dc, dbias, *[None] * (len(SCALES) + len(FUSED)))
+
+
+def _fused_backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
+    """Through the same steps as differentiable operations: rows picked, the product, gate, row_scale, sums."""
+    given: dict[str, Any] = dict(zip(TENSORS, ctx.saved_tensors, strict=True))
+    o, twice, squeezed = ctx.options, torch.is_grad_enabled(), False
+    names = [name for name, need in zip(TENSORS, ctx.needs_input_grad[2:], strict=True) if need]
+    cut: dict[str, Any] = {name: given[name] for name in CUTS if given[name] is not None}
+    form: Any = "masked" if "valid_rows" in cut else f"jagged_{o['jagged']}" if cut else "batched"
+    if form.startswith("jagged"):
+        cut["jagged"] = o["jagged"]
+    options = {name: o[name] for name in ("precision", "deterministic", "batch_invariant", "grad_backend")}
+    options["backend"] = o["grad_backend"]
+    gate = Gate(o["activation"], *(o[name] for name in GLU)) if o["activation"] in GATES else None
+    indices = ("a_rows", "b_rows", "combine", "out_rows")
+    at: dict[str, Any] = {name: Index(given[name], True) for name in indices if given[name] is not None}
+    fused = Fused(gate, **at, rows=o["rows"] if given["combine"] is None else given["combine"].shape[0])
+    with torch.enable_grad():
+        inputs = {name: apart(given[name], twice) for name in names}
+        held = given | inputs
+        a, b, c = held["a"], held["b"], held["c"]
+        if not cut and a.dim() == 2 and b.dim() == 2:
+            squeezed = True
+            a, b, c = (None if x is None else x.unsqueeze(0) for x in (a, b, c))
+        call = Call(
+            form=form, gemm=grouped_gemm, a=a, b=b, c=c, bias=held["bias"], cut=cut, options=options, alpha=o["alpha"],
+            beta=o["beta"], activation=o["activation"],
+        )  # fmt: skip
+        out = fused_rows(call, fused, held["row_scale"], held["combine_weights"]).to(grad.dtype)
+        out = out[0] if squeezed else out
+    found = torch.autograd.grad(out, list(inputs.values()), grad, create_graph=twice, materialize_grads=True)
+    slots = dict(zip(names, found, strict=True))
+    return tuple(slots.get(name) for name in TENSORS)
 
 
 _general = eager.differentiable(overload, _backward, _keep)
@@ -316,10 +387,10 @@ def _autocast(keyset: Any, a: Tensor, b: Tensor, *rest: Any, **options: Any) -> 
     """a and b in autocast's dtype, as torch does for a matmul; float32 epilogue operands may stay."""
     _refuse_missing(a, b)
     dtype = torch.get_autocast_dtype(a.device.type)
-    cuts, extras, scaled = rest[:4], rest[4:6], rest[6:]
+    cuts, extras, others = rest[:4], rest[4:6], rest[6:]
     extras = tuple(x if x is None or x.dtype is torch.float32 else _lower(x, dtype) for x in extras)
     with without_autocast():
-        return overload(_lower(a, dtype), _lower(b, dtype), *cuts, *extras, *scaled, **options)
+        return overload(_lower(a, dtype), _lower(b, dtype), *cuts, *extras, *others, **options)
 
 
 def _lower(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,8 @@ checkpoints in mxfp4 (`load_mxfp4_experts_`), and transformers' own `FP8Experts`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,17 +26,21 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 
 from multigemm.errors import InvalidProblem
 from multigemm.integrations import layer_call
+from multigemm.integrations.fused_experts import Network, run_experts
+from multigemm.integrations.fused_gradients import gate_by_torch
 from multigemm.integrations.layer_ops import swiglu
 from multigemm.integrations.quantised_weights import quantize_stack, scale_keywords, turned
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.integrations.torch_op import grouped_gemm
-from multigemm.problem.spec import HALVES
+from multigemm.problem.spec import GATES, GLU_LAYOUTS, HALVES
 from multigemm.quantize import Format, Quantized, quantize
 
 NAME = "multigemm"
 SILU = (type(ACT2FN["silu"]),)
 FORMAT = "_multigemm_weight_format"
 """What an experts module has beside quantised weights, whose scales are buffers `<name>_scale` and `<name>_zero`."""
+GATE = "_multigemm_gate"
+"""What a module's own gate was found to be: one of ours, or None."""
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 BLOCK = 128
 """Of K, and of columns, that one number of `FP8Experts` covers."""
@@ -43,6 +48,12 @@ BLOCK = 128
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The forward pass of any module that transformers decorates with `use_experts_implementation`."""
+    own = _own_gate(experts)
+    if own is not None:
+        x = hidden_states.to(experts.down_proj.dtype)
+        biases = (experts.gate_up_proj_bias, experts.down_proj_bias) if experts.has_bias else (None, None)
+        rows = run_experts(own, x, top_k_index, top_k_weights, experts.gate_up_proj, experts.down_proj, *biases)
+        return rows.to(hidden_states.dtype)
     networks = _networks(experts)
     if networks is not None:
         y = layer_call.call(hidden_states, top_k_index, top_k_weights, networks)
@@ -63,6 +74,64 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
 def _is_swiglu(experts: Any) -> bool:
     """Whether the gate is SwiGLU in transformers' default layout."""
     return experts.has_gate and type(experts)._apply_gate is _default_apply_gate and type(experts.act_fn) in SILU
+
+
+def _own_gate(experts: Any) -> Network | None:
+    """The gate of a model's own (gpt-oss), where that is one of ours and nothing else is the model's own; else None."""
+    known: Network | None = experts.__dict__.get(GATE, None)
+    if known is not None:
+        return None if hasattr(experts, FORMAT) else known
+    if GATE in experts.__dict__ or torch.compiler.is_compiling():
+        return None
+    plain = experts.has_gate and not _is_swiglu(experts) and not hasattr(experts, FORMAT)
+    if plain and not getattr(experts, "has_post_expert_norm", False):
+        known = gate_of(experts)
+    experts.__dict__[GATE] = known
+    return known
+
+
+def gate_of(experts: Any) -> Network | None:
+    """The gate of a module as one of ours; None for any other.
+
+    What a module computes is asked of itself: its `_apply_gate` has to agree with ours, to seven digits, on values of
+    all sizes and signs, below and above the limits that the module names. A gate that is not met by all of them is its
+    own, and is never guessed at.
+    """
+    width = experts.down_proj.shape[1 if experts.is_transposed else 2] * 2
+    draw = torch.Generator().manual_seed(0)
+    x = (
+        torch.randn(64, width, generator=draw, dtype=torch.float64)
+        * torch.logspace(-3, 2, 64, dtype=torch.float64)[:, None]
+    )
+    try:
+        with torch.no_grad():
+            want = experts._apply_gate(x)
+    except Exception:  # it reads what lies elsewhere, say
+        return None
+    if not isinstance(want, Tensor) or want.shape != (64, width // 2):
+        return None
+    stacked = bool(experts.is_transposed)
+    for net in _candidates(experts):
+        gate = net.gate
+        got = gate_by_torch(x, net.activation, gate)
+        if bool(((got - want).abs() <= 1e-7 * (1 + want.abs())).all()):
+            return net._replace(stacked=stacked)
+    return None
+
+
+def _candidates(experts: Any) -> Iterator[Network]:
+    """Our gates with the numbers that a module names."""
+    held = [experts, getattr(experts, "config", None)]
+
+    def numbers(*names: str) -> list[float]:
+        found = (getattr(x, name, None) for x in held for name in names)
+        return list(dict.fromkeys(float(x) for x in found if isinstance(x, int | float) and not isinstance(x, bool)))
+
+    limits: list[float | None] = [None, *numbers("limit", "swiglu_limit", "gate_limit")]
+    alphas = [1.0, *numbers("alpha", "swiglu_alpha", "gate_alpha")]
+    for kind, layout, limit, beta in itertools.product(GATES, GLU_LAYOUTS, limits, (0.0, 1.0)):
+        for alpha in alphas if kind == "swiglu" else [1.0]:
+            yield Network(kind, layout, alpha, beta, limit)
 
 
 def _networks(experts: Any) -> layer_call.Networks | None:

@@ -81,6 +81,8 @@ def steps_reasons(spec: ProblemSpec) -> list[str]:
     """Why a fused problem cannot be taken in steps; empty if it can, as far as its product can be formed."""
     if spec.form == "per_group":
         return ["fused keywords with lists: the steps round a product take packed operands: pack them, or use 'triton'"]
+    if spec.acc not in TYPE_CODES and needs_finish(spec):
+        return [f"preact_out of {spec.compute} products, whose sums are {spec.acc}: use 'triton' or 'cpu'"]
     return []
 
 

@@ -122,10 +122,12 @@ class Packed:
 
 
 def address_of(tensor: Tensor | None, operand: str, lent: Tensor | None = None) -> int:
-    """Where an operand lies, perhaps in memory that calls lend; 0 for an absent one."""
+    """Where an operand lies, perhaps in memory that calls lend ("": always); 0 for an absent one."""
     if tensor is None:
         return 0
     at = tensor.data_ptr()
+    if not operand and not tensor.numel():
+        return at  # a part of the memory between launches, of which there is nothing
     if lent is not None and lent.data_ptr() <= at < lent.data_ptr() + max(lent.nbytes, 1):
         return Address(at, "work", lent.data_ptr())
     return Address(at, operand)

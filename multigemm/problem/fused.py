@@ -275,16 +275,46 @@ def _picked_scale(scale: Scale, rows: Index, axis: int, extent: int, absent: int
 # --- reading the keywords -----------------------------------------------------------------------------
 
 
-def refuse_in_operator(keywords: Iterable[str], activation: Any) -> None:
-    """Raises for keywords and gates that the torch operator, and so a compiled graph, does not take yet."""
-    names = [name for name in keywords if name in FusedKeywords.__annotations__]
-    if type(activation) is str and activation in GATES:
-        names.append(f"activation={activation!r}")
-    if names:
+def refuse_in_operator(keywords: Iterable[str]) -> None:
+    """Raises for the keyword that the torch operator, and so a compiled graph, does not take."""
+    if "preact_out" in keywords:
         raise InvalidProblem(
-            f"{', '.join(names)}: the torch operator does not take it yet: call multigemm.grouped_gemm outside of "
-            "torch.compile, or take the step in torch beside the product"
+            "preact_out: the torch operator writes no memory of the caller's: call multigemm.grouped_gemm outside of "
+            "torch.compile, or take the activation in torch behind the product"
         )
+
+
+def fused_shapes(
+    product: Result, activation: str | None, combine: Tensor | None, out_rows: Tensor | None, rows: Any
+) -> Result:
+    """The shape of a result of products, as `FusedReader.result` has it, without a look at any value."""
+    shape = product.shape
+    if activation in GATES:
+        if product.form in ("jagged_n", "jagged_k") or shape[-1] % 2:
+            raise InvalidProblem(
+                f"activation={activation!r} with {product.form} and {shape[-1]} columns: a gate joins pairs of columns "
+                "of jagged m, batched, masked and lists"
+            )
+        shape = (*shape[:-1], shape[-1] // 2)
+    if combine is None and out_rows is None:
+        return product._replace(shape=shape)
+    if product.form != "jagged_m" or (combine is not None and out_rows is not None):
+        raise InvalidProblem(f"combine or out_rows, one of them, sums rows of jagged m; this one is {product.form}")
+    if out_rows is not None and rows is None:
+        raise InvalidProblem("out_rows without out: say with rows= how many rows the result has")
+    return product._replace(shape=(rows if combine is None else combine.shape[0], shape[1]))
+
+
+def picked_like(x: Tensor, rows: Tensor | None, name: str, jagged: str) -> Tensor:
+    """A tensor of the shape that an operand has once its rows are picked."""
+    if rows is None:
+        return x
+    axis = PICKED[name].get(jagged)
+    if axis is None or x.dim() != 2:
+        raise InvalidProblem(f"{name} with jagged={jagged!r} and {x.dim()} dimensions: index the operand yourself")
+    shape = list(x.shape)
+    shape[axis] = rows.shape[0]
+    return x.new_empty(shape)
 
 
 def reader_of(given: FusedKeywords, activation: Any, full: bool) -> FusedReader | None:

@@ -148,7 +148,7 @@ def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
     """Those with kernels of their own. Numba takes 7 to 12 s to compile a 16-bit kernel for Hopper, and the trial waits
     for it: it takes part for lists of long products alone, since it was never the fastest elsewhere."""
     if c.quantised:
-        return ("cupy", "triton", "numba") if _float8_of_hopper(c) else _by_dtype(c)
+        return ("cupy", "triton", "numba") if _quantised_of_hopper(c) else _by_dtype(c)
     if "+gather" in c.precision or "+gate" in c.precision:
         return "triton", "cupy"
     if c.dtype == "float32":
@@ -163,13 +163,17 @@ def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
     return (*found, "numba") if long and c.form == "per_group" else found
 
 
-def _float8_of_hopper(c: ProblemClass) -> bool:
-    """What cupy multiplies as float8 by wgmma; all other quantised operands it multiplies in tf32, 10 to 40 times as
-    slowly as Triton's kernel does (H200, 2026-11-22, 11 cases of mixtures of experts)."""
+def _quantised_of_hopper(c: ProblemClass) -> bool:
+    """What cupy multiplies by wgmma, as float8 or as weights that become numbers in registers; all other quantised
+    operands it multiplies in tf32, 10 to 40 times as slowly as Triton's kernel does (H200, 2026-11-22, 11 cases of
+    mixtures of experts). Weights by wgmma are not measured yet."""
     along_k = c.a.partition("/")[2].startswith("row") and c.b.partition("/")[2].startswith("col")
+    if not along_k or c.unaligned:
+        return False
+    if not c.a.startswith("float8"):
+        return c.form in ("jagged_m", "batched", "masked")
     blocks = all("x32" not in x and "x64" not in x for x in (c.a, c.b))
-    both = c.a.startswith("float8") and c.b.startswith("float8")
-    return both and along_k and blocks and c.form not in ("jagged_k", "per_group") and not c.unaligned
+    return blocks and c.form not in ("jagged_k", "per_group")
 
 
 def _by_dtype(c: ProblemClass) -> tuple[str, ...]:

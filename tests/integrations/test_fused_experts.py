@@ -212,3 +212,22 @@ def test_a_compiled_function_runs_in_steps() -> None:
 
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, weights), run(x, weights))
+
+
+def test_nothing_is_kept_where_no_gradient_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters ask for gradients always: what counts is whether autograd records."""
+    from multigemm.integrations import fused_experts
+
+    asked: list[bool] = []
+    original = fused_experts._first
+
+    def noted(*given: Any) -> Tensor:
+        asked.append(given[5] is not None)
+        return original(*given)
+
+    monkeypatch.setattr(fused_experts, "_first", noted)
+    experts, given = layer(), drawn()
+    with torch.no_grad():
+        want = experts(*given)
+    assert torch.equal(experts(*given), want)
+    assert asked == [False, True]

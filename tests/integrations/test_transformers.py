@@ -150,3 +150,72 @@ def test_the_name_is_registered() -> None:
     from multigemm.integrations.transformers import experts_forward
 
     assert ALL_EXPERTS_FUNCTIONS["multigemm"] is experts_forward
+
+
+# --- gates of a model's own --------------------------------------------------------------------------
+
+
+def gpt_oss_experts() -> Any:
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    experts: Any = GptOssExperts(GptOssConfig(hidden_size=32, intermediate_size=16, num_local_experts=4))
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return experts
+
+
+def test_the_gate_of_gpt_oss_is_one_of_ours_and_runs_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import multigemm.integrations.transformers
+
+    module: Any = multigemm.integrations.transformers
+    torch.manual_seed(0)
+    experts, x = gpt_oss_experts(), torch.randn(10, 32)
+    index, weights = torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
+    experts.config._experts_implementation_internal = "eager"
+    want = experts(x, index, weights)
+    ran: list[Any] = []
+    original = module.run_experts
+
+    def noted(net: Any, *given: Any) -> Any:
+        ran.append(net)
+        return original(net, *given)
+
+    monkeypatch.setattr(module, "run_experts", noted)
+    experts.config._experts_implementation_internal = "multigemm"
+    torch.testing.assert_close(experts(x, index, weights), want, rtol=1e-4, atol=1e-5)
+    assert ran[0].gate == ("swiglu", "interleaved", 1.702, 1.0, 7.0) and ran[0].stacked
+
+
+@pytest.mark.parametrize("change", ["another slope", "another limit", "a limit of one side", "nothing"])
+def test_a_gate_that_differs_a_little_is_never_guessed_at(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from multigemm.integrations import transformers as module
+
+    experts = gpt_oss_experts()
+
+    def own(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+        limit = 7.5 if change == "another limit" else 7.0
+        gate = gate.clamp(max=limit)
+        up = up.clamp(max=limit) if change == "a limit of one side" else up.clamp(-limit, limit)
+        return (up + 1) * gate * torch.sigmoid(gate * (1.7 if change == "another slope" else 1.702))
+
+    monkeypatch.setattr(experts, "_apply_gate", own)
+    assert (module.gate_of(experts) is not None) is (change == "nothing")
+    x, index, weights = torch.randn(10, 32), torch.rand(10, 4).topk(2).indices, torch.rand(10, 2)
+    experts.config._experts_implementation_internal = "eager"
+    want = experts(x, index, weights)
+    experts.config._experts_implementation_internal = "multigemm"
+    torch.testing.assert_close(experts(x, index, weights), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gate_that_cannot_be_asked_is_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from multigemm.integrations import transformers as module
+
+    experts = gpt_oss_experts()
+
+    def refuses(gate_up: torch.Tensor) -> torch.Tensor:
+        raise ValueError("bfloat16 only")
+
+    monkeypatch.setattr(experts, "_apply_gate", refuses)
+    assert module.gate_of(experts) is None

@@ -17,8 +17,9 @@ from multigemm.cuda import nvrtc
 from multigemm.planning import fused_steps
 from multigemm.planning.fused_steps import SOURCE, plan_in_steps, product_spec, steps_reasons
 from multigemm.planning.staging import staged_spec
-from multigemm.testing.fused_problems import findings, random_problem
+from multigemm.testing import DeviceCase
 from tests.support import host_kernels
+from tests.support.fused_cases import findings, fused_cases
 from tests.support.nvrtc_here import nvrtc_here
 
 
@@ -33,7 +34,7 @@ def plan(spec: Any, config: Any, device: torch.device) -> Recipe:
 
 
 IN_STEPS = BuiltinBackend(
-    "in steps", CPU.availability, reasons, lambda spec, device: CPU.configs(product_spec(spec), device)[:1], plan
+    "cpu", CPU.availability, reasons, lambda spec, device: CPU.configs(product_spec(spec), device)[:1], plan
 )
 
 
@@ -56,24 +57,18 @@ def bound(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
     return host_kernels.install(monkeypatch, folder)
 
 
-def without_indices_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A problem without picked rows is no problem of steps, so that its bits are those of another kernel."""
-    monkeypatch.setattr("multigemm.testing.fused_problems._same_with_every_row", lambda *_: [])
-
-
 @pytest.mark.parametrize("first", [0, pytest.param(100, marks=pytest.mark.slow)])
-def test_random_problems(first: int, bound: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    without_indices_in_order(monkeypatch)
+def test_random_problems(first: int, bound: list[str]) -> None:
     assert list(findings(IN_STEPS, 25 if first == 0 else 400, first=first)) == []
     assert set(bound) == {"gather_rows", "finish_rows", "sum_rows"}
 
 
 def test_the_launches_of_a_layer(bound: list[str]) -> None:
     x, up, down = torch.randn(6, 8), torch.randn(3, 8, 10), torch.randn(3, 5, 8)
-    rows, cut = torch.randint(-1, 7, (12,)), {"sizes": [4, 0, 7]}
-    first = mg.GroupedGemmProblem(x, up, a_rows=rows, activation="swiglu", preact_out=torch.empty(12, 10), **cut)
+    rows, cut = torch.randint(-1, 7, (12,)), [4, 0, 7]
+    first = mg.GroupedGemmProblem(x, up, a_rows=rows, activation="swiglu", preact_out=torch.empty(12, 10), sizes=cut)
     sums = (torch.randint(-1, 13, (6, 2)), torch.rand(6, 2))
-    second = mg.GroupedGemmProblem(torch.randn(12, 5), down, combine=sums, **cut)
+    second = mg.GroupedGemmProblem(torch.randn(12, 5), down, combine=sums, sizes=cut)
     for problem, names in ((first, ["gather_rows", "finish_rows"]), (second, ["sum_rows"])):
         spec = staged_spec(problem)
         recipe = plan(spec, CPU.configs(product_spec(spec), problem.device)[0], problem.device)
@@ -104,7 +99,6 @@ def fused_steps_operands(problem: Any, spec: Any) -> Any:
     ],
 )
 def test_a_planted_fault_is_found(fault: tuple[str, str], bound: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    without_indices_in_order(monkeypatch)
     assert SOURCE.count(fault[0]) == 1
     monkeypatch.setattr(fused_steps, "SOURCE", SOURCE.replace(*fault))
     assert next(findings(IN_STEPS, 60), None) is not None
@@ -125,8 +119,8 @@ def test_every_kernel_compiles_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         return Loaded()
 
     monkeypatch.setattr(nvrtc, "loaded", loaded)
-    for seed in range(60):
-        problem = random_problem(seed).problem
+    for case in fused_cases(60):
+        problem = DeviceCase.from_case(case, torch.device("cpu")).problem
         spec = staged_spec(problem)
         if not reasons(spec, problem.device):
             config = CPU.configs(product_spec(spec), problem.device)[0]
@@ -134,6 +128,19 @@ def test_every_kernel_compiles_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert {name for name, _ in asked} == {"gather_rows", "finish_rows", "sum_rows"}
     for name, defines in list(asked)[:12]:
         assert nvrtc.compile_source(SOURCE, name, ("--gpu-architecture=sm_90", "--std=c++17", *defines))
+
+
+def test_nothing_to_sum_is_zeros(bound: list[str]) -> None:
+    """No pairs, so nothing of the memory between the steps is anywhere."""
+    sums = (torch.tensor([[-1, 0], [3, -(2**63)]]), torch.rand(2, 2))
+    problem = mg.GroupedGemmProblem(
+        torch.ones(3, 16), torch.ones(2, 16, 4), sizes=[0, 0], a_rows=torch.zeros(0, dtype=torch.int32), combine=sums,
+        activation="swiglu", c=torch.ones(2, 2), beta=0.5,
+    )  # fmt: skip
+    spec = staged_spec(problem)
+    ops = fused_steps_operands(problem, spec)
+    plan(spec, CPU.configs(product_spec(spec), problem.device)[0], problem.device).bind(ops)()
+    assert ops.out.tolist() == [[0.5, 0.5]] * 2 and bound == ["sum_rows"]
 
 
 def test_no_index_reads_beside_the_operand(bound: list[str]) -> None:

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 SHOWS = {
     "jagged_batch.py": ["8 products in one call", "chosen:", "gradient (the empty sentence's is exactly 0)"],
     "batch_invariant.py": ["the same logits, bit for bit, and the same tokens", "without it:"],
+    "moe_language_model.py": ["apart: fused from plain", "another seed"],
     "moe_training.py": ["one network", "columns: inputs that each expert got", "times smaller"],
     "transformers_switch.py": ["logits: largest difference", "generated tokens equal: True", "one training step"],
     "expert_parallel.py": ["rank 0 of 2", "rank 1 of 2", "loss"],

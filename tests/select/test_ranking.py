@@ -308,8 +308,11 @@ SIZES = "g8 m* n4096 k2048 t8192"
             "triton",
         ),
         (f"jagged_m {SIZES} float8_e4m3fn/row/x1x32 float8_e4m3fn/col/gx1x32 bfloat16/row ieee device-sizes", "triton"),
+        (f"jagged_m {SIZES} bfloat16/row e2m1/col/gx1x32e8m0 bfloat16/row ieee device-sizes", "cupy"),
+        (f"jagged_n {SIZES} bfloat16/row e2m1/col/x1x32e8m0 bfloat16/row ieee device-sizes", "triton"),
+        (f"jagged_m {SIZES} bfloat16/row int8/row/gx1x0 bfloat16/row ieee device-sizes", "triton"),
         (f"jagged_k {SIZES} float8_e4m3fn/col/x1x128 float8_e4m3fn/row/x1x128 float32/row ieee device-sizes", "triton"),
-        (f"jagged_m {SIZES} bfloat16/row uint4/col/gx1x64z bfloat16/row ieee device-sizes", "triton"),
+        (f"jagged_m {SIZES} bfloat16/row uint4/col/gx1x64z bfloat16/row ieee device-sizes", "cupy"),
         (f"jagged_m {SIZES} bfloat16/row bfloat16/col bfloat16/row ieee device-sizes", "cupy"),
     ],
 )

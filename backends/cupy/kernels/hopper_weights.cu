@@ -36,8 +36,10 @@ template <int N, int COUNT> __device__ __forceinline__ void settle(float (&d)[CO
     for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// All k-blocks of a tile. While one warpgroup turns codes into numbers, the other one multiplies; and a quarter of a block is
-// multiplied while the next one is turned.
+// Which of a stage's numbers belong to a quarter of it.
+__device__ __forceinline__ constexpr int block_of(int quarter) { return PER_STAGE == 2 ? quarter / 2 : 0; }
+
+// All k-blocks of a tile. While one warpgroup turns codes into numbers, the other one multiplies.
 template <int N>
 __device__ __forceinline__ void multiply_weights(Shared& s, u32 stages, Ring& ring, int blocks, u32 bytes, int half, float (&total)[ACCUMULATORS], Numbers& numbers) {
     const int lane = threadIdx.x & 31;
@@ -51,41 +53,39 @@ __device__ __forceinline__ void multiply_weights(Shared& s, u32 stages, Ring& ri
         barrier_wait(shared_address(&s.full[ring.place]), ring.parity);
         const u32 stage = stages + ring.at;
         const u64 x = smem_descriptor(stage + W_BYTES, BLOCK, 1024);
-        const bool large = FOLD && W_CODE == CODE_E2M1 && numbers.large();
         Codes codes;
         codes.load(stage, half);
+        u32 w[4][4];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            const int block = k * 16 / (PER_STAGE == 2 ? 32 : 64);
-            u32 w[4];
+        for (int k = 0; k < 4; ++k)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                w[i] = codes.pair(k, i, place);
-                if (W_CODE == CODE_E2M1 && !FOLD) w[i] = multiply_pairs(w[i], LIFT);
-                if (ZEROS) w[i] = subtract_pairs(w[i], numbers.zeros(i & 1, block));
+                w[k][i] = codes.pair(k, i, place);
+                if (W_CODE == CODE_E2M1 && !FOLD) w[k][i] = multiply_pairs(w[k][i], LIFT);
+                if (ZEROS) w[k][i] = subtract_pairs(w[k][i], numbers.zeros(i & 1, block_of(k)));
+                if (FOLD) w[k][i] = multiply_pairs(w[k][i], factor_of(numbers.scale[i & 1].code(block_of(k))));
             }
-            if (FOLD) {
+        if (FOLD && W_CODE == CODE_E2M1 && numbers.large()) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) w[i] = multiply_pairs(w[i], factor_of(numbers.scale[i & 1].code(block)));
-                if (large) {
-                    const u32 low = rest_of(numbers.scale[0].code(block)), high = rest_of(numbers.scale[1].code(block));
+            for (int k = 0; k < 4; ++k)
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) w[i] = multiply_pairs(w[i], i & 1 ? high : low);
-                }
-            }
-            wgmma_fence();
-            // Of a block's sums the first product starts anew.
+                for (int i = 0; i < 4; ++i) w[k][i] = multiply_pairs(w[k][i], rest_of(numbers.scale[i & 1].code(block_of(k))));
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            // Of a block's sums the first product starts anew, and behind the last one they join the tile's.
             const int begins = SCALE_K == 128 ? k == 0 && (kb & 1) == 0 : SCALE_K == 64 ? k == 0 : (k & 1) == 0;
-            if constexpr (PARTS) MmaWeights<N>::run(part, w, x + k * (32 >> 4), !begins);
-            else MmaWeights<N>::run(total, w, x + k * (32 >> 4), 1);
-            wgmma_commit();
-            if constexpr (PARTS) {
-                const bool ends = k == 3 ? SCALE_K <= 64 || (kb & 1) || kb == blocks - 1 : SCALE_K == 32 && k == 1;
-                if (k == 3 || (SCALE_K == 32 && k == 1)) {
+            if (k == 0 || (PARTS && begins)) wgmma_fence();
+            if constexpr (PARTS) MmaWeights<N>::run(part, w[k], x + k * (32 >> 4), !begins);
+            else MmaWeights<N>::run(total, w[k], x + k * (32 >> 4), 1);
+            if (k == 3 || (PARTS && SCALE_K == 32 && k == 1)) {
+                wgmma_commit();
+                if constexpr (PARTS) {
                     wgmma_wait<0>();
                     settle<N>(part);
+                    if (SCALE_K <= 64 || (kb & 1) || kb == blocks - 1)
+                        for_columns<N>(numbers.factor(0, block_of(k)), numbers.factor(1, block_of(k)), [&](int i, float scale) { total[i] = fmaf(scale, part[i], total[i]); });
                 }
-                if (ends) for_columns<N>(numbers.factor(0, block), numbers.factor(1, block), [&](int i, float scale) { total[i] = fmaf(scale, part[i], total[i]); });
             }
         }
         if (!PARTS) wgmma_wait<0>();

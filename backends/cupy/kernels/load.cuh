@@ -40,7 +40,7 @@ struct Room {
 };
 
 // This block's columns of the weights. Of the leader block this warp also says when the next tile is wanted.
-__device__ __forceinline__ void load_weights(const Problem& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank) {
+__device__ __forceinline__ void load_weights(const Given& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank) {
     constexpr int AHEAD = 8, BOXES = COLUMNS / 64;          // blocks of k before the end; boxes of 64 columns
     constexpr int SHORT_K = 3584;                           // weights read once leave the L2 cache first; with a long k it does not pay
     const bool one_for_all = p.table || (l.swapped ? p.a.group : p.b.group) == 0;
@@ -65,12 +65,21 @@ __device__ __forceinline__ void load_weights(const Problem& p, const Launch& l, 
             room.take(s, s.begins[0], ring, bytes);
             if (elected()) {
                 barrier_expect(full, W_BYTES);
+#if GATE == IN_TWO_BOXES
+                // 64 columns of g, then those of u, through a map with an axis for which of the two (arguments.gate_map).
+#pragma unroll
+                for (int i = 0; i < BOXES; ++i) {
+                    const int which = i ^ p.fused.up_first, feature = col / 2;
+                    load_box(to + i * BLOCK, w, full, W_K ? k : feature, W_K ? which : k, W_K ? feature : which, group, hint);
+                }
+#else
 #pragma unroll
                 for (int i = 0; i < BOXES; i += 1 + W_K) {
                     if (W_K) load_box(to + i * BLOCK, w, full, k >> W_SHIFT, col + i * 64, group, hint);
                     else if (RAGGED_K) load_box(to + i * BLOCK, w, full, col + i * 64, k, t.extra + t.k_len, int(FAR), hint);
                     else load_box(to + i * BLOCK, w, full, col + i * 64, k, group, hint);
                 }
+#endif
                 if (kb == ask_at) barrier_arrive_here(shared_address(&s.ask));
             }
         }

@@ -13,6 +13,15 @@
 #ifndef ELEMENT
 #define ELEMENT 2                   // bytes of an operand's element
 #endif
+#ifndef FUSED
+#define FUSED 0                     // hopper.cu: more than products and their epilogue (fused.cuh)
+#endif
+#ifndef GATE
+#define GATE 0                      // hopper.cu: how a gate's columns come, see gated.cuh
+#endif
+#ifndef GATHER
+#define GATHER 0                    // hopper.cu: how rows that are picked by index come, see picked_rows.cuh
+#endif
 #ifndef W_LINE
 #define W_LINE 128                  // bytes of a column of the weights in a stage
 #endif
@@ -20,7 +29,17 @@
 #define W_SHIFT 0                   // log2 of the k that one element of their map holds
 #endif
 #ifndef LOADERS
-#define LOADERS 2                   // warps that fill the stages
+#define LOADERS (GATHER == BY_COPIES ? 3 : 2)   // warps that fill the stages
+#endif
+#define BY_BOXES 1
+#define BY_COPIES 2
+#define IN_TWO_BOXES 1
+#define SIDE_BY_SIDE 2
+#if FUSED
+#include "fused.cuh"
+typedef FusedProblem Given;
+#else
+typedef Problem Given;
 #endif
 
 constexpr int LINE_BYTES = 128;                        // of a stage: the swizzle's width
@@ -32,7 +51,7 @@ constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int LONG_K = 5120;                           // see stage_bytes
 constexpr int PLACES = RING_BYTES / (W_BYTES + STEP * LINE_BYTES) + 1;   // stages at most, each with its two barriers
 [[maybe_unused]] constexpr int PITCH = 68;              // floats per row of the general epilogue's staging
-constexpr int STAGING_BYTES = PLAIN ? 64 * 128 : 9216; // per consumer warpgroup
+constexpr int STAGING_BYTES = PLAIN || GATE ? 64 * 128 : 9216; // per consumer warpgroup
 constexpr i64 FAR = 1 << 30;                           // ragged maps: see arguments.py
 
 struct Maps {
@@ -51,6 +70,9 @@ struct Launch {
 struct Shared {
     u64 full[PLACES], empty[PLACES], tile_full[SLOTS], tile_empty[SLOTS];
     u64 ask;                    // the next tile is wanted (hopper.cu)
+#if GATHER == BY_COPIES && !RAGGED_K
+    int picked[ROWS];           // numbers of a tile's rows (picked_rows.cuh)
+#endif
     u32 begins[LOADERS][PLACES];   // where each stage in flight begins (load.cuh), for each of the warps that load
     alignas(16) Tile tiles[SLOTS];
     Schedule schedule;

@@ -72,11 +72,15 @@ def fused_kernel(a, b, c, out, bias, ends, table, prefix, preact, row_scale, a_r
                  HAS_BIAS: tl.constexpr, ALPHA: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
                  ACC: tl.constexpr, ZERO: tl.constexpr, CHUNK: tl.constexpr, SIZES: tl.constexpr, GATE: tl.constexpr,
                  GATE_ALPHA: tl.constexpr, GATE_BETA: tl.constexpr, LIMIT: tl.constexpr, PREACT_OUT: tl.constexpr,
-                 ROW_SCALE: tl.constexpr, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr,
+                 ROW_SCALE: tl.constexpr, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, EARLY: tl.constexpr,
                  INTERPRETED: tl.constexpr):  # fmt: skip
     """One persistent program, as `pointer_kernel`. m, n and k are the extents of the result and of the tokens; the
     row m of a table too. BN counts columns of the products, of which a gate joins two. GATE is its layout.
     """
+    if EARLY:
+        # started before the launch ahead is over, and lets the next one start so
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     HALVES: tl.constexpr = GATE == "halves" or GATE == "halves_up_first"
     PAIRS: tl.constexpr = GATE == "interleaved"
     # columns of the result in a tile, and those that are loaded at once
@@ -308,11 +312,14 @@ def sum_rows_kernel(y, out, c, ends, index, weights, order, tokens, n, rows, gro
                     out_row, out_col, c_row, c_col, beta_bits, TERMS: tl.constexpr, UNROLLED: tl.constexpr,
                     BLOCK: tl.constexpr, OUT_ORDER: tl.constexpr, SCATTERS: tl.constexpr, HAS_C: tl.constexpr,
                     WEIGHTED: tl.constexpr, ACC: tl.constexpr, SIZES: tl.constexpr, CHUNK: tl.constexpr,
-                    INTERPRETED: tl.constexpr):  # fmt: skip
+                    EARLY: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
     """One block of columns of one row: sum of y[index[row, j]] * weights[row, j], j ascending, then + beta * C.
 
     With SCATTERS, `index` are sorted places, `order` the rows that go there: those with the place `row`, ascending.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     across = (n + BLOCK - 1) // BLOCK
     row = tl.program_id(0) // across
     columns = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from multigemm.backends.cupy import build, choice, hopper_fp8, launch, quantised, support
+from multigemm.backends.cupy import build, choice, hopper_fp8, hopper_weights, launch, quantised, support
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import SOURCES
 from multigemm.cuda.arguments import Address
@@ -88,6 +88,58 @@ def test_high_tiles_but_for_few_rows(scales: str, rows: int, config: configs.Con
     assert choice.heuristic(spec) == config
 
 
+def weights(**changes: Any) -> GroupedGemmProblem:
+    """gpt-oss's experts: codes of e2m1 that lie as [G, N, K / 2], a power of two for each 32 of k in a column."""
+    x, codes = torch.ones(300, 416).bfloat16(), torch.zeros(3, 520, 208, dtype=torch.uint8).mT
+    scale = torch.ones(3, 520, 13).to(E8M0).mT
+    return GroupedGemmProblem(x, codes, **{"sizes": [100, 0, 200], "scale_b": scale, "b_format": "e2m1", **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"scale_b": torch.ones(3, 4, 520), "b_format": "int4"}, ""),
+        ({"scale_b": torch.ones(3), "bias": torch.ones(3, 520).bfloat16(), "out_dtype": torch.float32}, ""),
+        (
+            {
+                "zero_b": torch.zeros(3, 13, 520, dtype=torch.uint8),
+                "scale_b": torch.ones(3, 13, 520),
+                "b_format": "uint4",
+            },
+            "",
+        ),
+        ({"batch_invariant": True}, None),
+    ],
+)
+def test_hopper_takes_weights_whose_k_is_contiguous(changes: dict[str, Any], reason: str | None) -> None:
+    spec = weights(**changes).spec
+    assert not support.not_supported_reasons(spec, GPU)
+    assert (choice.heuristic(spec).kernel == "hopper_weights") == (reason == "")
+    assert choice.heuristic(spec, (8, 0)) == configs.QUANTISED
+    assert set(choice.first_choices(spec, (9, 0))) <= {*configs.WEIGHTS, configs.QUANTISED}
+
+
+def test_other_weights_run_on_the_kernel_for_any_quantised_operands() -> None:
+    x, codes = torch.ones(300, 400).bfloat16(), torch.ones(3, 512, 400, dtype=torch.int8).mT
+    along_n = GroupedGemmProblem(x, torch.ones(3, 400, 512, dtype=torch.int8), sizes=[300, 0, 0], scale_b=torch.ones(3))
+    odd = GroupedGemmProblem(torch.ones(300, 401).bfloat16()[:, :400], codes, sizes=[300, 0, 0], scale_b=torch.ones(3))
+    listed = GroupedGemmProblem([x], [codes[0]], scale_b=torch.tensor(1.0))
+    jagged_n = GroupedGemmProblem(x[:64], codes[0][:, :300], sizes=[100, 200], jagged="n", scale_b=torch.tensor(1.0))
+    for problem in (along_n, odd, listed, jagged_n):
+        assert choice.heuristic(problem.spec) == configs.QUANTISED and support.weights_reasons(problem.spec)
+
+
+@pytest.mark.parametrize(
+    ("rows", "config"), [(4, configs.WEIGHTS_NARROW), (128, configs.WEIGHTS_MIDDLE), (512, configs.WEIGHTS_WIDE)]
+)
+def test_tiles_of_weights_are_as_high_as_groups(rows: int, config: configs.Config) -> None:
+    spec = replace(weights().spec, groups=8, total=8 * rows, n=4096)
+    assert choice.heuristic(spec) == config
+    by_numbers = replace(weights(scale_b=torch.ones(3, 13, 520)).spec, groups=8, total=8 * rows, n=4096)
+    assert choice.heuristic(by_numbers).rows == min(config.rows, 128)  # sums of a block take registers, too
+
+
 def test_other_float8_runs_on_the_kernel_for_any_quantised_operands() -> None:
     k_along_rows = GroupedGemmProblem(float8(300, 400), float8(3, 400, 512), sizes=[100, 0, 200])
     odd = GroupedGemmProblem(float8(300, 401)[:, :400], float8(3, 512, 400).mT, sizes=[100, 0, 200])
@@ -103,6 +155,8 @@ def test_kernels_for_plain_operands_take_no_quantised_ones() -> None:
         scale_b=torch.ones(3, 1, 512),
     ).spec  # fmt: skip
     assert choice.ranked(weights, (9, 0)) == (configs.QUANTISED,)
+    for config in configs.WEIGHTS:
+        assert not configs.is_valid(config, blocks().spec)
     plain = GroupedGemmProblem(torch.ones(300, 400), torch.ones(3, 400, 512), sizes=[100, 0, 200]).spec
     for config in (configs.QUANTISED, *configs.FP8):
         assert not configs.is_valid(config, plain) and config not in choice.ranked(plain, (9, 0))
@@ -358,4 +412,33 @@ def test_the_float8_kernel_promotes_without_spills(changes: dict[str, Any], conf
     source = hopper_fp8.source(blocks(**changes).spec, config)
     spilled, log = _spilled(source, "sm_90a")
     assert spilled == 0 and "serialized" not in log
+    assert source.shared <= configs.SHARED_LIMIT
+
+
+WEIGHT_KINDS = [
+    pytest.param({}, id="mxfp4"),
+    pytest.param({"scale_b": torch.ones(3, 4, 520), "b_format": "int4"}, id="int4-blocks"),
+    pytest.param({"scale_b": torch.ones(3), "b_format": None, "codes": torch.float8_e4m3fn}, id="float8-groups"),
+    pytest.param({"scale_b": torch.ones(3, 4, 5), "b_format": None, "codes": torch.float8_e4m3fn}, id="float8-blocks"),
+    pytest.param({"out_dtype": torch.float32}, id="any-epilogue"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", configs.WEIGHTS, ids=lambda c: f"{c.rows}x{c.cluster}")
+@pytest.mark.parametrize("changes", WEIGHT_KINDS)
+def test_codes_become_numbers_in_registers(changes: dict[str, Any], config: configs.Config) -> None:
+    """No sums in memory, and no product waited for by itself."""
+    pytest.importorskip("cupy")
+    given = dict(changes)
+    problem = weights(**given) if "codes" not in given else GroupedGemmProblem(
+        torch.ones(300, 416).bfloat16(), torch.ones(3, 520, 416).to(given["codes"]).mT, sizes=[100, 0, 200],
+        scale_b=given["scale_b"],
+    )  # fmt: skip
+    if not configs.is_valid(config, problem.spec):
+        assert config is configs.WEIGHTS_WIDE
+        return
+    source = hopper_weights.source(problem.spec, config)
+    spilled, log = _spilled(source, "sm_90a")
+    assert spilled <= 8 and "serialized" not in log
     assert source.shared <= configs.SHARED_LIMIT
