@@ -219,13 +219,13 @@ def test_nothing_is_kept_where_no_gradient_is_wanted(monkeypatch: pytest.MonkeyP
     from multigemm.integrations import fused_experts
 
     asked: list[bool] = []
-    original = fused_experts._first
+    original = fused_experts.first_product
 
     def noted(*given: Any) -> Tensor:
         asked.append(given[5] is not None)
         return original(*given)
 
-    monkeypatch.setattr(fused_experts, "_first", noted)
+    monkeypatch.setattr(fused_experts, "first_product", noted)
     experts, given = layer(), drawn()
     with torch.no_grad():
         want = experts(*given)

@@ -302,6 +302,13 @@ def fused_rows_travel_while_multiplying() -> None:
         noted(fused_parallel.Journeys, "wait", "wait")
         noted(fused_parallel, "first_product", "first")
         noted(fused_parallel, "product", "product")
+        first, kept = fused_parallel.first_product, []  # type: Any, list[bool]
+
+        def keeps(*given: Any) -> Any:
+            kept.append(given[5] is not None)
+            return first(*given)
+
+        patch.setattr(fused_parallel, "first_product", keeps)
         noted(fused_parallel, "matrix_gradient", "weights")
         spread, _ = layers(mesh_of(1), 1, fused=True, bias=False, shared_experts=Noted(seen))
         x = torch.randn(20, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -312,6 +319,10 @@ def fused_rows_travel_while_multiplying() -> None:
         y.sum().backward()
         ways = ["product", "product"]  # through down, and to the tokens
         assert seen == ["start", *ways, "wait", *ways, *both, "weights", "weights", "shared", "wait", "wait"], seen
+        kept.clear()
+        with torch.no_grad():
+            assert torch.equal(spread(x), y)
+        assert kept == [False, False], "nothing is kept where no gradient is wanted"
 
 
 class Noted(torch.nn.Module):
