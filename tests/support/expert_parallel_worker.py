@@ -34,6 +34,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import multigemm as mg
 from multigemm.integrations import expert_parallel, fused_parallel
 from multigemm.integrations.expert_parallel import groups_of, run_experts
+from multigemm.integrations.fused_experts import first_product
 from multigemm.nn import MoE
 from multigemm.nn.moe import Experts
 from multigemm.nn.parallel import ExpertParallel
@@ -300,13 +301,13 @@ def fused_rows_travel_while_multiplying() -> None:
     with pytest.MonkeyPatch.context() as patch:
         noted(fused_parallel.Journeys, "start", "start")
         noted(fused_parallel.Journeys, "wait", "wait")
-        noted(fused_parallel, "first_product", "first")
         noted(fused_parallel, "product", "product")
-        first, kept = fused_parallel.first_product, []  # type: Any, list[bool]
+        kept: list[bool] = []
 
         def keeps(*given: Any) -> Any:
             kept.append(given[5] is not None)
-            return first(*given)
+            seen.append("first")
+            return first_product(*given)
 
         patch.setattr(fused_parallel, "first_product", keeps)
         noted(fused_parallel, "matrix_gradient", "weights")
