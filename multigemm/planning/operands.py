@@ -147,7 +147,9 @@ def strides_of(tensor: Tensor, operand: str | None = None, lent: Tensor | None =
 
     A dimension with one element may carry any stride; a kernel must never multiply by it.
     """
-    at = tensor.data_ptr() if operand is None else address_of(tensor, operand, lent)
+    at = tensor.data_ptr()
+    if operand is not None:
+        at = Address(at, operand) if lent is None else address_of(tensor, operand, lent)
     if tensor.dim() == 2:
         (rows, columns), (row, column) = tensor.shape, tensor.stride()
         return Strided(at, 0, row if rows > 1 else 0, column if columns > 1 else 0)

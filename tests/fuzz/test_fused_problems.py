@@ -28,6 +28,7 @@ HUNTED = 400
 """Cases within which each fault has to show."""
 
 
+@pytest.mark.slow
 def test_every_class_is_drawn() -> None:
     seen = {name for case in fused_cases(900) for name in classes(case)}
     assert not REQUIRED_FUSED - seen
@@ -35,6 +36,7 @@ def test_every_class_is_drawn() -> None:
     assert quantised >= {"quantised", "fused", "scale_b:row", "a_rows:lies", "combine:lies"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantised", [0, 1])
 def test_the_cpu_backend_is_right(quantised: int) -> None:
     assert list(findings(registry.get("cpu"), 100, limits=replace(FUSED, quantised=quantised))) == []
@@ -45,15 +47,18 @@ def test_the_cpu_backend_is_right_on_many() -> None:
     assert list(findings(registry.get("cpu"), 800, first=1000, limits=replace(FUSED, quantised=4))) == []
 
 
+@pytest.mark.slow
 def test_the_model_is_right() -> None:
     assert list(findings(model(), 150)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_planted_fault_is_seen(fault: str) -> None:
     assert next(findings(model(fault), HUNTED), None) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ORACLES)
 def test_the_costlier_oracles_hold(name: str) -> None:
     """Sizes that change or lie, operands at the edge of memory, other contents, rows by number."""
@@ -95,6 +100,7 @@ def test_a_case_survives_json_and_its_own_repr() -> None:
         assert eval(repr(case), names) == case
 
 
+@pytest.mark.slow
 def test_a_kind_keeps_what_kernels_are_compiled_for() -> None:
     for number, kind in enumerate(fused_cases(40)):
         other = redrawn(kind, RandomChooser(number), FUSED)
@@ -105,6 +111,7 @@ def test_a_kind_keeps_what_kernels_are_compiled_for() -> None:
     assert sum(kind.is_fused for kind in kinds(replace(FUSED, fused=4), 60)) >= 15
 
 
+@pytest.mark.slow
 def test_every_simpler_case_is_legal() -> None:
     for case in fused_cases(6):
         for candidate in list(simpler(case))[:60]:

@@ -106,7 +106,7 @@ def test_scales_for_which_torch_has_no_grouped_kernel(scale: str) -> None:
     assert torch.equal(found, want)
 
 
-class JoinsNoE8m0(TorchDispatchMode):
+class JoinsNoE8m0(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """On a GPU torch joins no tensors of float8_e8m0fnu."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,7 +137,7 @@ def test_mx_scales(form: str, swizzle: bool) -> None:
                 given[i] = torch.stack([swizzled(one) for one in scale])
             else:  # rows of each group, padded by themselves
                 given[i] = torch.cat([swizzled(one) for one in scale.split(SIZES.tolist())])
-    with JoinsNoE8m0():
+    with JoinsNoE8m0():  # type: ignore[no-untyped-call]
         found = call()
     assert torch.equal(found, want)
 

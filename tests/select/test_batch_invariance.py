@@ -250,3 +250,35 @@ def test_the_epilogue_on_the_cpu_ignores_the_place_of_an_element(dtype: torch.dt
     for i, j in ((0, 0), (1, 76), (64, 33), (130, 76)):
         one = mg.grouped_gemm(a[i : i + 1], b[:, j:], c=c[i : i + 1, j:], bias=c[0, j:], backend="cpu", **keywords)
         assert torch.equal(one[0], whole[i, j:])
+
+
+# --- on a GPU; `multigemm.testing.batch_invariance` does the same for longer -----------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cupy", "triton", "numba", "cublas"])
+def test_rows_ignore_their_neighbours(backend: str) -> None:
+    count = batch_invariance.run(backend, torch.device("cuda"), 20.0, 11, True, False)
+    assert count.comparisons or count.refused
+    assert count.differing == 0, count.examples
+
+
+@pytest.mark.gpu
+def test_cublas_refuses_what_it_does_not_keep() -> None:
+    a, b = torch.ones(8, 16, device="cuda"), torch.ones(1, 16, 8, device="cuda")
+    with pytest.raises(mg.BackendUnsupported, match="depend on its neighbours"):
+        mg.grouped_gemm(a, b, sizes=[8], backend="cublas", batch_invariant=True)
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_the_bits_of_an_eager_call() -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(300, 512, device="cuda").bfloat16(), torch.randn(3, 512, 256, device="cuda").bfloat16()
+    plan = mg.plan(mg.GroupedGemmProblem(a, b, sizes=[100, 0, 200], batch_invariant=True))
+    plan()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = plan()
+    graph.replay()
+    alone = mg.grouped_gemm(a[150:151], b[2:], sizes=[1], batch_invariant=True)
+    assert torch.equal(out[150:151], alone)

@@ -150,7 +150,10 @@ __device__ __forceinline__ void load_rows(const Problem& p, const Launch& l, con
         for (int kb = 0; kb < blocks; ++kb, k += BK, ring.next(bytes)) {
             const u32 full = shared_address(&s.full[ring.place]), to = rows + ring.at;
             room.take(s, s.begins[1], ring, bytes);
-            if (elected()) x.load(to, full, rank, k, t.extra + t.k_len);
+            if (elected()) {
+#pragma unroll
+                for (int d = 0; d < DEEP; ++d) x.load(to + d * (ROWS * LINE_BYTES), full, rank, k + d * (BK / DEEP), t.extra + t.k_len);
+            }
         }
     }
 }

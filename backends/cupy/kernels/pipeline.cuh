@@ -25,6 +25,9 @@
 #ifndef W_LINE
 #define W_LINE 128                  // bytes of a column of the weights in a stage
 #endif
+#ifndef DEEP
+#define DEEP 1                      // lines of 128 bytes of a row in a stage, whose blocks of rows follow each other
+#endif
 #ifndef W_SHIFT
 #define W_SHIFT 0                   // log2 of the k that one element of their map holds
 #endif
@@ -43,8 +46,8 @@ typedef Problem Given;
 #endif
 
 constexpr int LINE_BYTES = 128;                        // of a stage: the swizzle's width
-constexpr int BK = LINE_BYTES / ELEMENT, COLUMNS = 128, CONSUMERS = 2, THREADS = 384;
-constexpr int W_BYTES = COLUMNS * W_LINE, X_BYTES = ROWS * LINE_BYTES, STAGE_BYTES = W_BYTES + X_BYTES;
+constexpr int BK = LINE_BYTES / ELEMENT * DEEP, COLUMNS = 128, CONSUMERS = 2, THREADS = 384;
+constexpr int W_BYTES = COLUMNS * W_LINE, X_BYTES = ROWS * LINE_BYTES * DEEP, STAGE_BYTES = W_BYTES + X_BYTES;
 constexpr int BLOCK = 64 * LINE_BYTES;                 // 64 lines; of 16 bits one box of an operand with contiguous mn
 constexpr int SLOTS = 4;                               // tiles announced ahead
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;

@@ -120,7 +120,7 @@ BODIES = {
         ),
         "u32 load_shared_half(u32 address)": "return load_shared_as<u16>(address);",
     },
-    "hopper_weights.cu": {"void settle(float (&d)[COUNT])": ""},
+    "hopper_weights.cu": {"void settle(float (&d)[COUNT])": "", "void keep_in_register(u32& v)": ""},
     "hopper_fp8.cu": {
         "void copy_number(u32 to, const void* from)": "memcpy(at(to), from, 4);",
     },
