@@ -98,7 +98,7 @@ def test_kinds_cover_pairs_better_than_chance() -> None:
 
 @pytest.mark.parametrize("shares", [{}, {"fused": 1}, {"quantised": 1}, {"fused": 2, "quantised": 2}], ids=str)
 @pytest.mark.parametrize("count", [24, 40, 96])
-def test_so_many_kinds_as_asked_for(shares: dict[str, int], count: int) -> None:
+def test_so_many_kinds_as_asked_for(shares: dict[str, Any], count: int) -> None:
     assert len(kinds(Limits(**shares), count)) == count
 
 
