@@ -168,9 +168,12 @@ def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
 
 
 def _fused_of_hopper(c: ProblemClass) -> bool:
-    """Gates and picked rows that cupy's Hopper kernel takes. First products of layers, in the time of Triton's (H200,
-    2026-11-23): 0.93 and 0.98 at 64 tokens (Qwen3-30B, Mixtral); at 4096 the gate's kernel and the step that gathers,
-    measured apart, add up to 0.65 to 0.92 (gpt-oss-20b, Mixtral, Qwen3-30B). cupy's generic kernel is slower."""
+    """Gates and picked rows that cupy's Hopper kernel takes; its generic kernel is slower than Triton's.
+
+    First products of layers, beside Triton (H200, 2026-11-23): 0.93 and 0.98 of the time at 64 tokens (Qwen3-30B,
+    Mixtral); at 4096 the gate's kernel and the step that gathers, measured apart, add up to 0.65 to 0.92 (gpt-oss-20b,
+    Mixtral, Qwen3-30B).
+    """
     same = c.dtype in ("float16", "bfloat16") and c.out.partition("/")[0] == c.dtype
     return same and not c.unaligned and c.form in ("jagged_m", "batched", "masked", "jagged_k")
 
