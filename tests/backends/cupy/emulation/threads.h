@@ -145,10 +145,8 @@ inline unsigned __ballot_sync(unsigned, bool mine) {
 
 typedef std::vector<std::function<void()>> Copies;
 struct Groups { Copies open; std::vector<Copies> closed; };
-inline Groups& groups() {
-    static Groups of[8][1024];
-    return of[local_block()][self->thread];
-}
+inline Groups groups_of[8][1024];
+inline Groups& groups() { return groups_of[local_block()][self->thread]; }
 inline void copy_later(char* to, const char* from, int width, int bytes) {
     if (((uint64_t)from | (uint64_t)to) & (width - 1)) fail("a copy that is not aligned");
     groups().open.push_back([=] { memcpy(to, from, bytes), memset(to + bytes, 0, width - bytes); });
@@ -159,11 +157,10 @@ inline void wait_for_groups(size_t pending) {
         for (const auto& copy : closed.front()) copy();
 }
 inline bool all_copies_waited_for() {
-    for (Fiber& f : fibers) {
-        self = &f;
-        for (const auto& some : groups().closed)
-            if (!some.empty()) return false;
-    }
+    for (auto& of_block : groups_of)
+        for (auto& of_thread : of_block)
+            for (const auto& some : of_thread.closed)
+                if (!some.empty()) return false;
     return true;
 }
 alignas(128) inline char generic_shared[232448];
