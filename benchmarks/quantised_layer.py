@@ -43,7 +43,13 @@ CHUNK = 4
 def stack(weights: Tensor, format: Any, scale: str, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes and scales of all experts."""
     parts = [quantize_stack(part, format, scale, scale_dtype) for part in torch.split(weights, CHUNK)]
-    return torch.cat([part.data for part in parts]), torch.cat([part.scale for part in parts])
+    return joined([part.data for part in parts]), joined([part.scale for part in parts])
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """One stack; through bytes, since a GPU joins no float8_e8m0fnu."""
+    size = parts[0].dtype.itemsize
+    return torch.cat([x.view(torch.uint8) for x in parts]).view(parts[0].dtype) if size == 1 else torch.cat(parts)
 
 
 def layer_of(dense: Experts, format: Any, scale: str, scale_dtype: torch.dtype) -> Experts:

@@ -135,6 +135,22 @@ def row_maps(side: Side) -> tuple[bytes, ...]:
     return (_plain_maps(side, HEIGHTS),) if side.k_contiguous else (_plain_maps(side, HEIGHTS), BLANK_ROWS)
 
 
+def gate_map(side: Side, interleaved: bool) -> Fields:
+    """A map of weights whose columns are those of g and of u, with an axis for which of the two.
+
+    Boxes are 64 features by 64 k. `interleaved`: g and u side by side, where k is contiguous; else in halves.
+    """
+    if side.mn == 0 or side.k == 0 or side.groups == 0:
+        return BLANK
+    features, step, group = side.mn // 2, max(side.step, 16), max(side.group, 16)
+    if side.k_contiguous:
+        apart = (step, 2 * step) if interleaved else (features * step, step)
+        extents, box = (side.k, 2, features, side.groups), (64, 1, 64, 1)
+        return encode_together(side.dtype, side.ptr, extents, (*apart, group), (box,))
+    extents, strides = (features, side.k, 2, side.groups), (step, features * side.dtype.itemsize, group)
+    return encode_together(side.dtype, side.ptr, extents, strides, ((64, 64, 1, 1),))
+
+
 def ragged_map(side: Side) -> Fields:
     """A map for jagged k (see the module docstring); mn is contiguous."""
     if side.mn == 0 or side.k == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -12,9 +12,14 @@ from multigemm.backends.cupy.support import (
     MAX_GROUPS,
     folds_scales,
     fp8_reasons,
+    gather_reasons,
+    gathered_reasons,
+    has_gate,
     has_odd_lines,
     hopper_reasons,
     packed_reasons,
+    picks_rows,
+    picks_weights,
     plain_kind,
     shift_b_reasons,
     small_list_reasons,
@@ -23,6 +28,7 @@ from multigemm.backends.cupy.support import (
 )
 from multigemm.cuda.summation import INTEGERS, Summation, difference
 from multigemm.planning.fused import products_spec
+from multigemm.planning.fused_steps import gathered_spec
 from multigemm.problem.spec import ProblemSpec
 
 COLUMNS = 128
@@ -51,6 +57,8 @@ class Config:
     anywhere. `small_list` gives a thread block to each tile of a list or batch, laid out by the host; `rows` 0 leaves
     their height to it, which knows all sizes. `quantised` takes any quantised operands, in tiles of 64 squared;
     `hopper_fp8` is `hopper` for float8, with 128 of k in a stage; `hopper_weights` is `hopper` for quantised weights.
+    `hopper_gather` is `hopper` for rows picked by index, which two warps copy on their way; the blocks of a cluster
+    share weights there, and `rows` are those of one block. `gathered` copies picked rows first and runs `hopper`.
     """
 
     kernel: Literal[
@@ -62,6 +70,8 @@ class Config:
         "small_list",
         "quantised",
         "hopper_fp8",
+        "hopper_gather",
+        "gathered",
         "hopper_weights",
     ] = "generic"
     blocks_per_sm: int = 2
@@ -90,7 +100,8 @@ class Config:
     @property
     def _bookkeeping(self) -> int:
         """Bytes of the schedule, of tiles and barriers."""
-        more = 256 if self.kernel == "hopper_weights" else 0  # of more stages, which are smaller
+        picked = 4 * self.rows if self.kernel == "hopper_gather" else 0
+        more = 256 if self.kernel == "hopper_weights" else picked  # of more stages, which are smaller
         return 16 * self.groups_at_most + 1024 + 768 + more
 
     @property
@@ -205,6 +216,22 @@ FP8_NARROW = Config("hopper_fp8", rows=64, stages=7, cluster=2)
 FP8_SINGLE = Config("hopper_fp8", rows=128, stages=5, cluster=1)
 FP8_ALONE = Config("hopper_fp8", rows=192, stages=4, cluster=1)
 FP8 = (FP8_WIDE, FP8_MIDDLE, FP8_NARROW, FP8_SINGLE, FP8_ALONE)
+GATED = tuple(
+    Config("hopper", rows=rows, stages=stages, cluster=cluster, pingpong=True)
+    for rows, stages in ((192, 5), (128, 6), (64, 8))
+    for cluster in (2, 1)
+)
+"""For gates: a warpgroup multiplies all columns of a tile, those of g and of u."""
+GATHERED = tuple(replace(c, kernel="hopper_gather") for c in GATED)
+"""For picked rows, with a gate or plain."""
+GATHERED_TOGETHER = tuple(
+    Config("hopper_gather", rows=rows, stages=stages, cluster=cluster)
+    for rows, stages in ((256, 4), (192, 4), (128, 6), (64, 8))
+    for cluster in (2, 1)
+)
+"""For picked rows, without a gate: both warpgroups share a tile."""
+FUSED_TOGETHER = (TURNS, WIDE, ALONE, MIDDLE, SINGLE, NARROW, SLIM)
+"""For preact_out and row_scale without a gate, and for copies of picked rows."""
 WEIGHTS_WIDE = Config("hopper_weights", rows=256, stages=4, cluster=2)
 WEIGHTS_MIDDLE = Config("hopper_weights", rows=128, stages=8, cluster=2)
 WEIGHTS_NARROW = Config("hopper_weights", rows=64, stages=12, cluster=1, step=8)
@@ -221,8 +248,12 @@ REASONS = {
     "small": small_reasons,
     "small_list": small_list_reasons,
     "hopper_fp8": fp8_reasons,
+    "hopper_gather": gather_reasons,
+    "gathered": gathered_reasons,
     "hopper_weights": weights_reasons,
 }
+FOR_FUSED = ("generic", "hopper", "hopper_gather", "gathered")
+"""Kernels that take picked rows, gates, preact_out and row_scale."""
 FOR_QUANTISED = ("quantised", "hopper_fp8", "hopper_weights")
 """Kernels that take quantised operands, and no others."""
 
@@ -259,8 +290,8 @@ def variance(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> 
 def reasons_against(kernel: str, spec: ProblemSpec) -> list[str]:
     """Why a kernel cannot run a spec, whatever its config; of plain operands the generic one runs all."""
     spec = products_spec(spec)
-    if spec.fused is not None and kernel != "generic":
-        return ["rows picked by index, a gate, preact_out or row_scale: the generic kernel takes them"]
+    if spec.fused is not None and kernel not in FOR_FUSED:
+        return [f"rows picked by index, a gate, preact_out or row_scale: {', '.join(FOR_FUSED)} take them"]
     if bool(spec.quantised) != (kernel in FOR_QUANTISED):
         takers = f"{', '.join(FOR_QUANTISED[:-1])} and {FOR_QUANTISED[-1]}"
         return [f"operands are quantised: {takers} take them" if spec.quantised else "operands are not quantised"]
@@ -285,7 +316,25 @@ def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -
         return False
     if capability != (9, 0) or config.kernel == "small_list":
         return capability == (9, 0) and config in SMALL_LISTS
-    return _runs_clusters(config, plain_kind(spec) > 0) and spec.groups <= config.groups_at_most
+    if config.kernel == "hopper_gather" and config.cluster > (1 if picks_weights(spec) else 2):
+        return False
+    if config.kernel == "gathered":
+        return shape_fits(replace(config, kernel="hopper"), gathered_spec(spec), capability)
+    if config.kernel == "hopper" and picks_rows(spec):
+        return False
+    if has_gate(spec) and not (config.pingpong and config.rows <= most_gated_rows(spec)):
+        return False
+    return _runs_clusters(config, stages_halves(spec)) and spec.groups <= config.groups_at_most
+
+
+def most_gated_rows(spec: ProblemSpec) -> int:
+    """Rows of a tile with a gate, for which a thread has registers: fewer where g and u leave as well."""
+    return 192 if spec.fused is None or spec.fused.preact is None else 128
+
+
+def stages_halves(spec: ProblemSpec) -> bool:
+    """Whether results lie in the staging in 16 bits, not in float32 as for any epilogue."""
+    return plain_kind(spec) > 0 or has_gate(spec)
 
 
 def most_weight_rows(spec: ProblemSpec) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -12,13 +13,12 @@ import torch
 from torch import Tensor
 
 from multigemm.backend import Launch
-from multigemm.backends.cupy.arguments import TYPES
+from multigemm.backends.cupy.arguments import TYPES, problem_bytes
 from multigemm.backends.cupy.build import Source, load
-from multigemm.cuda.arguments import ACTIVATION_CODES
+from multigemm.cuda.arguments import ACTIVATION_CODES, Address, Argument, Fields, Slot, fields
 from multigemm.cuda.device import to_device
-from multigemm.cuda.launch import without_move
 from multigemm.planning.fused import bind_sums, columns_of, products_spec
-from multigemm.planning.operands import ABSENT, TABLE, Operands, group_table, strides_of
+from multigemm.planning.operands import ABSENT, TABLE, Operands, Packed, address_of, group_table, strides_of
 from multigemm.problem.fused import PICKED, Fused
 from multigemm.problem.spec import ProblemSpec
 
@@ -40,15 +40,17 @@ LINE = 32
 """Lanes that sum neighbouring columns of one row."""
 
 
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
 def _is_wide(x: Tensor | None) -> bool:
     return x is not None and x.dtype == torch.int64
 
 
-def fused_bytes(ops: Operands) -> bytes:
+def _packed(form: struct.Struct, *values: float) -> Fields:
+    """Values as a kernel's structure, whose first fields of 8 bytes are addresses."""
+    slots = [Slot(8 * i, x.operand, x - x.base) for i, x in enumerate(values) if isinstance(x, Address)]
+    return fields(form.pack(*values), slots)
+
+
+def fused_bytes(ops: Operands) -> Fields:
     """`Fused` in kernels/fused.cuh."""
     fused, spec = cast(Fused, ops.fused), ops.spec
     rows = [None if x is None else x.values for x in (fused.a_rows, fused.b_rows)]
@@ -57,13 +59,14 @@ def fused_bytes(ops: Operands) -> bytes:
         if rows[side] is not None:
             extents[side] = cast(Tensor, x).shape[PICKED[name][cast(str, spec.jagged)]]
     each = fused.preacts()
-    preact = strides_of(fused.preact) if isinstance(fused.preact, Tensor) else ABSENT
+    preact = strides_of(fused.preact, "preact") if isinstance(fused.preact, Tensor) else ABSENT
     scale = fused.row_scale
     by_group = scale.shape[1] if scale is not None and scale.dim() == 2 else 0
     gate = fused.gate
     numbers = (1.0, 0.0, 0.0) if gate is None else (gate.alpha, gate.beta, gate.limit or 0.0)
-    return FUSED.pack(
-        *map(_address, rows), preact.ptr, _address(scale), *extents, *preact[1:], by_group, *numbers,
+    return _packed(
+        FUSED, address_of(rows[0], "a_rows"), address_of(rows[1], "b_rows"), preact.ptr,
+        address_of(scale, "row_scale"), *extents, *preact[1:], by_group, *numbers,
         *map(_is_wide, rows), TYPES[each[0].dtype] if each else 0, TYPES[None if scale is None else scale.dtype],
         0 if gate is None else LAYOUT_CODES[gate.layout], gate is not None and gate.layout == "halves_up_first",
         0 if gate is None else GATE_CODES[gate.kind], gate is not None and gate.limit is not None,
@@ -80,6 +83,14 @@ def table_with_preacts(ops: Operands) -> Tensor | None:
         at = strides_of(preact)
         table[g, PREACT : PREACT + 3] = at.ptr, at.row, at.col
     return to_device(table, ops.device)
+
+
+def problem_argument(ops: Operands, table: Tensor | None, view: Packed) -> Argument:
+    """The first argument of a kernel of products: `Problem`, or `FusedProblem` in kernels/fused.cuh."""
+    if ops.fused is None:
+        return problem_bytes(ops, table, view)
+    plain = ops if ops.fused.gate is None else replace(ops, spec=replace(ops.spec, activation=None))
+    return (problem_bytes(plain, table, view), fused_bytes(ops))
 
 
 # --- sums of rows -------------------------------------------------------------------------------------
@@ -109,18 +120,22 @@ class SumOfRows:
 
     def _bind_sum(self, ops: Operands, y: Tensor, index: Tensor, order: Tensor | None) -> Launch:
         out, c, weights = cast(Tensor, ops.out), cast("Tensor | None", ops.c), cast(Fused, ops.fused).weights
-        to, of_c = strides_of(out), ABSENT if c is None else strides_of(c)
+        to, of_c = strides_of(out, "out"), ABSENT if c is None else strides_of(c, "c")
         (rows, columns), terms = out.shape, 0 if order is not None else index.shape[1]
-        lies_whole = to.col == 1 and (to.ptr | to.row * out.itemsize) % 16 == 0 and self._vector > 1
-        argument = SUM.pack(
-            y.data_ptr(), of_c.ptr, to.ptr, _address(ops.ends), index.data_ptr(), _address(order), _address(weights),
+        lies_whole = ops.spec.out.order == "row" and ops.spec.out.align == 16 and self._vector > 1
+        # What is sorted anew by each launch lies in memory of its own.
+        at = index.data_ptr() if order is not None else address_of(index, "index")
+        sorted_at = 0 if order is None else order.data_ptr()
+        argument = _packed(
+            SUM, address_of(y, "out", y), of_c.ptr, to.ptr, address_of(ops.ends, "ends"), at, sorted_at,
+            address_of(weights, "weights"),
             y.shape[0], columns, rows, terms, to.row, to.col, of_c.row, of_c.col, float(ops.beta), ops.spec.groups,
             ops.head, _is_wide(ops.ends), _is_wide(index), TYPES[None if weights is None else weights.dtype],
             TYPES[out.dtype], TYPES[None if c is None else c.dtype], lies_whole,
         )  # fmt: skip
         units = rows * -(-columns // (LINE * self._vector))
-        grid, kept = -(-units // (SUM_THREADS // LINE)), (y, index, order)
-        return without_move(self._kernel.bound([argument], grid=grid, threads=SUM_THREADS, overlap=True, keep=kept))
+        grid, kept = -(-units // (SUM_THREADS // LINE)), () if order is None else (index, order)
+        return self._kernel.bound([argument], grid=grid, threads=SUM_THREADS, overlap=True, keep=kept)
 
 
 def summed(spec: ProblemSpec, products: Any, index: int) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -11,7 +10,8 @@ from multigemm.backend import Launch
 from multigemm.backends.cupy.arguments import problem_bytes, table_of
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import Config, generic_bytes, kind_of, shapes_of
-from multigemm.backends.cupy.fused import fused_bytes, table_with_preacts
+from multigemm.backends.cupy.fused import problem_argument, table_with_preacts
+from multigemm.backends.cupy.support import picks_rows
 from multigemm.cuda.arguments import Argument
 from multigemm.cuda.device import processors
 from multigemm.cuda.launch import Kernel, without_move
@@ -68,7 +68,7 @@ class ResidentBlocks:
             threads=self._threads,
             shared=self._shared,
             keep=(table, *keep),
-            grid_for=grid_for,
+            grid_for=None if picks_rows(ops.spec) else grid_for,  # indices say how many tokens there are
         )
         return bound if table is None else without_move(bound)
 
@@ -85,5 +85,4 @@ class Generic:
         if ops.fused is None:
             return self._blocks.bound(ops)
         table, view = table_with_preacts(ops), view_of_tokens(ops)
-        plain = ops if ops.fused.gate is None else replace(ops, spec=replace(ops.spec, activation=None))
-        return self._blocks.bound_as(ops, table, view, [(problem_bytes(plain, table, view), fused_bytes(ops))])
+        return self._blocks.bound_as(ops, table, view, [problem_argument(ops, table, view)])

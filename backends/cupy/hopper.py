@@ -10,7 +10,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -18,22 +18,22 @@ from torch import Tensor
 
 from multigemm.backend import Launch
 from multigemm.backends.cupy import arguments
-from multigemm.backends.cupy.arguments import (
-    Side,
-    problem_bytes,
-    table_of,
-)
+from multigemm.backends.cupy.arguments import Side, table_of
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import COLUMNS, Config
-from multigemm.backends.cupy.support import is_swapped, packed_spec, plain_kind, sends
+from multigemm.backends.cupy.config import COLUMNS, Config, stages_halves
+from multigemm.backends.cupy.fused import GATE_CODES, problem_argument
+from multigemm.backends.cupy.support import is_swapped, packed_spec, picks_rows, picks_weights, plain_kind, sends
 from multigemm.cuda.arguments import Argument, fields, join, slot_of
 from multigemm.cuda.counters import Words, ready
 from multigemm.cuda.device import processors, to_device
 from multigemm.cuda.driver import on_device
-from multigemm.cuda.launch import BoundKernel, Kernel, LaunchSequence, MovableLaunch, without_move
+from multigemm.cuda.launch import BoundKernel, Kernel, LaunchSequence, MovableLaunch, in_turn, without_move
 from multigemm.cuda.tensor_map import BLANK
+from multigemm.planning.fused import lending, view_of_tokens
+from multigemm.planning.fused_steps import gather_steps, gathered_spec
 from multigemm.planning.operands import Operands, Packed, Strided, strides_of, view_of
 from multigemm.planning.tiles import most_tiles_by_rows
+from multigemm.problem.fused import Fused
 from multigemm.problem.spec import OperandSpec, ProblemSpec
 
 THREADS = 384
@@ -71,8 +71,47 @@ def source(spec: ProblemSpec, config: Config) -> Source:
 
 @lru_cache(maxsize=1024)
 def _source(layout: Layout, sent: bool, config: Config) -> Source:
-    more = (*defines(layout, config), ("SEND", int(sent)))
-    return Source("hopper.cu", "hopper", more, config.shared_bytes(layout.plain > 0))
+    more = (*defines(layout, config), ("SEND", int(sent)), *_fused_defines(layout.fused))
+    return Source("hopper.cu", "hopper", more, config.shared_bytes(layout.staged))
+
+
+IN_TWO_BOXES, SIDE_BY_SIDE = 1, 2
+"""How a gate's columns come (kernels/gated.cuh)."""
+
+
+class FusedLayout(NamedTuple):
+    """What a kernel for fused problems is compiled for."""
+
+    gathers: bool
+    of_w: bool
+    """Whether the rows that are picked are those of the weight side."""
+    gate: int
+    act: int
+    preact: bool
+    row_scaled: bool
+    """Whether results are plain, but for a number for each row."""
+
+
+def fused_layout_of(spec: ProblemSpec) -> FusedLayout | None:
+    """Of a fused problem, what a kernel is compiled for besides its `Layout`."""
+    if (fused := spec.fused) is None:
+        return None
+    apart = spec.b.order == "row" and fused.layout == "interleaved"
+    gate = 0 if not fused.layout else SIDE_BY_SIDE if apart else IN_TWO_BOXES
+    act = GATE_CODES[spec.activation] if gate and spec.activation else 0
+    return FusedLayout(
+        picks_rows(spec), picks_weights(spec), gate, act, bool(gate) and fused.preact is not None,
+        plain_kind(spec) > 0 and fused.row_scale is not None,
+    )  # fmt: skip
+
+
+def _fused_defines(fused: FusedLayout | None) -> tuple[tuple[str, int], ...]:
+    if fused is None:
+        return ()
+    return (
+        ("FUSED", 1), ("GATHER", int(fused.gathers)), ("PICKS_W", int(fused.of_w)), ("GATE", fused.gate),
+        ("ACT", fused.act), ("PREACT", int(fused.preact)), ("ROW_SCALED", int(fused.row_scaled)),
+    )  # fmt: skip
 
 
 def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
@@ -88,29 +127,33 @@ class Layout(NamedTuple):
     ragged: bool
     listed: bool
     plain: int
+    staged: bool
+    """Whether results lie in the staging in 16 bits."""
+    fused: FusedLayout | None = None
 
 
 def layout_of(spec: ProblemSpec) -> Layout:
     """What a kernel for the problems of a spec is compiled for."""
     bfloat, form = spec.compute == torch.bfloat16, spec.form
-    return Layout(bfloat, roles(spec), form == "jagged_k", form == "per_group", plain_kind(spec))
+    ragged, listed = form == "jagged_k", form == "per_group"
+    return Layout(bfloat, roles(spec), ragged, listed, plain_kind(spec), stages_halves(spec), fused_layout_of(spec))
 
 
 def defines(layout: Layout, config: Config) -> tuple[tuple[str, int], ...]:
     """Dtype, layouts, whether the epilogue is plain, and the config."""
-    bfloat, role, ragged, listed, plain = layout
+    bfloat, role, ragged, listed, plain, staged, _ = layout
     return (
         ("BFLOAT", int(bfloat)), ("X_K", int(role.x_k)), ("W_K", int(role.w_k)),
         ("RAGGED_K", int(ragged)), ("LISTED", int(listed)),
         ("PLAIN", plain), ("ROWS", config.rows), ("STAGES", config.stages),
         ("CLUSTER", config.cluster), ("STEP", config.step), ("PINGPONG", int(config.pingpong)),
-        ("SHARED", config.shared_bytes(plain > 0)),
+        ("SHARED", config.shared_bytes(staged)),
     )  # fmt: skip
 
 
 def shared_bytes(spec: ProblemSpec, config: Config) -> int:
     """Dynamic shared memory, as hopper.cu lays it out (an upper bound for the bookkeeping)."""
-    return config.shared_bytes(plain_kind(spec) > 0)
+    return config.shared_bytes(stages_halves(spec))
 
 
 def _side(view: Strided, step: int, mn: int, k: int, groups: int, k_contiguous: bool, dtype: torch.dtype) -> Side:
@@ -148,7 +191,10 @@ class Clusters:
         self._kernel, self._config, self._swapped = kernel, config, is_swapped(spec)
         self._shared, across = shared_bytes(spec, config), COLUMNS * config.cluster
         self._most = kernel.resident_clusters(config.cluster, THREADS, self._shared)
-        self._tile = (across, config.rows) if self._swapped else (config.rows, across)
+        rows = config.rows
+        if config.kernel == "hopper_gather":  # its blocks share columns, and not rows
+            rows, across = rows * config.cluster, COLUMNS
+        self._tile = (across, rows) if self._swapped else (rows, across)
         self._aligned = spec.out.align == 16
         ready(kernel.index, COUNTERS)
 
@@ -176,7 +222,7 @@ class Clusters:
             return self._blocks(most_tiles(tokens))
 
         return self._kernel.bound(
-            [problem_bytes(ops, table, view), options, *more],
+            [problem_argument(ops, table, view), options, *more],
             grid=grid_for(view.m),
             threads=THREADS,
             shared=self._shared,
@@ -184,7 +230,8 @@ class Clusters:
             overlap=True,
             keep=(table, listed, counter, *keep),
             on_capture=counter.pin,
-            grid_for=None if self._swapped else grid_for,  # `columns` would be tokens
+            # Swapped: `columns` would be tokens. Picked rows: indices say how many tokens there are.
+            grid_for=None if self._swapped or picks_rows(ops.spec) else grid_for,
         )
 
     def _blocks(self, tiles: int) -> int:
@@ -199,11 +246,31 @@ class Hopper:
         self._clusters, self._config, self._index = Clusters(kernel, spec, config), config, index
         self._role, self._dtype, self._sends = roles(spec), spec.compute, sends(spec)
         self._listed, self._ragged = spec.form == "per_group", spec.form == "jagged_k"
+        self._fused = fused_layout_of(spec)
 
     def bind(self, ops: Operands) -> Launch:
         """Lays out the arguments of one problem."""
+        if self._fused is not None:
+            return self._bound_fused(ops)
         bound = self.bound(ops, view_of(ops))
         return without_move(bound) if self._listed else bound
+
+    def _bound_fused(self, ops: Operands) -> BoundKernel:
+        """The launch of a fused problem, with a map of columns of g and u where it has a gate."""
+        view, fused = view_of_tokens(ops), cast(Fused, ops.fused)
+        # An address must be there, though nothing is read.
+        if fused.a_rows is not None and not cast(Tensor, ops.a).numel():
+            view = replace(view, a=Strided(view.b.ptr, 0, 0, 0))
+        if fused.b_rows is not None and not cast(Tensor, ops.b).numel():
+            view = replace(view, b=Strided(view.a.ptr, 0, 0, 0))
+        x, w = sides_of(view, self._role, self._dtype)
+        with on_device(self._index):
+            maps = list(self._maps(view, x, w))
+            if fused.gate is not None and self._fused is not None and self._fused.gate == IN_TWO_BOXES:
+                maps[0] = arguments.gate_map(w, fused.gate.layout == "interleaved")
+            elif not self._ragged and picks_rows(ops.spec):
+                maps[0] = arguments.plain_map(w, COLUMNS // self._config.cluster)  # blocks load a part for all
+        return self._clusters.bound(ops, view, [tuple(maps)], columns=w.mn)
 
     def bound(self, ops: Operands, view: Packed) -> BoundKernel:
         """The launch of one problem, whose packed formula may be that of copies."""
@@ -350,3 +417,31 @@ class CopiedHopper:
         """Copies of the operands that need one, then the fast kernel on them."""
         copied = with_copies(ops, view_of(ops), self._spec, self._copy)
         return copied.then(self._product.bound(copied.ops, copied.view))
+
+
+# Rows that are picked by index, copied one behind the other first.
+
+
+def gathered_sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
+    """All kernels of this folder that the spec's problems may launch under this config."""
+    return (source(gathered_spec(spec), config),)
+
+
+class GatheredHopper:
+    """The step that copies picked rows, and the fast kernel on the copies, loaded for the problems of one spec."""
+
+    def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
+        self._spec, self._index = gathered_spec(spec), index
+        self._product = Hopper(self._spec, config, index)
+
+    def bind(self, ops: Operands) -> Launch:
+        """Copies of the rows, and then the products of the copies."""
+        steps, copies, memory = gather_steps(ops, self._index)
+        left = None if self._spec.fused is None else replace(cast(Fused, ops.fused), a_rows=None, b_rows=None)
+        if ops.lent is None:
+            product = self._product.bind(replace(ops, spec=self._spec, fused=left, lent=memory, **copies))
+            return lending([*steps, product], memory)
+        # A call lends memory once: here to the rows that are summed.
+        product = self._product.bind(replace(ops, spec=self._spec, fused=left, **copies))
+        launch, kept = in_turn([*steps, product]), [memory]
+        return lambda: (launch(), kept)

@@ -10,7 +10,7 @@ import torch
 from multigemm.backend import Launch
 from multigemm.backends.cupy.arguments import Side, result_map, row_maps
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import COLUMNS, Config
+from multigemm.backends.cupy.config import CODE_LINE, COLUMNS, Config
 from multigemm.backends.cupy.hopper import Clusters, results_of
 from multigemm.backends.cupy.quantised import CODES, grid_bytes
 from multigemm.backends.cupy.support import folds_scales, plain_kind, sends
@@ -20,24 +20,35 @@ from multigemm.cuda.tensor_map import BLANK, NO_SWIZZLE, SWIZZLE_64B, encode_tog
 from multigemm.planning.operands import Operands, Packed, view_of
 from multigemm.problem.spec import OperandSpec, ProblemSpec, ScaleSpec
 
-DEEP = 64
-"""Of k in a stage."""
+BLOCK_K = 64
+"""k of a piece of a stage."""
+
+
+def deep_of(b: OperandSpec, config: Config) -> int:
+    """Pieces of a stage: two where the weights' halves of bytes and low tiles leave room for them."""
+    return 2 if b.packed and config.rows == 64 else 1
 
 
 def source(spec: ProblemSpec, config: Config) -> Source:
     """The kernel's key: what the weights and their scales are, how results leave, and the config."""
-    return _source(spec.b, spec.compute is torch.bfloat16, plain_kind(spec), sends(spec), folds_scales(spec), config)
+    even = -(-(spec.k or 0) // 32) % 2 == 0
+    return _source(
+        spec.b, even, spec.compute is torch.bfloat16, plain_kind(spec), sends(spec), folds_scales(spec), config
+    )
 
 
 @lru_cache(maxsize=1024)
-def _source(b: OperandSpec, bfloat: bool, plain: int, sent: bool, folds: bool, config: Config) -> Source:
+def _source(b: OperandSpec, even: bool, bfloat: bool, plain: int, sent: bool, folds: bool, config: Config) -> Source:
     scale, shared = b.scale or ScaleSpec(torch.float32), config.shared_bytes(plain > 0)
     zero = -1 if scale.zero is None else CODES[scale.zero]
-    pairs = scale.dtype is torch.float8_e8m0fnu and scale.k == 32 and scale.order == "col" and scale.align >= 2
+    pairs = even and scale.dtype is torch.float8_e8m0fnu and scale.k == 32 and scale.order == "col" and scale.align >= 2
+    deep = deep_of(b, config)
+    ring = config.stages * (config.rows * 128 + COLUMNS * CODE_LINE)
+    stages = config.stages if deep == 1 else ring // (deep * config.rows * 128 + COLUMNS * CODE_LINE)
     defines = (
         ("W_CODE", CODES[b.packed or b.dtype]), ("BFLOAT", int(bfloat)), ("SCALE_K", scale.k),
         ("SCALE_CODE", CODES[scale.dtype]), ("ZERO_CODE", zero), ("FOLD", int(folds)), ("PAIRS", int(pairs)),
-        ("PLAIN", plain), ("SEND", int(sent)), ("ROWS", config.rows), ("STAGES", config.stages),
+        ("PLAIN", plain), ("SEND", int(sent)), ("ROWS", config.rows), ("STAGES", stages), ("DEEP", deep),
         ("CLUSTER", config.cluster), ("STEP", config.step), ("SHARED", shared),
     )  # fmt: skip
     return Source("hopper_weights.cu", "hopper_weights", defines, shared)
@@ -48,13 +59,14 @@ def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
     return (source(spec, config),)
 
 
-def code_map(view: Packed, packed: bool) -> Fields:
+def code_map(view: Packed, packed: bool, deep: int) -> Fields:
     """A map of the weights' bytes with boxes of what a stage holds of each column."""
     k, b = view.k // 2 if packed else view.k, view.b
     groups = view.groups if b.group else 1
     if view.n == 0 or k == 0 or groups == 0:
         return BLANK
-    box, swizzle = ((DEEP // 2, COLUMNS, 1), NO_SWIZZLE) if packed else ((DEEP, COLUMNS, 1), SWIZZLE_64B)
+    line = BLOCK_K * deep // 2 if packed else BLOCK_K
+    box, swizzle = (line, COLUMNS, 1), SWIZZLE_64B if line == CODE_LINE else NO_SWIZZLE
     strides = max(b.col, 16), max(b.group, 16)
     return encode_together(torch.uint8, b.ptr, (k, view.n, groups), strides, (box,), swizzle=swizzle)
 
@@ -70,13 +82,13 @@ class HopperWeights:
 
     def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
         self._clusters, self._index = Clusters(load(source(spec, config), index), spec, config), index
-        self._sends, self._spec = sends(spec), spec
+        self._sends, self._spec, self._deep = sends(spec), spec, deep_of(spec.b, config)
 
     def bind(self, ops: Operands) -> Launch:
         """Lays out the arguments of one problem."""
         view, spec = view_of(ops), self._spec
         with on_device(self._index):
-            maps = [code_map(view, bool(spec.b.packed)), *row_maps(row_side(view, spec.compute))]
+            maps = [code_map(view, bool(spec.b.packed), self._deep), *row_maps(row_side(view, spec.compute))]
             if self._sends:
                 maps.append(result_map(results_of(view, False, spec.out.dtype)))
         given: Any = (("scale_b", ops.scale_b), ("zero_b", ops.zero_b))

@@ -14,7 +14,8 @@ import torch
 
 from multigemm.backend import Availability, fused_reasons, quantised_reasons
 from multigemm.planning.fused import KEYWORDS
-from multigemm.problem.spec import HALVES, INPUT_DTYPES, OperandSpec, Order, ProblemSpec
+from multigemm.planning.fused_steps import gathered_spec
+from multigemm.problem.spec import HALVES, INPUT_DTYPES, FusedSpec, OperandSpec, Order, ProblemSpec
 
 OLDEST = (8, 0)
 E8M0 = torch.float8_e8m0fnu
@@ -80,7 +81,8 @@ def plain_kind(spec: ProblemSpec) -> int:
     """0: any epilogue. alpha * A @ B in the operands' type (float8: in 16 bits): 1 along contiguous columns (see
     is_swapped), 2 rows."""
     same = spec.out.dtype in HALVES if spec.quantised == "float8" else spec.out.dtype == spec.compute
-    plain = spec.c is None and spec.bias is None and spec.activation is None and same
+    preact = spec.fused is not None and spec.fused.preact is not None
+    plain = spec.c is None and spec.bias is None and spec.activation is None and same and not preact
     along = "col" if is_swapped(spec) else "row"
     return 0 if not plain or spec.out.order == "strided" else 1 if spec.out.order == along else 2
 
@@ -124,7 +126,62 @@ def hopper_reasons(spec: ProblemSpec) -> list[str]:
         reasons.append("jagged k is the contiguous direction of an operand, where a group may start at any address")
     if spec.form == "masked" and spec.out.order == "col":
         reasons.append("a masked result stored by columns")
+    return reasons if spec.fused is None else reasons + _hopper_fused_reasons(spec, spec.fused)
+
+
+GATED_FORMS = ("jagged_m", "batched", "masked")
+
+
+def _hopper_fused_reasons(spec: ProblemSpec, fused: FusedSpec) -> list[str]:
+    """What else the Hopper kernel has against picked rows, gates, preact_out and row_scale."""
+    reasons = []
+    if spec.form == "jagged_k":
+        if fused.a_rows is not None and fused.b_rows is not None:
+            reasons.append("picked rows of both operands: it picks those of one")
+        if fused.preact is not None:
+            reasons.append("preact_out of jagged k")
+        return reasons
+    if fused.b_rows is not None or (fused.a_rows is not None and (spec.form != "jagged_m" or spec.a.order != "row")):
+        reasons.append("picked rows of b, or without contiguous k: it picks rows of a in jagged m")
+    if spec.form not in GATED_FORMS or is_swapped(spec):
+        reasons.append(f"{spec.form} with results in order {spec.out.order}: it fuses {', '.join(GATED_FORMS)} by rows")
+    if not fused.layout:
+        return reasons
+    outputs = [spec.out] if fused.preact is None else [spec.out, fused.preact]
+    if any(x.order != "row" or x.dtype != spec.compute for x in outputs):
+        reasons.append("a gate with results or preact_out in another dtype than the operands, or not by rows")
+    if spec.b.order == "row" and fused.layout != "interleaved" and (spec.n or 0) % 16:
+        reasons.append(f"{spec.n} contiguous columns of g and u in halves: each half must be a multiple of 8")
     return reasons
+
+
+def gather_reasons(spec: ProblemSpec) -> list[str]:
+    """Why the Hopper kernel whose warps copy picked rows cannot, or need not, run a spec."""
+    return hopper_reasons(spec) + ([] if picks_rows(spec) else ["no rows are picked by index"])
+
+
+def gathered_reasons(spec: ProblemSpec) -> list[str]:
+    """Why the Hopper kernel cannot run a spec after its picked rows have been copied."""
+    if not picks_rows(spec):
+        return ["no rows are picked by index"]
+    return hopper_reasons(gathered_spec(spec))
+
+
+def picks_rows(spec: ProblemSpec) -> bool:
+    """Whether rows of an operand are picked by index."""
+    return spec.fused is not None and (spec.fused.a_rows is not None or spec.fused.b_rows is not None)
+
+
+def picks_weights(spec: ProblemSpec) -> bool:
+    """Whether the rows that are picked by index are those of the weight side."""
+    if spec.fused is None:
+        return False
+    return (spec.fused.a_rows if is_swapped(spec) else spec.fused.b_rows) is not None
+
+
+def has_gate(spec: ProblemSpec) -> bool:
+    """Whether two columns of the products are joined into one of the result."""
+    return spec.fused is not None and bool(spec.fused.layout)
 
 
 def has_block_scales(spec: ProblemSpec) -> bool:

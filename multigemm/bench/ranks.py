@@ -46,8 +46,6 @@ from multigemm.nn.parallel import ExpertParallel
 
 WAYS = ("fused", "steps", "plain")
 SCALINGS, PASSES, ROUTINGS = ("weak", "strong"), ("forward", "training"), ("uniform", "skewed")
-CHECKED_TOKENS = 512
-"""Tokens of each rank whose results are compared."""
 TOLERANCE = {"fused": 0.02, "steps": 0.02, "plain": 0.05}
 """The largest distance between results or gradients, as a part of their norm: some roundings to bfloat16 (0.004); plain
 torch rounds after each step of a gate, too."""
@@ -218,7 +216,7 @@ class TestBed:
         """Every measurement of the layer, one after the other."""
         ways = parts(args.ways)
         for way, chunks in _variants(ways, args.chunks):
-            self.compare(way, chunks)
+            self.compare(way, chunks, tokens)
         for scaling, of_pass, routing in every(parts(args.scaling), parts(args.passes), parts(args.routing)):
             mine = tokens if scaling == "weak" else max(1, tokens // self.ranks)
             training = of_pass == "training"
@@ -283,31 +281,30 @@ class TestBed:
         dist.broadcast(found, 0)
         return float(found.item())
 
-    def compare(self, way: str, chunks: int) -> None:
+    def compare(self, way: str, chunks: int, tokens: int) -> None:
         """The result, the gradients of tokens and weights, and those of all experts are those of rank 0 alone."""
-        batches = [Batch(self.layer, CHECKED_TOKENS, "uniform", rank, self.device) for rank in range(self.ranks)]
-        got = self.call(way, chunks, batches[self.rank], True)()
+        batches = [Batch(self.layer, tokens, "uniform", rank, self.device) for rank in range(self.ranks)]
+        got = self.call(way, chunks, batches[self.rank], True)()[: 3 + len(list(self.spread.parameters()))]
         if self.ranks == 1:
             return
-        want: list[Any] = [None] * len(got)
-        if self.rank == 0:
-            self.whole.fused = True
-            y, dx, dw, *rest = self._of(self.whole, Batch.joined(batches), True)()
-            shared = len(_parameters(self.shared))
-            own, of_shared = (rest, []) if not shared else (rest[:-shared], rest[-shared:])
-            each = -(-self.layer.experts // self.ranks)
-            want = [*(list(t.chunk(self.ranks)) for t in (y, dx, dw)), *(_by_rank(t, each, self.ranks) for t in own)]
-            want += [None] * len(of_shared)
+        found: list[list[Tensor]] = []  # on rank 0: of each rank the result and gradients of tokens and weights
+        sums: list[Tensor] = []  # and the gradients of all experts
+        for batch in batches if self.rank == 0 else ():
+            self.whole.fused = way != "steps"
+            mine = self._of(self.whole, batch, True)()[: len(got)]
+            found.append(mine[:3])
+            sums = [x.add_(y) for x, y in zip(sums, mine[3:], strict=True)] if sums else mine[3:]
         worst = torch.zeros(1, device=self.device)
-        for mine, theirs in zip(got[: len(got) - len(_parameters(self.shared))], want, strict=False):
+        each = -(-self.layer.experts // self.ranks)
+        for number, mine in enumerate(got):
             expected = torch.empty(mine.shape, dtype=mine.dtype, device=mine.device)
-            lists = [t.contiguous() for t in theirs] if self.rank == 0 else None
             for rank in range(self.ranks):
-                if rank == 0:
-                    if self.rank == 0 and lists is not None:
-                        expected.copy_(lists[0])
-                elif self.rank == 0 and lists is not None:
-                    dist.send(lists[rank], rank)
+                if self.rank == 0:
+                    of_rank = found[rank][number] if number < 3 else sums[number - 3][rank * each : (rank + 1) * each]
+                    if rank == 0:
+                        expected.copy_(of_rank)
+                    else:
+                        dist.send(of_rank.contiguous(), rank)
                 elif self.rank == rank:
                     dist.recv(expected, 0)
             if mine.numel():
@@ -317,10 +314,6 @@ class TestBed:
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         if not worst.item() <= TOLERANCE[way]:
             raise LibraryError(f"{way}, chunks {chunks}: {self.ranks} ranks are {worst.item():.3g} off one rank alone")
-
-
-def _by_rank(x: Tensor, each: int, ranks: int) -> list[Tensor]:
-    return [x[rank * each : (rank + 1) * each] for rank in range(ranks)]
 
 
 def _variants(ways: list[str], chunks: str) -> list[tuple[str, int]]:
@@ -374,14 +367,6 @@ class Batch:
         drawn = chance - torch.log(-torch.log(torch.rand(tokens, layer.experts, **given).clamp(1e-9, 1 - 1e-7)))
         self.index = drawn.topk(layer.top_k).indices
         self.weights = torch.rand(tokens, layer.top_k, **given).softmax(-1)
-
-    @classmethod
-    def joined(cls, batches: list[Batch]) -> Batch:
-        """The tokens of all ranks."""
-        found = cls.__new__(cls)
-        for name in ("x", "grad", "index", "weights"):
-            setattr(found, name, torch.cat([getattr(batch, name) for batch in batches]))
-        return found
 
 
 def step(run: Callable[[Tensor, Tensor], Tensor], batch: Batch, parameters: list[Any], training: bool) -> list[Tensor]:

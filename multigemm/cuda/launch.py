@@ -137,7 +137,7 @@ class Kernel:
 
 
 @cache
-def _attributes(cluster: int, overlap: bool) -> ctypes.Array[LaunchAttribute]:
+def launch_attributes(cluster: int, overlap: bool) -> ctypes.Array[LaunchAttribute]:
     """What a launch asks for besides its size; kept for good, since launches point to it."""
     wanted = [LaunchAttribute(id=CLUSTER_DIMENSION, dim=(cluster, 1, 1))] if cluster > 1 else []
     wanted += [LaunchAttribute(id=PROGRAMMATIC, dim=(1, 0, 0))] if overlap else []
@@ -147,7 +147,7 @@ def _attributes(cluster: int, overlap: bool) -> ctypes.Array[LaunchAttribute]:
 @lru_cache(maxsize=4096)
 def _config(grid: Grid, threads: int, shared: int, cluster: int, overlap: bool) -> LaunchConfig:
     """The shape of a launch, of which each stream's record is a copy: never written."""
-    attributes = _attributes(cluster, overlap)
+    attributes = launch_attributes(cluster, overlap)
     return LaunchConfig(_blocks(grid), (threads, 1, 1), shared, None, ctypes.addressof(attributes), len(attributes))
 
 
@@ -213,6 +213,10 @@ class BoundKernel:
     def lend(self, memory: torch.Tensor) -> None:
         """Keeps the memory at the address of `work` until the launch moves: whoever moves it lends as much."""
         self._lent, self.work_bytes = memory, memory.nbytes
+
+    def drop_lent(self) -> None:
+        """Gives up the memory that it was lent: it has to move before it is called again."""
+        self._lent = None
 
     def can_resize(self, before: int, after: int) -> bool:
         """Whether `resize` gives the launch that a bind for another number of tokens would give."""
@@ -309,6 +313,12 @@ class LaunchSequence(_Steps):
         """Makes every launch one for another number of tokens."""
         for step in self._steps:
             step.resize(before, after, regrid)
+
+    def drop_lent(self) -> None:
+        """Gives up the memory that the launches were lent: they have to move before they are called again."""
+        for step in self._steps:
+            if hasattr(step, "drop_lent"):
+                step.drop_lent()
 
     @property
     def work_bytes(self) -> int:

@@ -31,6 +31,7 @@ from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.problem.fused import Gate
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import GATES
+from multigemm.torch_internals import any_requires_grad
 
 
 class Network(NamedTuple):
@@ -102,7 +103,7 @@ def experts_forward(
     backend: str = "auto",
     batch_invariant: bool | None = None,
 ) -> Tensor:
-    """The weighted sum of each token's experts, by fused products; in steps in a compiled graph.
+    """The weighted sum of each token's experts, by fused products; in a compiled graph one operator.
 
     Args:
         x: [tokens, H].
@@ -154,9 +155,12 @@ def run_experts(
     bound = layer_call.call(x, index, weights, nets)
     if bound is not None:
         return bound
-    if torch.compiler.is_compiling():
-        return experts_in_steps(x, index, weights, up, down, up_bias, down_bias, net)
     x, up, down, up_bias, down_bias = in_autocast(x, up, down, up_bias, down_bias)
+    if torch.compiler.is_compiling():
+        return _in_graph(net, x, index, weights, up, down, up_bias, down_bias)
+    if not (torch.is_grad_enabled() and any_requires_grad(x, weights, up, down, up_bias, down_bias)):
+        with torch.no_grad():
+            return _forward(net, pairs_of(index, up.shape[0]), x, weights, up, down, up_bias, down_bias, None)
     result: Tensor = _Experts.apply(net, index, x, weights, up, down, up_bias, down_bias)  # type: ignore[no-untyped-call]
     return result
 
@@ -238,6 +242,16 @@ def _summable(weights: Tensor, x: Tensor) -> Tensor:
     return weights if weights.dtype in (torch.float32, x.dtype) else weights.float()
 
 
+def _forward(
+    net: Network, pairs: Pairs, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Any, down_bias: Any,
+    preact: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Both products; `preact` receives what the gate is applied to."""
+    hidden = first_product(net, x, pairs, up, up_bias, preact)
+    sums = (pairs.place, _summable(weights, x).detach())
+    return product(net, hidden, by_rows(down, net.stacked), pairs.ends, bias=down_bias, combine=sums)
+
+
 class _Experts(torch.autograd.Function):
     """The layer; its tensors are passed one by one so that autograd sees them."""
 
@@ -247,11 +261,8 @@ class _Experts(torch.autograd.Function):
         down_bias: Any,
     ) -> Tensor:  # fmt: skip
         pairs = pairs_of(index, up.shape[0])
-        wanted = any(ctx.needs_input_grad) and not net.recompute
-        preact = preact_for(net, x, pairs, up) if wanted else None
-        hidden = first_product(net, x, pairs, up, up_bias, preact)
-        sums = (pairs.place, _summable(weights, x).detach())
-        out = product(net, hidden, by_rows(down, net.stacked), pairs.ends, bias=down_bias, combine=sums)
+        preact = None if net.recompute else preact_for(net, x, pairs, up)
+        out = _forward(net, pairs, x, weights, up, down, up_bias, down_bias, preact)
         ctx.net = net
         ctx.save_for_backward(
             index, x, weights, up, down, up_bias, down_bias, preact, pairs.rows, pairs.place, pairs.ends
@@ -377,6 +388,93 @@ def gate_backward(
     h = h.detach()
     dpreact, weighted = dpreact.to(preact.dtype), (h * weight).to(preact.dtype)
     if into is not None:
-        whole, whole_weighted, rows = into
+        whole, whole_weighted, rows = into[0], into[1], into[2].long()
         dpreact, weighted = whole.index_copy_(0, rows, dpreact), whole_weighted.index_copy_(0, rows, weighted)
     return dpreact, weighted, (h * slope).sum(1)
+
+
+# --- the layer as one operator, for graphs -------------------------------------------------------------
+
+_library: Any = torch.library.Library("multigemm", "FRAGMENT")  # type: ignore[no-untyped-call]
+_GIVEN = "Tensor x, Tensor index, Tensor weights, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias"
+_NETWORK = (
+    "str activation, str glu_layout, float glu_alpha, float glu_beta, float? glu_limit, bool stacked, bool recompute, "
+    "str backend, bool? batch_invariant"
+)
+for schema in (
+    f"experts({_GIVEN}, *, {_NETWORK}, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"experts_backward(Tensor grad, {_GIVEN}, Tensor preact, Tensor rows, Tensor place, Tensor ends, bool[] wanted, *, "
+    f"{_NETWORK}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+):
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+_WITH_GRADIENTS = (0, 2, 3, 4, 5, 6)
+"""Of the operator's arguments: x, weights, up, down and their biases."""
+
+
+def _in_graph(net: Network, x: Tensor, index: Tensor, *given: Tensor | None) -> Tensor:
+    """The layer in a compiled graph; `keep`: what backward reads is a result of the operator, too."""
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *given))
+    keep = keep and not net.recompute
+    result: Tensor = torch.ops.multigemm.experts(x, index, *given, **net._asdict(), keep=keep)[0]
+    return result
+
+
+def _network(options: dict[str, Any]) -> Network:
+    return Network(**{name: options[name] for name in Network._fields})
+
+
+def _experts(
+    x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
+    down_bias: Tensor | None, *, keep: bool, **options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The operator on real tensors: the result, what the gate is applied to (if it is kept), and the pairs."""
+    net, pairs = _network(options), pairs_of(index, up.shape[0])
+    preact = preact_for(net, x, pairs, up) if keep else None
+    out = _forward(net, pairs, x, weights, up, down, up_bias, down_bias, preact)
+    return out, x.new_empty(0) if preact is None else preact, pairs.rows, pairs.place, pairs.ends
+
+
+def _experts_like(x: Tensor, index: Tensor, *given: Any, keep: bool, **options: Any) -> tuple[Tensor, ...]:
+    up, count = given[1], index.shape[0] * index.shape[1]
+    width = up.shape[2 if options["stacked"] else 1]
+    numbers = {"dtype": torch.int32, "device": x.device}
+    preact = x.new_empty((count, width)) if keep else x.new_empty(0)
+    rows, place = torch.empty(count, **numbers), torch.empty(index.shape, **numbers)  # type: ignore[call-overload]
+    return x.new_empty(x.shape), preact, rows, place, torch.empty(up.shape[0], **numbers)  # type: ignore[call-overload]
+
+
+def _experts_backward(grad: Tensor, x: Tensor, index: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
+    *given, preact, rows, place, ends, wanted = rest
+    saved = (index, x, *given, preact if preact.numel() or not len(rows) else None, rows, place, ends)
+    found = _Backward(_network(options), saved, grad.contiguous()).gradients(wanted)
+    return tuple(grad.new_empty(0) if each is None else each for each in found)
+
+
+def _experts_backward_like(grad: Tensor, x: Tensor, index: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
+    given, wanted = (x, *rest[:5]), rest[-1]
+    return tuple(t.new_empty(t.shape) if want else grad.new_empty(0) for t, want in zip(given, wanted, strict=True))
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs, *output[1:])
+    ctx.options = {name: keyword_only_inputs[name] for name in Network._fields}
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward_of_experts(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    wanted = [bool(ctx.needs_input_grad[at]) for at in _WITH_GRADIENTS]
+    found = torch.ops.multigemm.experts_backward(grad, *ctx.saved_tensors, wanted, **ctx.options)
+    slots: list[Any] = [None] * 7
+    for at, want, each in zip(_WITH_GRADIENTS, wanted, found, strict=True):
+        slots[at] = each if want else None
+    return tuple(slots)
+
+
+for device in ("CPU", "CUDA"):
+    _library.impl("experts", _experts, device)
+    _library.impl("experts_backward", _experts_backward, device)
+torch.library.register_fake("multigemm::experts", _experts_like, lib=_library)
+torch.library.register_fake("multigemm::experts_backward", _experts_backward_like, lib=_library)
+torch.library.register_autograd(
+    "multigemm::experts", _backward_of_experts, setup_context=_keep_for_backward, lib=_library
+)

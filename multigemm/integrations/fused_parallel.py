@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from multigemm.errors import InvalidProblem
@@ -43,7 +44,7 @@ from multigemm.integrations.fused_experts import (
     product,
     summed_by_expert,
 )
-from multigemm.integrations.layer_ops import Sorted, add_returned, sort_by_expert
+from multigemm.integrations.layer_ops import add_returned, sort_by_expert, triton_kernels
 from multigemm.integrations.rank_agreement import Input, agree, explained
 from multigemm.torch_internals import no_dynamo
 
@@ -79,6 +80,7 @@ def run_fused(
     if slices is not None:
         x, weights = expert_parallel.enter(x, slices), expert_parallel.enter(weights, slices)
     call = _Call(held.experts, parameters[0], group, chunks, device)
+    call.records = torch.is_grad_enabled()
     tickets = _Leave.apply(call, index, x, weights)  # type: ignore[no-untyped-call]
     extra = None if beside is None else beside()
     result: Tensor = _Finish.apply(call, net, *tickets, *parameters)  # type: ignore[no-untyped-call]
@@ -94,8 +96,9 @@ class Journeys:
     """Who goes where.
 
     `send[c]` and `receive[c]`: how many rows of chunk c go to and come from each rank. `tokens` [sent rows] says which
-    token each row is of, and `place` [tokens, ranks] which row carries a token to a rank, -1 where none does. `pieces`:
-    where each piece lies in X, the own one first, and `pairs`, how many pairs of token and expert it has.
+    token each row is of, and `place` [chunks, ranks, tokens of a chunk] which row carries a token to a rank, -1 where
+    none does. `pieces`: where each piece lies in X, the own one first, and `pairs`, how many pairs of token and expert
+    it has.
     """
 
     group: dist.ProcessGroup
@@ -163,6 +166,16 @@ class Return:
         self._under_way.clear()
 
 
+class Sorted(NamedTuple):
+    """Pairs of token and expert, by expert: their tokens [S], where each went [tokens, k], where experts end, and which
+    pair each one was [S]."""
+
+    tokens: Tensor
+    place: Tensor
+    ends: Tensor
+    order: Tensor
+
+
 class _Call:
     """What the two halves of one call share: its journeys, and what is under way between them."""
 
@@ -170,7 +183,7 @@ class _Call:
         self.experts, self.group, self.chunks, self.device = experts, group, chunks, device
         self.each = expert_parallel.experts_per_rank(experts, group.size())
         self.here, self.weight = up.shape[0], (up.dtype, tuple(up.shape[1:]))
-        self.needs_grad = False
+        self.records = self.needs_grad = False
         self.ways: Journeys
         self.x: Tensor
         self.routing: Tensor
@@ -186,7 +199,7 @@ class _Call:
         def read() -> Input:
             self._check(x, index, weights)
             counts, unplaced, goes = self._count(index)
-            layout.extend(_layout(goes, chunks))  # this and the next before the host waits for the counts
+            layout.extend(_layout(goes))  # this and the next before the host waits for the counts
             self.own_pairs = self.sorted(index)
             return Input(x.dtype, x.shape[1], index.shape[1], counts, unplaced, needs_grad)
 
@@ -216,44 +229,46 @@ class _Call:
             if given.device != self.device:
                 raise InvalidProblem(f"{name} is on {given.device}, and the ranks exchange rows on {self.device}")
 
-    def _count(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(rows and pairs of each chunk to each rank, numbers that are no experts, ranks that a token travels to)."""
-        ranks, here = self.group.size(), self.group.rank()
-        known = (index >= 0) & (index < self.experts)
-        owner = torch.where(known, index // max(self.each, 1), ranks).long()
-        pairs = owner.new_zeros(len(index), ranks + 1).scatter_add_(1, owner, torch.ones_like(owner))[:, :ranks]
-        goes = pairs > 0
-        goes[:, here] = False
-        parts = zip(goes.tensor_split(self.chunks), pairs.tensor_split(self.chunks), strict=True)
-        counts = torch.stack([torch.stack([some.sum(0), many.sum(0)], 1) for some, many in parts], 1)
-        return counts.view(ranks, -1), index.numel() - pairs.sum(), goes
-
-    def local(self, index: Tensor) -> Tensor:
-        """Numbers of this rank's experts; the experts of others are -1."""
-        numbers = index - self.group.rank() * self.each
-        return torch.where((numbers >= 0) & (numbers < self.here), numbers, -1)
-
     def sorted(self, index: Tensor) -> Sorted:
         """Pairs of token and expert by this rank's experts, those of others behind them."""
-        return sort_by_expert(self.local(index).reshape(-1), self.here)
+        index = index - self.group.rank() * self.each
+        kernels = triton_kernels() if index.is_cuda else None
+        if kernels is not None and kernels.can_sort(index.numel(), self.here):
+            order = torch.empty(index.numel(), dtype=torch.int64, device=index.device)
+            tokens, place, ends = kernels.sort_pairs(index, self.here, order)
+            return Sorted(tokens, place, ends, order)
+        order, inverse, ends = sort_by_expert(index.reshape(-1), self.here)
+        return Sorted((order // max(index.shape[1], 1)).int(), inverse.int().view(index.shape), ends, order)
+
+    def _count(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows and pairs of each chunk to each rank [ranks, 2 chunks]; how many numbers are no experts; and which
+        tokens of a chunk travel to a rank [chunks, ranks, tokens]."""
+        ranks, chunks = self.group.size(), self.chunks
+        known = (index >= 0) & (index < self.experts)
+        owner = torch.where(known, index // max(self.each, 1), ranks).long()
+        pairs = owner.new_zeros(len(index), ranks + 1).scatter_add_(1, owner, torch.ones_like(owner))
+        if missing := -len(index) % chunks:
+            pairs = F.pad(pairs, (0, 0, 0, missing))
+        pairs = pairs.view(chunks, -1, ranks + 1)
+        goes = (pairs > 0).transpose(1, 2)[:, :ranks].contiguous()
+        goes[:, self.group.rank()] = False
+        many = pairs.sum(1)
+        counts = torch.stack([goes.sum(2), many[:, :ranks]], 2).transpose(0, 1).reshape(ranks, -1)
+        return counts, many[:, ranks].sum(), goes
 
 
-def _layout(goes: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
-    """Tokens of the sent rows, by chunk, by rank, by token; and [tokens, ranks] where each was put, or -1.
+def _layout(goes: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens of the sent rows, by chunk, by rank, by token, as long as it may be; and where they were put.
 
-    The first is as long as it may be.
+    Both `goes` and the latter are [chunks, ranks, tokens of a chunk]; -1 is nowhere.
     """
-    numbers = torch.arange(len(goes), device=goes.device)
-    most = goes.numel()
-    rows = numbers.new_empty(most + 1)
-    places, sent = [], numbers.new_zeros(())
-    for part, tokens in zip(goes.tensor_split(chunks), numbers.tensor_split(chunks), strict=True):
-        by_rank = part.t().contiguous()
-        to = by_rank.view(-1).cumsum(0).view(by_rank.shape) - 1 + sent
-        rows.scatter_(0, torch.where(by_rank, to, most).view(-1), tokens.expand(by_rank.shape).reshape(-1))
-        places.append(torch.where(by_rank, to, -1).t())
-        sent = sent + by_rank.sum()
-    return rows, torch.cat(places).contiguous()
+    flat = goes.view(-1)
+    sent = flat.cumsum(0)
+    place = (sent * flat - 1).view(goes.shape)
+    chunks, ranks, tokens = goes.shape
+    found = torch.searchsorted(sent, torch.arange(1, flat.numel() + 1, device=goes.device))
+    rows = found % max(tokens, 1)
+    return (rows if chunks == 1 else rows + found // max(ranks * tokens, 1) * tokens), place
 
 
 def _packed(index: Tensor, weights: Tensor) -> Tensor:
@@ -280,7 +295,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, index: Tensor, x: Tensor, weights: Tensor) -> Any:
-        call.plan(index, x, weights, ctx.needs_input_grad[2] or ctx.needs_input_grad[3])
+        call.plan(index, x, weights, call.records and any(ctx.needs_input_grad[2:]))
         (call.x, call.routing), call.arrivals = call.ways.start_all(x, _packed(index, weights))
         ctx.call, ctx.dtype = call, weights.dtype
         wide = _weights_of(call.routing[:0]).dtype
@@ -302,7 +317,7 @@ class _Finish(torch.autograd.Function):
     ) -> Tensor:
         up, down, up_bias, down_bias = parameters
         layer = _Layer(call, net, up, down, up_bias, down_bias, call.x, call.routing)
-        keep = any(ctx.needs_input_grad) and not net.recompute
+        keep = call.records and any(ctx.needs_input_grad) and not net.recompute
         back = Return(call.ways, call.x)
         own_hidden, own = layer.first(0, layer.arrived(0), keep)
         pieces = [own]
@@ -366,10 +381,8 @@ class _Layer(NamedTuple):
         """A piece whose rows are here."""
         rows, pairs = self.call.ways.pieces[number], self.call.ways.pairs[number]
         routing = self.routing[rows]
-        index = _index_of(routing)
-        order, inverse, ends = self.call.sorted(index) if number else self.call.own_pairs
-        tokens = (order[:pairs] // max(index.shape[1], 1)).int()
-        return _Piece(tokens, inverse.int().view(index.shape), ends, order[:pairs], _weights_of(routing), None)
+        tokens, place, ends, order = self.call.sorted(_index_of(routing)) if number else self.call.own_pairs
+        return _Piece(tokens[:pairs], place, ends, order[:pairs], _weights_of(routing), None)
 
     def first(self, number: int, piece: _Piece, keep: bool) -> tuple[Tensor, _Piece]:
         """What the gate gives for each pair; and the piece, with the first products if `keep` them."""
@@ -423,16 +436,16 @@ class _Layer(NamedTuple):
 
     def _every_pair(self, pieces: list[_Piece]) -> _EveryPair:
         """The pairs of all pieces, sorted by expert."""
-        index = _index_of(self.routing)
-        top_k, total = index.shape[1], sum(self.call.ways.pairs)
-        order, inverse, ends = self.call.sorted(index)
-        starts = [rows.start * top_k for rows in self.call.ways.pieces]
-        places = [inverse[piece.order + start] for piece, start in zip(pieces, starts, strict=True)]
-        return _EveryPair((order[:total] // max(top_k, 1)).int(), ends, order[:total], places)
+        ways, total = self.call.ways, sum(self.call.ways.pairs)
+        tokens, place, ends, order = self.call.sorted(_index_of(self.routing))
+        places = [
+            place[rows].view(-1).index_select(0, piece.order) for rows, piece in zip(ways.pieces, pieces, strict=True)
+        ]
+        return _EveryPair(tokens[:total], ends, order[:total], places)
 
     def _through_gate(self, number: int, piece: _Piece, grad: Tensor, into: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Writes the gradients of the first products, and weight * hidden; gives <gradient, hidden> of each pair."""
-        net, weights = self.net, piece.weights.reshape(-1)[piece.order]
+        net, weights = self.net, piece.weights.view(-1).index_select(0, piece.order)
         if not len(piece.tokens):
             return weights
         preact = self.first(number, piece, True)[1].preact if piece.preact is None else piece.preact
@@ -450,9 +463,11 @@ class _Layer(NamedTuple):
         pairs = len(piece.tokens)
         found = torch.cat([dots, dots.new_zeros(1)])[piece.place.clamp(max=pairs)]
         if self.down_bias is not None and self.call.here:
-            local = self.call.local(_index_of(self.routing[self.call.ways.pieces[number]])).long()
+            first = self.call.group.rank() * self.call.each
+            local = _index_of(self.routing[self.call.ways.pieces[number]]).long() - first
             every = grad.to(dots.dtype) @ self.down_bias.detach().to(dots.dtype).t()
-            found = found + torch.where(local >= 0, every.gather(1, local.clamp(min=0)), 0)
+            known = every.gather(1, local.clamp(0, self.call.here - 1))
+            found = found + torch.where(piece.place < pairs, known, 0)
         return found.to(piece.weights.dtype)
 
     def _of_parameters(
@@ -469,12 +484,13 @@ class _Layer(NamedTuple):
             found[0] = matrix_gradient(net, pairs, self.x, of_pairs, turned=not net.stacked)
         if wanted[1]:
             found[1] = matrix_gradient(net, pairs, grad, weighted, turned=net.stacked)
-        weights = _weights_of(self.routing).reshape(-1)[every.order]
         if wanted[2]:
             assert self.up_bias is not None
-            found[2] = summed_by_expert(net, every.ends, torch.ones_like(weights), of_pairs, None, self.up_bias)
+            ones = torch.ones(len(every.order), dtype=grad.dtype, device=grad.device)
+            found[2] = summed_by_expert(net, every.ends, ones, of_pairs, None, self.up_bias)
         if wanted[3]:
             assert self.down_bias is not None
+            weights = _weights_of(self.routing).view(-1).index_select(0, every.order)
             found[3] = summed_by_expert(net, every.ends, weights, grad, every.tokens, self.down_bias)
         return found
 

@@ -187,13 +187,16 @@ def sort_by_expert(pairs, experts):
     return order, inverse, ends
 
 
-def sort_pairs(index, experts):
-    """index [tokens, k] -> (tokens of the pairs by expert [S], where each pair went [tokens, k], ends), all int32."""
+def sort_pairs(index, experts, order=None):
+    """index [tokens, k] -> (tokens of the pairs by expert [S], where each pair went [tokens, k], ends), all int32.
+
+    `order` [S] (int32) receives which pair each one was.
+    """
     index, total = index.contiguous(), index.numel()
     rows, place, ends = (torch.empty(n, dtype=torch.int32, device=index.device) for n in (total, total, experts))
     shape = (0, 0) if total <= SORT_BLOCK else sort_blocks(total, experts)[:2]
     counts = torch.empty(shape, dtype=torch.int32, device=index.device)
-    _run(index, *sort_steps(index, None, place, ends, counts, rows, index.shape[1]))
+    _run(index, *sort_steps(index, order, place, ends, counts, rows, index.shape[1]))
     return rows, place.view(index.shape), ends
 
 
@@ -504,21 +507,21 @@ def weighted_sum_backward(grad, rows, index, weights):
 
 
 @triton.jit
-def _add_returned_kernel(own, rows, place, out, width, ranks, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def _add_returned_kernel(own, rows, place, out, width, ranks, each, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     """One token: its own row and those that came home for it, by rank."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = cols < width
     total = tl.load(own + token * width + cols, mask=live, other=0.0).to(WIDE)
     for rank in range(ranks):
-        row = tl.load(place + token * ranks + rank)
+        row = tl.load(place + (token // each * ranks + rank) * each + token % each)
         here = cols < tl.where(row >= 0, width, 0)
         total += tl.load(rows + row * width + cols, mask=here, other=0.0).to(WIDE)
     tl.store(out + token * width + cols, total.to(out.dtype.element_ty), mask=live)
 
 
 def add_returned(own, rows, place):
-    """own [tokens, n] plus the rows [m, n] that place [tokens, ranks] names, -1 none; rounded once."""
+    """own [tokens, n] plus the rows [m, n] that `place` [chunks, ranks, tokens of a chunk] names; rounded once."""
     own, rows = own.contiguous(), rows.contiguous()
     out = torch.empty_like(own)
     if out.numel():
@@ -526,6 +529,7 @@ def add_returned(own, rows, place):
         block = _block(width, 16, MOST_COLUMNS)
         values = {
             "own": own, "rows": rows, "place": place.contiguous(), "out": out, "width": width, "ranks": place.shape[1],
+            "each": place.shape[2],
             "WIDE": _wide(own.dtype), "BLOCK": block,
         }  # fmt: skip
         _run(own, (_add_returned_kernel, (own.shape[0], tiles_of(width, block)), _sum_warps(block), values))

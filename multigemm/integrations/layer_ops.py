@@ -177,7 +177,9 @@ torch.library.register_fake("multigemm::weighted_sum_backward", _sum_backward_li
 
 
 def add_returned(own: Tensor, rows: Tensor, place: Tensor) -> Tensor:
-    """own [tokens, n] plus the rows [m, n] that place [tokens, ranks] names, -1 where there is none; rounded once.
+    """own [tokens, n] plus the rows [m, n] that `place` names for each token, -1 where there is none; rounded once.
+
+    place [chunks, ranks, tokens of a chunk]; the last chunk may have more places than there are tokens.
 
     No operator: autograd does not see it.
     """
@@ -186,7 +188,7 @@ def add_returned(own: Tensor, rows: Tensor, place: Tensor) -> Tensor:
         found: Tensor = kernels.add_returned(own, rows, place)
         return found
     total = own.to(_wide(own.dtype))
-    for at in place.unbind(1) if len(rows) else ():
+    for at in place.transpose(0, 1).reshape(place.shape[1], -1)[:, : len(own)] if len(rows) else ():
         there = (at >= 0).unsqueeze(1)
         total = total + torch.where(there, rows.index_select(0, at.clamp(min=0)), 0).to(total.dtype)
     return total.to(own.dtype)

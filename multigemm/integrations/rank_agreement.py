@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +24,11 @@ from multigemm.errors import InvalidProblem, LibraryError, MultigemmError
 from multigemm.torch_internals import group_timeout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-FACTS = ("failed", "dtype", "features", "experts of each token", "parts", "unplaced", "needs a gradient")
+FACTS = ("failed", "dtype", "features", "experts of each token", "parts", "needs a gradient", "unplaced")
 COMPARED = FACTS[1:5]
 """What has to be the same on all ranks."""
-SPIN_S, PAUSE_S = 0.002, 0.0001
-"""A wait for the device asks without a pause at first, because it is nearly always short."""
+SPIN_S, PAUSE_S = 0.05, 0.0001
+"""A wait for the device asks without a pause at first: the device idles until the host goes on."""
 SAFETY = 0.95
 """The part of a group's timeout after which a host gives up: NCCL's watchdog ends the process at the timeout itself."""
 
@@ -65,19 +66,15 @@ def agree(
         LibraryError: a rank does not answer within the group's timeout; or `read` failed on another rank.
     """
     failure: Exception | None = None
-    message = torch.zeros(group.size(), len(FACTS) + parts, dtype=torch.int64)
+    ranks = group.size()
     try:
         mine = read()
-        facts = (0, _number_of(mine.dtype), mine.features, mine.top_k, parts, 0, int(mine.needs_grad))
-        message[:, : len(FACTS)] = torch.tensor(facts)
-        message = message.to(device, non_blocking=True)
-        message[:, FACTS.index("unplaced")] = mine.unplaced
-        message[:, len(FACTS) :] = mine.counts
+        facts = (0, _number_of(mine.dtype), mine.features, mine.top_k, parts, int(mine.needs_grad))
+        unplaced = mine.unplaced.view(1, 1).expand(ranks, 1)
+        message = torch.cat([_repeated(facts, ranks, device), unplaced, mine.counts], 1)
     except Exception as error:  # whatever it is, the other ranks wait for this one
         failure = error
-        message = torch.zeros(group.size(), len(FACTS) + parts, dtype=torch.int64)
-        message[:, 0] = 1
-        message = message.to(device)
+        message = _repeated((1,) + (0,) * (len(FACTS) - 1 + parts), ranks, device)
     with explained(group):
         arriving = torch.empty_like(message)
         dist.all_to_all_single(arriving, message, group=group)
@@ -86,8 +83,15 @@ def agree(
     if any(facts[0] for facts in facts_of):
         _raise_everywhere(failure, group)
     _compare(facts_of, experts, group)
+    needs_grad = any(facts[FACTS.index("needs a gradient")] for facts in facts_of)
     counts = slice(len(FACTS), None)
-    return Agreed(sent[:, counts], received[:, counts], arriving[:, counts], any(facts[-1] for facts in facts_of))
+    return Agreed(sent[:, counts], received[:, counts], arriving[:, counts], needs_grad)
+
+
+@lru_cache(maxsize=64)
+def _repeated(facts: tuple[int, ...], ranks: int, device: torch.device) -> Tensor:
+    """The same for each rank; kept, since a copy to a device takes as long as some launches."""
+    return torch.tensor([facts] * ranks, dtype=torch.int64, device=device)
 
 
 def same_on_all_ranks(what: str, facts: dict[str, Any], group: dist.ProcessGroup) -> None:
@@ -123,8 +127,7 @@ def _on_host(x: Tensor, group: dist.ProcessGroup) -> Any:
         waited = time.monotonic() - start
         if waited > limit:
             raise LibraryError(_silence(group, f"no answer in {waited:.0f} s"))
-        if waited > SPIN_S:
-            time.sleep(PAUSE_S)
+        time.sleep(PAUSE_S if waited > SPIN_S else 0)  # lets other threads run, in any case
     return host
 
 

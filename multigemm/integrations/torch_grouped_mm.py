@@ -204,11 +204,17 @@ class _Scale:
         return self.scale.view(self.groups, rows).t() if self.groups else self.scale.unsqueeze(-1)
 
     def _unswizzled(self, ends: Tensor | None) -> Tensor:
+        """In bytes on the way: a GPU does not join float8_e8m0fnu."""
+        if self.scale.dtype.itemsize != 1:
+            return self._in_order(self.scale, ends)
+        return self._in_order(self.scale.view(torch.uint8), ends).view(self.scale.dtype)
+
+    def _in_order(self, codes: Tensor, ends: Tensor | None) -> Tensor:
         rows, blocks = self.operand.shape[-2], -(-self.operand.shape[-1] // RECIPES[self.recipe])
         if self.operand.dim() == 3:
-            return torch.stack([unswizzle(one, rows, blocks) for one in self.scale])
+            return torch.stack([unswizzle(one, rows, blocks) for one in codes])
         wide = -(-blocks // SWIZZLED_COLUMNS) * SWIZZLED_COLUMNS
-        whole = unswizzle(self.scale, self.scale.numel() // wide, blocks)
+        whole = unswizzle(codes, codes.numel() // wide, blocks)
         return whole[:rows] if ends is None else whole[_padded_rows(ends, rows, whole.shape[0])]
 
 

@@ -52,7 +52,7 @@ class Experts(nn.Module):
         stacked: weights are [E, in, out], as those of gpt-oss.
         fused: rows are picked, gated and summed inside the products, by a backend that takes these keywords; for
             backward the layer keeps the products before the gate, 2 I numbers for each pair of token and expert, and
-            no rows. Ignored in a compiled graph, where the layer runs in steps. Over a mesh a token travels once to
+            no rows. One operator in a compiled graph. Over a mesh a token travels once to
             each rank that has experts of it, and second derivatives are refused.
         recompute: a fused layer keeps not even those, and forms the first products once more.
         device, dtype: of the weights.

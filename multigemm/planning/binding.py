@@ -128,8 +128,8 @@ def refuse_gradients(problem: GroupedGemmProblem) -> None:
 
 
 def scratch(problem: GroupedGemmProblem) -> Operand:
-    """Memory for a result that nobody needs, laid out as the problem's `out`."""
-    out = allocate(problem)
+    """Memory for a result that nobody needs, laid out as the problem's `out`, or as a plan's result."""
+    out = allocate(problem, together=True)
     if problem.out is None:
         return out
     return _twin(out) if isinstance(out, torch.Tensor) else [_twin(x) for x in out]

@@ -225,6 +225,8 @@ class _MovingEntry(_Entry):
         self._host = _HostCut(kind, ops, self.index) if host else None
         self.workspace = launch.workspace_bytes() + _bytes_of(self._keep)
         self._work: int = getattr(launch, "work_bytes", 0)
+        if self._work:
+            launch.drop_lent()  # an entry that waits for its next call holds none
 
     def launch(self, call: Call, out: Tensor) -> bool:
         more = call[PLAIN_LENGTH:]

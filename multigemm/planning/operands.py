@@ -122,12 +122,12 @@ class Packed:
 
 
 def address_of(tensor: Tensor | None, operand: str, lent: Tensor | None = None) -> int:
-    """Where an operand lies, perhaps in memory that calls lend; 0 for an absent one."""
+    """Where an operand lies, perhaps in memory that calls lend ("": always); 0 for an absent one."""
     if tensor is None:
         return 0
     at = tensor.data_ptr()
-    if not at and not operand:  # a part of lent memory without an element
-        return 0
+    if not operand and not tensor.numel():
+        return at  # a part of the memory between launches, of which there is nothing
     if lent is not None and lent.data_ptr() <= at < lent.data_ptr() + max(lent.nbytes, 1):
         return Address(at, "work", lent.data_ptr())
     return Address(at, operand)
@@ -147,7 +147,9 @@ def strides_of(tensor: Tensor, operand: str | None = None, lent: Tensor | None =
 
     A dimension with one element may carry any stride; a kernel must never multiply by it.
     """
-    at = tensor.data_ptr() if operand is None else address_of(tensor, operand, lent)
+    at = tensor.data_ptr()
+    if operand is not None:
+        at = Address(at, operand) if lent is None else address_of(tensor, operand, lent)
     if tensor.dim() == 2:
         (rows, columns), (row, column) = tensor.shape, tensor.stride()
         return Strided(at, 0, row if rows > 1 else 0, column if columns > 1 else 0)

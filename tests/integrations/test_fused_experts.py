@@ -183,10 +183,59 @@ def test_a_whole_layer_learns_as_in_steps() -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_layer_runs_in_steps() -> None:
-    moe = MoE(HIDDEN, INNER, 4, fused=True, backend="cpu")
-    x = torch.randn(3, HIDDEN)
-    torch.testing.assert_close(torch.compile(moe, backend="aot_eager", fullgraph=True)(x), moe(x))
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_compiled_layer_is_one_operator(name: str) -> None:
+    """With the same bits and gradients, and one graph for all token counts and routings."""
+    torch.manual_seed(6)
+    graphs: list[Any] = []
+
+    def counted(graph: Any, _: Any) -> Any:
+        graphs.append([node.target for node in graph.graph.nodes if "multigemm" in str(node.target)])
+        return graph.forward
+
+    experts = layer(**NETWORKS[name])
+    compiled = torch.compile(experts, backend=counted, fullgraph=True, dynamic=True)
+    for tokens in (11, 7, 30):
+        x, index, weights = drawn(tokens=tokens)
+        leaves = [x, weights, *experts.parameters()]
+        got, want = compiled(x, index, weights), experts(x, index, weights)
+        assert torch.equal(got, want)
+        flow = torch.randn_like(want)
+        found = zip(torch.autograd.grad(got, leaves, flow), torch.autograd.grad(want, leaves, flow), strict=True)
+        assert all(torch.equal(g, w) for g, w in found)
+    assert [[str(target) for target in graph] for graph in graphs] == [["multigemm.experts"]]
+
+
+@pytest.mark.parametrize("name", ["swiglu", "gpt-oss", "recompute"])
+def test_opcheck(name: str) -> None:
+    experts, (x, index, weights) = layer(**NETWORKS[name]), drawn()
+    held: Any = experts._parameters
+    here = index.clamp(max=HERE - 1)  # what is kept of a pair that is elsewhere is anything
+    tensors = (x, here, weights, held["gate_up_proj"], held["down_proj"])
+    biases = held["gate_up_proj_bias"], held["down_proj_bias"]
+    options = {**experts.network._asdict(), "keep": name != "recompute"}
+    torch.library.opcheck(torch.ops.multigemm.experts.default, (*tensors, *biases), options)
+
+
+def test_gradients_through_autograd_of_a_graph() -> None:
+    """Forward and backward are traced whole: what backward keeps is what an eager layer keeps."""
+    torch.manual_seed(6)
+    experts, (x, index, weights) = layer(), drawn()
+    compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
+    kept: dict[str, int] = {}
+    for label, run in (("graph", compiled), ("eager", experts)):
+        sizes: dict[int, int] = {}
+
+        def keep(t: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
+            sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            y = run(x, index, weights)
+        kept[label] = sum(sizes.values())
+        (found,) = torch.autograd.grad(y.sum(), x)
+        assert found.shape == x.shape
+    assert kept["graph"] <= kept["eager"] + 64
 
 
 def test_refusals() -> None:
@@ -202,7 +251,7 @@ def test_refusals() -> None:
         experts_forward(x, index, weights[:, :1], up, down)
 
 
-def test_a_compiled_function_runs_in_steps() -> None:
+def test_a_compiled_function() -> None:
     torch.manual_seed(7)
     x, index, weights = drawn(torch.float32)
     up, down = torch.randn(HERE, 2 * INNER, HIDDEN), torch.randn(HERE, HIDDEN, INNER)
@@ -212,3 +261,22 @@ def test_a_compiled_function_runs_in_steps() -> None:
 
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, weights), run(x, weights))
+
+
+def test_nothing_is_kept_where_no_gradient_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters ask for gradients always: what counts is whether autograd records."""
+    from multigemm.integrations import fused_experts
+
+    asked: list[bool] = []
+    original = fused_experts.first_product
+
+    def noted(*given: Any) -> Tensor:
+        asked.append(given[5] is not None)
+        return original(*given)
+
+    monkeypatch.setattr(fused_experts, "first_product", noted)
+    experts, given = layer(), drawn()
+    with torch.no_grad():
+        want = experts(*given)
+    assert torch.equal(experts(*given), want)
+    assert asked == [False, True]

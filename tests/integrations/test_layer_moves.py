@@ -106,7 +106,7 @@ def test_a_moved_layer_is_the_one_bound_there(name: str, tokens: int, layers: Fa
             out = layer_call.call(x, index, weights, nets)
             assert out is not None and kept[0]._at is not None
             count = len(layers.launched)
-            moved = [move.__self__ for move, _ in kept[0]._moves]  # type: ignore[union-attr, attr-defined]
+            moved = [move.__self__ for move, _ in kept[0]._moves]  # type: ignore[union-attr]
             work = kept[0]._at[layer_call._WORK]
             size = kept[0].layer.size
             fresh_work = zeros(size, dtype=torch.uint8)

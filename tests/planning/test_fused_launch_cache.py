@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 import multigemm as mg
+from multigemm.backend import Recipe
 from multigemm.planning import launch_cache
+from multigemm.planning.binding import Choice
 from multigemm.planning.launch_cache import LAUNCHES
+from multigemm.planning.staging import allocate, stage, staged_spec
 
 TOKENS, PAIRS, GROUPS, HIDDEN, INNER = 6, 12, 3, 4, 5
 
@@ -137,6 +140,28 @@ def test_memory_that_is_written_is_read_by_nobody() -> None:
     ):
         with pytest.raises(mg.InvalidProblem, match="memory"):
             mg.grouped_gemm(x, up, backend="cpu", **{**known, **wrong})
+
+
+def test_an_entry_that_waits_holds_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows between two launches are as many bytes as a layer keeps for backward, and more."""
+    events: list[str] = []
+
+    class Launch:
+        work_bytes = 1 << 20
+
+        def drop_lent(self) -> None:
+            events.append("dropped")
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_: 0
+
+    r = routing()
+    h, down, sums = new(PAIRS, INNER), new(GROUPS, INNER, HIDDEN), (r["place"], r["weights"])
+    problem = mg.GroupedGemmProblem(h, down, ends=r["ends"], combine=sums)
+    spec = staged_spec(problem)
+    choice = Choice("cpu", Recipe("none", None, lambda ops: lambda: None), spec, "")
+    entry = launch_cache._MovingEntry(problem, stage(problem, spec, allocate(problem)).ops, choice, Launch(), "ends")
+    assert events == ["dropped"] and entry.workspace < 1 << 20
 
 
 def test_gradients_are_not_served_by_the_cache() -> None:

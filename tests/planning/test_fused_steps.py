@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from multigemm.cuda import nvrtc
 from multigemm.planning import fused_steps
 from multigemm.planning.fused_steps import SOURCE, plan_in_steps, product_spec, steps_reasons
 from multigemm.planning.staging import staged_spec
-from multigemm.testing.placed_case import PlacedCase
+from multigemm.testing import DeviceCase
 from tests.support import host_kernels
 from tests.support.fused_cases import findings, fused_cases
 from tests.support.nvrtc_here import nvrtc_here
@@ -33,14 +33,8 @@ def plan(spec: Any, config: Any, device: torch.device) -> Recipe:
     return plan_in_steps(spec, CPU.plan(product_spec(spec), config, device), 0)
 
 
-class FusedBackend(BuiltinBackend):
-    """A backend that says that it knows of fused problems."""
-
-    takes_fused: ClassVar[bool] = True
-
-
-IN_STEPS = FusedBackend(
-    "in steps", CPU.availability, reasons, lambda spec, device: CPU.configs(product_spec(spec), device)[:1], plan
+IN_STEPS = BuiltinBackend(
+    "cpu", CPU.availability, reasons, lambda spec, device: CPU.configs(product_spec(spec), device)[:1], plan
 )
 
 
@@ -71,10 +65,10 @@ def test_random_problems(first: int, bound: list[str]) -> None:
 
 def test_the_launches_of_a_layer(bound: list[str]) -> None:
     x, up, down = torch.randn(6, 8), torch.randn(3, 8, 10), torch.randn(3, 5, 8)
-    rows, cut = torch.randint(-1, 7, (12,)), {"sizes": [4, 0, 7]}
-    first = mg.GroupedGemmProblem(x, up, a_rows=rows, activation="swiglu", preact_out=torch.empty(12, 10), **cut)
+    rows, cut = torch.randint(-1, 7, (12,)), [4, 0, 7]
+    first = mg.GroupedGemmProblem(x, up, a_rows=rows, activation="swiglu", preact_out=torch.empty(12, 10), sizes=cut)
     sums = (torch.randint(-1, 13, (6, 2)), torch.rand(6, 2))
-    second = mg.GroupedGemmProblem(torch.randn(12, 5), down, combine=sums, **cut)
+    second = mg.GroupedGemmProblem(torch.randn(12, 5), down, combine=sums, sizes=cut)
     for problem, names in ((first, ["gather_rows", "finish_rows"]), (second, ["sum_rows"])):
         spec = staged_spec(problem)
         recipe = plan(spec, CPU.configs(product_spec(spec), problem.device)[0], problem.device)
@@ -126,7 +120,7 @@ def test_every_kernel_compiles_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(nvrtc, "loaded", loaded)
     for case in fused_cases(60):
-        problem = PlacedCase.build(case).problem
+        problem = DeviceCase.from_case(case, torch.device("cpu")).problem
         spec = staged_spec(problem)
         if not reasons(spec, problem.device):
             config = CPU.configs(product_spec(spec), problem.device)[0]
@@ -134,6 +128,19 @@ def test_every_kernel_compiles_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert {name for name, _ in asked} == {"gather_rows", "finish_rows", "sum_rows"}
     for name, defines in list(asked)[:12]:
         assert nvrtc.compile_source(SOURCE, name, ("--gpu-architecture=sm_90", "--std=c++17", *defines))
+
+
+def test_nothing_to_sum_is_zeros(bound: list[str]) -> None:
+    """No pairs, so nothing of the memory between the steps is anywhere."""
+    sums = (torch.tensor([[-1, 0], [3, -(2**63)]]), torch.rand(2, 2))
+    problem = mg.GroupedGemmProblem(
+        torch.ones(3, 16), torch.ones(2, 16, 4), sizes=[0, 0], a_rows=torch.zeros(0, dtype=torch.int32), combine=sums,
+        activation="swiglu", c=torch.ones(2, 2), beta=0.5,
+    )  # fmt: skip
+    spec = staged_spec(problem)
+    ops = fused_steps_operands(problem, spec)
+    plan(spec, CPU.configs(product_spec(spec), problem.device)[0], problem.device).bind(ops)()
+    assert ops.out.tolist() == [[0.5, 0.5]] * 2 and bound == ["sum_rows"]
 
 
 def test_no_index_reads_beside_the_operand(bound: list[str]) -> None:

@@ -123,7 +123,7 @@ def test_the_kernel_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None
     assert grid.mT.is_contiguous()
 
 
-class DivisionOfCuda(TorchDispatchMode):
+class DivisionOfCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """On a GPU torch divides by a number of Python as it multiplies by the reciprocal of that number."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,7 +137,7 @@ def test_a_gpu_gives_the_bits_of_the_cpu(format: Any) -> None:
     x = operand((200, 40), "normal")
     for scale in ("row", "1x32"):
         wanted = torch_side.quantize(x, format, scale, side="b", zero=format == "uint4")
-        with DivisionOfCuda():
+        with DivisionOfCuda():  # type: ignore[no-untyped-call]
             found = torch_side.quantize(x, format, scale, side="b", zero=format == "uint4")
         assert torch.equal(found.scale, wanted.scale), scale
         assert torch.equal(found.data.view(torch.uint8), wanted.data.view(torch.uint8)), scale

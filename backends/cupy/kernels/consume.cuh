@@ -177,12 +177,16 @@ __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, c
         }
     }
 }
-#else
+#elif !GATE
 // Any epilogue: 32 rows at a time in float32, then element by element with lanes along whichever direction is
 // contiguous in the result: for jagged n stored by rows that is the one that the pieces cut.
-__device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, const Tile& t, u32 rank, int half, u32 staging, float (&d)[ACCUMULATORS]) {
+__device__ __forceinline__ void finish_tile(const Given& p, const Launch& l, const Tile& t, u32 rank, int half, u32 staging, float (&d)[ACCUMULATORS]) {
     const int tid = threadIdx.x & 127, lane = tid & 31, warp = tid >> 5;
+#if FUSED
+    const FusedGroup g = resolve_fused(p, t.group, 2);
+#else
     const Group g = resolve(p, t.group, 2);
+#endif
     const int skip = rows_to_skip(p, t), lead = !X_K && !LISTED && !RAGGED_K ? t.extra : 0;
     const int size = size_of(p.out_type);
     const bool down = l.swapped ? g.out_col == 1 && g.out_row != 1 : g.out_row == 1 && g.out_col != 1;
@@ -218,6 +222,33 @@ __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, c
 }
 #endif
 
+#if GATE
+#include "gated.cuh"
+#endif
+
+#if ROW_SCALED
+// Each row of a tile times its number, where the results are otherwise plain.
+template <class Load> __device__ __forceinline__ void scale_rows(const Tile& t, float (&d)[ACCUMULATORS], Load load) {
+#pragma unroll
+    for (int i = 0; i < ROWS / 8; ++i) {
+        if (i * 8 >= t.rows) continue;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int row = i * 8 + (threadIdx.x & 3) * 2 + e;
+            const float scale = row < t.rows ? load(row) : 0.0f;
+            d[i * 4 + e] *= scale, d[i * 4 + 2 + e] *= scale;
+            if constexpr (PINGPONG) d[ROWS / 2 + i * 4 + e] *= scale, d[ROWS / 2 + i * 4 + 2 + e] *= scale;
+        }
+    }
+}
+__device__ __forceinline__ void scale_rows(const Given& p, const Tile& t, float (&d)[ACCUMULATORS]) {
+    const Fused& f = p.fused;
+    const i64 first = t.group * f.scale_group + (p.jagged == JAG_M ? t.x_row : t.row0);
+    if (f.scale_type == F32) scale_rows(t, d, [&](int row) { return ((const float*)f.row_scale)[first + row]; });
+    else scale_rows(t, d, [&](int row) { return load_as<float>(f.row_scale + (first + row) * 2, f.scale_type); });
+}
+#endif
+
 // ---- Multiplying, and both together ----
 
 // Warpgroups that share their tiles: the second one starts its first tile a little after the first one, and keeps that
@@ -238,6 +269,9 @@ __device__ __forceinline__ void multiply(Shared& s, u32 stages, Ring& ring, int 
     int last = -1, kb = 0;
     const auto begin = [&] {
         barrier_wait(shared_address(&s.full[ring.place]), ring.parity);
+#if GATHER
+        show_to_copy_engine();                                  // what copies of other threads wrote, to the tensor cores
+#endif
         const u32 stage = stages + ring.at;
         const u64 w = smem_descriptor(stage + (PINGPONG ? 0 : half * BLOCK), BLOCK, 1024);
         const u64 x = smem_descriptor(stage + W_BYTES, BLOCK, 1024);
@@ -287,7 +321,7 @@ template <int COUNT> __device__ __forceinline__ void clear(float (&d)[COUNT]) {
         if constexpr (width <= ROWS) { constexpr int WIDTH = width; products; } \
         break;
 
-__device__ __forceinline__ void consume(const Problem& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 staging, u32 rank, int half) {
+__device__ __forceinline__ void consume(const Given& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 staging, u32 rank, int half) {
     Ring ring;
     bool first = true;
 #if LATE
@@ -319,7 +353,12 @@ __device__ __forceinline__ void consume(const Problem& p, const Launch& l, const
         } else if (PINGPONG) {
             let_other(half);
         }
-#if LATE
+#if ROW_SCALED
+        scale_rows(p, t, d);
+#endif
+#if GATE
+        finish_gated(p, t, rank, half, staging, d);
+#elif LATE
 #pragma unroll 1
         while (more()) beside();            // fewer blocks than there were rows to store
         late.keep(p, t, first_column(t, rank, half), d);

@@ -27,21 +27,32 @@ template <int COUNT> __device__ __forceinline__ void settle(float (&d)[COUNT], i
 
 // Registers j * 4 + i hold row j * 8 + (lane % 4) * 2 + i % 2 and column (i / 2) * 8 + lane / 4 of a warp's 16: `scales` are
 // this thread's own, `column` those of its two columns.
-template <int N, class Promote> __device__ __forceinline__ void for_scales(u32 scales, float low, float high, Promote promote) {
+template <int N> struct RowScales {
+    static constexpr int PAIRS = (N / 8 + 1) / 2;       // of eights of rows
+    float of[PAIRS][4];
+
+    // Where one column's scale is that of all, each is multiplied by it at once.
+    __device__ __forceinline__ void load(u32 scales, float low) {
 #pragma unroll
-    for (int j = 0; j < N / 8; j += 2) {
-        const float4 row = load_shared_scales(scales + j * 8 * 4);
-        const float x[4] = {row.x, row.y, row.z, row.w};
+        for (int j = 0; j < PAIRS; ++j) {
+            const float4 row = load_shared_scales(scales + j * 16 * 4);
+            const float x[4] = {row.x, row.y, row.z, row.w};
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const int at = (j + (e >> 1)) * 4 + (e & 1);
-            if (at >= N / 2) continue;                  // an odd number of eights
-            const float scale = low * x[e];
-            promote(at, scale);
-            promote(at + 2, W_LINES ? high * x[e] : scale);
+            for (int e = 0; e < 4; ++e) of[j][e] = W_LINES ? x[e] : low * x[e];
         }
     }
-}
+    template <class Promote> __device__ __forceinline__ void each(float low, float high, Promote promote) const {
+#pragma unroll
+        for (int j = 0; j < PAIRS; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int at = (j * 2 + (e >> 1)) * 4 + (e & 1);
+                if (at >= N / 2) continue;              // an odd number of eights
+                promote(at, W_LINES ? low * of[j][e] : of[j][e]);
+                promote(at + 2, W_LINES ? high * of[j][e] : of[j][e]);
+            }
+    }
+};
 
 // All k-blocks of a tile. `beside` runs while a block is multiplied, for as many blocks as there is `more` of it. The second
 // warpgroup asks for its first products behind those of the first one, and stays behind: each promotes its sums while the tensor
@@ -68,18 +79,31 @@ __device__ __forceinline__ void multiply_fp8(Shared& s, u32 stages, u32 scales, 
         const bool scaled = BLOCK_SCALES || kb == blocks - 1;
         float low = 1.0f, high = 1.0f;
         if (scaled) low = load_shared(column_scales + at), high = W_LINES ? load_shared(column_scales + at + 8 * 4) : low;
+        // Where registers allow it the scales are there before the products: the shorter the way from these to the next ones,
+        // the less the other warpgroup has to fill.
+        constexpr bool EARLY = BLOCK_SCALES && N <= 144;
+        const auto hand_back = [&] {
+            __syncwarp();                               // all lanes have their scales: what follows lets others write over them
+            if (lane < CLUSTER) barrier_arrive(shared_address(&s.empty[ring.place]), lane);
+        };
+        RowScales<N> rows;
+        if (EARLY) rows.load(row_scales + at, low);
         wgmma_wait<0>();
         settle(part, N / 2);
+        if (EARLY) hand_back();
+        if (BLOCK_SCALES && !EARLY) rows.load(row_scales + at, low);
         if (BLOCK_SCALES) {
-            for_scales<N>(row_scales + at, low, high, [&](int i, float scale) { total[i] = fmaf(scale, part[i], total[i]); });
+            rows.each(low, high, [&](int i, float scale) { total[i] = fmaf(scale, part[i], total[i]); });
         } else {
 #pragma unroll
             for (int i = 0; i < N / 2; ++i) total[i] += part[i];
-            if (scaled) for_scales<N>(row_scales + at, low, high, [&](int i, float scale) { total[i] *= scale; });
+            if (scaled) {
+                rows.load(row_scales + at, low);
+                rows.each(low, high, [&](int i, float scale) { total[i] *= scale; });
+            }
         }
         settle(total, N / 2);
-        __syncwarp();                                   // all lanes have their scales: what follows lets others write over them
-        if (lane < CLUSTER) barrier_arrive(shared_address(&s.empty[ring.place]), lane);
+        if (!EARLY) hand_back();
         ring.next(bytes);
     }
 }

@@ -81,6 +81,14 @@ template <class Acc> __device__ __forceinline__ Acc times_row_scale(const Fused&
     return g.scale ? v * load_as<Acc>(g.scale + i * size_of(f.scale_type), f.scale_type) : v;
 }
 
+// acc -> result of element (i, j) of group g without a gate, before the rounding; as `finish` of a plain problem.
+template <class Acc>
+__device__ __forceinline__ Acc finish(const FusedProblem& p, const FusedGroup& g, i64 i, i64 j, Acc acc) {
+    const Acc v = linear<Acc>(p, g, i, j, acc);
+    put_preact<Acc>(p.fused, g, i, j, v);
+    return times_row_scale<Acc>(p.fused, g, i, activate(v, p.activation));
+}
+
 // As `emit` of a plain problem. With a gate 16 columns of the result come of 32 of the products: g and u side by side, or
 // eight of g and eight of u in turn.
 template <class Acc>
@@ -97,17 +105,15 @@ __device__ __noinline__ void emit(const FusedProblem& p, const FusedGroup& g, co
         const Acc* const line = staged + r * pitch;
         Acc v;
         if (f.layout == NO_GATE) {
-            v = linear<Acc>(p, g, i, j, line[c]);
-            put_preact<Acc>(f, g, i, j, v);
-            v = activate(v, p.activation);
+            v = finish<Acc>(p, g, i, j, line[c]);
         } else {
             const bool pairs = f.layout == PAIRS;
             const int first = pairs ? 2 * c : (c >> 3) * 16 + (c & 7), second = first + (pairs ? 1 : 8);
             const i64 j_gate = pairs ? 2 * j : f.up_first ? columns + j : j, j_up = pairs ? 2 * j + 1 : f.up_first ? j : columns + j;
             const Acc gate = linear<Acc>(p, g, i, j_gate, line[first]), up = linear<Acc>(p, g, i, j_up, line[second]);
             put_preact<Acc>(f, g, i, j_gate, gate), put_preact<Acc>(f, g, i, j_up, up);
-            v = gated<Acc>(f, gate, up);
+            v = times_row_scale<Acc>(f, g, i, gated<Acc>(f, gate, up));
         }
-        store_as<Acc>(g.out + (i * g.out_row + j * g.out_col) * size, p.out_type, times_row_scale<Acc>(f, g, i, v));
+        store_as<Acc>(g.out + (i * g.out_row + j * g.out_col) * size, p.out_type, v);
     }
 }

@@ -6,24 +6,36 @@
 //
 // Compile-time choices: BFLOAT, X_K and W_K (is k the contiguous direction of the row side, of the weight
 // side), RAGGED_K (the jagged extent is k), LISTED (a tensor map per group), PLAIN (the result is
-// alpha * acc in the operands' type; else any epilogue), ROWS, STAGES, CLUSTER, STEP (of n), PINGPONG, SHARED.
+// alpha * acc in the operands' type; else any epilogue), ROWS, STAGES, CLUSTER, STEP (of n), PINGPONG, SHARED. Of fused problems
+// FUSED, and what they ask for: GATHER (rows are picked by index), GATE with ACT and PREACT.
 #define HALVES_LAST (CLUSTER == 2)
+#ifndef GATHER
+#define GATHER 0        // rows are picked by index (picked_rows.cuh)
+#endif
+#define SPLIT_ROWS (GATHER && CLUSTER == 2)
 #include "announce.cuh"
 #include "consume.cuh"
 #include "load.cuh"
+#if GATHER
+#include "picked_rows.cuh"
+#endif
 
 static_assert(SHARED_BYTES <= SHARED, "a launch asks for less shared memory than the layout takes");
 
 // By one thread, as one after the other is faster than side by side: their addresses are the same for a whole warp.
 __device__ __forceinline__ void make_barriers(Shared& s) {
     for (int i = 0; i < PLACES; ++i) {
+#if GATHER
+        barrier_init(shared_address(&s.full[i]), 1 + 2 * 32);                   // weights, and each lane that copies rows
+#else
         barrier_init(shared_address(&s.full[i]), 2);                            // weights, rows
+#endif
         barrier_init(shared_address(&s.empty[i]), CLUSTER * (PINGPONG ? 1 : CONSUMERS) * 4);   // one arrival per warp that reads it
     }
     for (int i = 0; i < SLOTS; ++i) {
         barrier_init(shared_address(&s.tile_full[i]), 1);
         // Warps that multiply, those that load, and the threads that expect.
-        barrier_init(shared_address(&s.tile_empty[i]), CLUSTER * (CONSUMERS * 4 + 2) + CLUSTER - 1);
+        barrier_init(shared_address(&s.tile_empty[i]), CLUSTER * (CONSUMERS * 4 + LOADERS) + CLUSTER - 1);
     }
     barrier_init(shared_address(&s.ask), 1);
     barrier_init_fence();
@@ -32,11 +44,11 @@ __device__ __forceinline__ void make_barriers(Shared& s) {
 __device__ __forceinline__ void prefetch_maps(const Maps& maps) {
     prefetch_map(&maps.w);
 #pragma unroll
-    for (int i = 0; i < (X_K ? 16 : 1); ++i) prefetch_map(&maps.x[i]);
+    for (int i = 0; i < (X_K && !GATHER ? 16 : 1); ++i) prefetch_map(&maps.x[i]);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-hopper(const __grid_constant__ Problem p, const __grid_constant__ Launch l, const __grid_constant__ Maps maps) {
+hopper(const __grid_constant__ Given p, const __grid_constant__ Launch l, const __grid_constant__ Maps maps) {
     extern __shared__ char raw[];
     const u32 stages = (shared_address(raw) + 1023) & ~1023u;
     const u32 staging = stages + RING_BYTES;
@@ -54,19 +66,46 @@ hopper(const __grid_constant__ Problem p, const __grid_constant__ Launch l, cons
     start_next_launch();
     wait_for_last_launch();
     if (CLUSTER > 1) cluster_arrive();
-    build_schedule(p, s.schedule, l.swapped, ROWS, COLUMNS * CLUSTER, l.busy_rows);
+    build_schedule(p, s.schedule, l.swapped, CLUSTER_ROWS, CLUSTER_COLUMNS, l.busy_rows);
     __syncthreads();
     if (CLUSTER > 1) cluster_wait();
 
     if (warpgroup == CONSUMERS) {
         registers_down<56>();
         const int role = warp - CONSUMERS * 4;
+#if GATHER && RAGGED_K
+        if (role == 0 && PICKS_W) copy_picked_tokens(p, l, s, stages, 0);
+        else if (role == 0) load_weights(p, l, maps, s, stages, rank);
+        else if (role == 1 && PICKS_W) load_rows(p, l, maps, s, stages, rank);
+        else if (role == 1) copy_picked_tokens(p, l, s, stages, 0);
+#else
         if (role == 0) load_weights(p, l, maps, s, stages, rank);
+#if GATHER
+        else if (role == 1) copy_picked_rows(p, s, stages, 0);
+#else
         else if (role == 1) load_rows(p, l, maps, s, stages, rank);
+#endif
+#endif
         else if (role == 2) {
             if ((threadIdx.x & 31) == 0) announce_tiles(p, l, s, rank);
         } else {
+#if GATHER
+#if RAGGED_K
+            copy_picked_tokens(p, l, s, stages, 1);
+#else
+            copy_picked_rows(p, s, stages, 1);
+#endif
+            __syncwarp();
+#endif
+#if GATE
+            if (p.zero_unowned) {
+                Problem result = p;
+                result.n = p.n / 2;
+                zero_unowned(result, blockIdx.x, gridDim.x);
+            }
+#else
             if (p.zero_unowned) zero_unowned(p, blockIdx.x, gridDim.x);
+#endif
 #if RAGGED_K && PLAIN
             zero_idle_groups(p, l);
 #endif

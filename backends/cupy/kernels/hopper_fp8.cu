@@ -28,10 +28,31 @@ struct SideGrids { Grid x, w; i64 columns; };      // columns of the weight side
 __device__ __forceinline__ void copy_number(u32 to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
-// This thread arrives when all of its copies are there.
-__device__ __forceinline__ void arrive_when_copied(u32 barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
+// Where the scales of a lane's lines stand, of which it has every 32nd, and how far the next block's are: what a tile fixes is
+// worked out before its loop over k, since one warp copies the scales of all stages.
+template <int LINES> struct ScaleLines {
+    static constexpr int COUNT = (LINES + 31) / 32;
+    const char* at[COUNT];
+    i64 step;
+    int left;                       // lines from this lane's first one on
+
+    __device__ __forceinline__ void begin(const GroupGrid& g, int lines) {
+        const int lane = threadIdx.x & 31;
+        step = g.k_shift < WHOLE_K ? g.k * 4 : 0, left = (g.ptr ? lines : 0) - lane;
+#pragma unroll
+        for (int j = 0; j < COUNT; ++j) at[j] = entry_of(g, min(lane + j * 32, max(lines - 1, 0)), 0);
+    }
+    // `to`: of this lane's first line; lines of a stage are 4 bytes apart.
+    __device__ __forceinline__ void copy(u32 to) const {
+#pragma unroll
+        for (int j = 0; j < COUNT; ++j)
+            if (j * 32 < left) copy_number(to + j * 128, at[j]);
+    }
+    __device__ __forceinline__ void next() {
+#pragma unroll
+        for (int j = 0; j < COUNT; ++j) at[j] += step;
+    }
+};
 
 // A warp's lanes copy the scales of 32 lines at a time; without blocks of k those of a tile's last stage only. Lines that do
 // not exist keep what was there: their sums are never stored. So do sides without a scale: ones.
@@ -46,8 +67,10 @@ __device__ __forceinline__ void load_scales(const SideGrids& grids, Shared& s, u
         const int blocks = t.n > 0 ? k_blocks(t) : 0;
         const u32 bytes = stage_bytes(t);
         const i64 col = first_column(t, rank, 0);
-        const GroupGrid x = grid_of_group(grids.x, t.group, t.x_row, 0), w = grid_of_group(grids.w, t.group, col, 0);
-        const int rows = x.ptr ? t.rows : 0, columns = !w.ptr ? 0 : W_LINES ? int(min64(grids.columns - col, COLUMNS)) : col < grids.columns;
+        ScaleLines<ROWS> x;
+        ScaleLines<W_LINES ? COLUMNS : 1> w;
+        x.begin(grid_of_group(grids.x, t.group, t.x_row, 0), t.rows);
+        w.begin(grid_of_group(grids.w, t.group, col, 0), W_LINES ? int(max64(min64(grids.columns - col, COLUMNS), 0)) : col < grids.columns);
         if (blocks > 0) ring.fit(bytes);
 #pragma unroll 1
         for (int kb = 0; kb < blocks; ++kb, ring.next(bytes)) {
@@ -55,10 +78,9 @@ __device__ __forceinline__ void load_scales(const SideGrids& grids, Shared& s, u
             __syncwarp();                               // no lane runs ahead and writes over what others still read of the ring
             const u32 to = scales + ring.place * STAGE_SCALES * 4;
             if (BLOCK_SCALES || kb == blocks - 1) {
-#pragma unroll 1
-                for (int i = lane; i < rows; i += 32) copy_number(to + row_slot(i) * 4, entry_of(x, i, i64(kb) * BK));
-#pragma unroll 1
-                for (int i = lane; i < columns; i += 32) copy_number(to + (ROWS + i) * 4, entry_of(w, i, i64(kb) * BK));
+                x.copy(to + row_slot(lane) * 4);
+                w.copy(to + (ROWS + lane) * 4);
+                x.next(), w.next();
             }
             arrive_when_copied(shared_address(&s.full[ring.place]));
         }

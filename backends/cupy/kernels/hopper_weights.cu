@@ -1,10 +1,10 @@
 // The fast kernel for quantised weights under 16-bit activations on Hopper (sm_90a): hopper.cu whose weights pass through
-// registers. Stages hold their codes as they are in memory, with k contiguous; each consumer turns its columns' codes into
+// registers. Stages hold their codes as they are in memory, with k contiguous, 64 of k or DEEP times as many; each consumer turns its columns' codes into
 // numbers (weights.cuh), and wgmma takes them from there. So memory and the copy engine move codes alone.
 //
 // Scales multiply the weights where that is exact (FOLD: powers of two under bfloat16), else the sums of their block of k, in
 // float32, before they join the tile's sums; scales that hold for all of k are applied to those at the end.
-#define W_LINE (W_CODE >= 8 ? 32 : 64)
+#define W_LINE (W_CODE >= 8 ? 32 * DEEP : 64)
 #define W_SHIFT (W_CODE >= 8 ? 1 : 0)
 #define X_K 1
 #define W_K 1
@@ -30,52 +30,53 @@ template <int N, class Change> __device__ __forceinline__ void for_columns(float
     for (int i = 0; i < N / 2; ++i) change(i, i & 2 ? high : low);
 }
 
+__device__ __forceinline__ void keep_in_register(u32& v) { asm volatile("" : "+r"(v)); }
+
 // From here on the compiler may use registers that products have been written to.
 template <int N, int COUNT> __device__ __forceinline__ void settle(float (&d)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Which of a stage's numbers belong to a quarter of it.
-__device__ __forceinline__ constexpr int block_of(int quarter) { return PER_STAGE == 2 ? quarter / 2 : 0; }
+// Which of a stage's numbers belong to a quarter of a piece of 64 of k.
+__device__ __forceinline__ constexpr int block_of(int piece, int quarter) {
+    return SCALE_K == 32 ? piece * 2 + quarter / 2 : SCALE_K == 64 ? piece : 0;
+}
 
-// All k-blocks of a tile. While one warpgroup turns codes into numbers, the other one multiplies.
+// The products of one stage, whose numbers are those of a slot; `odd`: the second half of 128 of k, `last`: of the tile.
 template <int N>
-__device__ __forceinline__ void multiply_weights(Shared& s, u32 stages, Ring& ring, int blocks, u32 bytes, int half, float (&total)[ACCUMULATORS], Numbers& numbers) {
-    const int lane = threadIdx.x & 31;
-    const u32 place = place_of_byte(lane & 3);
-    float part[PARTS ? N / 2 : 1];
-    if (PARTS) clear(part);
-    if (SCALE_K == 0) numbers.whole();
-#pragma unroll 1
-    for (int kb = 0; kb < blocks; ++kb) {
-        numbers.next(kb);
-        barrier_wait(shared_address(&s.full[ring.place]), ring.parity);
-        const u32 stage = stages + ring.at;
-        const u64 x = smem_descriptor(stage + W_BYTES, BLOCK, 1024);
+__device__ __forceinline__ void multiply_stage(u32 stage, int half, u32 place, const Numbers& numbers, int slot, bool odd, bool last, float (&total)[ACCUMULATORS], float (&part)[PARTS ? N / 2 : 1]) {
+    const bool large = AT_ONCE_LIFTED && numbers.large(slot);
+#pragma unroll
+    for (int piece = 0; piece < DEEP; ++piece) {
+        const u64 x = smem_descriptor(stage + W_BYTES + piece * (ROWS * LINE_BYTES), BLOCK, 1024);
         Codes codes;
-        codes.load(stage, half);
+        codes.load(stage, half, piece);
         u32 w[4][4];
 #pragma unroll
         for (int k = 0; k < 4; ++k)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 w[k][i] = codes.pair(k, i, place);
-                if (W_CODE == CODE_E2M1 && !FOLD) w[k][i] = multiply_pairs(w[k][i], LIFT);
-                if (ZEROS) w[k][i] = subtract_pairs(w[k][i], numbers.zeros(i & 1, block_of(k)));
-                if (FOLD) w[k][i] = multiply_pairs(w[k][i], factor_of(numbers.scale[i & 1].code(block_of(k))));
+                if (W_CODE == CODE_E2M1 && !AT_ONCE_LIFTED) w[k][i] = multiply_pairs(w[k][i], LIFT);
+                if (ZEROS) w[k][i] = subtract_pairs(w[k][i], numbers.zeros(slot, i & 1, block_of(piece, k)));
+                if (FOLD) w[k][i] = multiply_pairs(w[k][i], factor_of(numbers.scale[i & 1].code(slot, block_of(piece, k))));
             }
-        if (FOLD && W_CODE == CODE_E2M1 && numbers.large()) {
+        if (large) {
 #pragma unroll
             for (int k = 0; k < 4; ++k)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) w[k][i] = multiply_pairs(w[k][i], rest_of(numbers.scale[i & 1].code(block_of(k))));
+                for (int i = 0; i < 4; ++i) {
+                    const u32 code = numbers.scale[i & 1].code(slot, block_of(piece, k));
+                    w[k][i] = multiply_pairs(multiply_pairs(codes.pair(k, i, place), factor_of(min(code, 127u))), rest_of(code));
+                }
         }
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             // Of a block's sums the first product starts anew, and behind the last one they join the tile's.
-            const int begins = SCALE_K == 128 ? k == 0 && (kb & 1) == 0 : SCALE_K == 64 ? k == 0 : (k & 1) == 0;
-            if (k == 0 || (PARTS && begins)) wgmma_fence();
+            const bool first_half = DEEP == 1 ? !odd : piece == 0;
+            const int begins = SCALE_K == 128 ? k == 0 && first_half : SCALE_K == 64 ? k == 0 : (k & 1) == 0;
+            if (k == 0 || (PARTS && SCALE_K == 32 && k == 2)) wgmma_fence();
             if constexpr (PARTS) MmaWeights<N>::run(part, w[k], x + k * (32 >> 4), !begins);
             else MmaWeights<N>::run(total, w[k], x + k * (32 >> 4), 1);
             if (k == 3 || (PARTS && SCALE_K == 32 && k == 1)) {
@@ -83,18 +84,40 @@ __device__ __forceinline__ void multiply_weights(Shared& s, u32 stages, Ring& ri
                 if constexpr (PARTS) {
                     wgmma_wait<0>();
                     settle<N>(part);
-                    if (SCALE_K <= 64 || (kb & 1) || kb == blocks - 1)
-                        for_columns<N>(numbers.factor(0, block_of(k)), numbers.factor(1, block_of(k)), [&](int i, float scale) { total[i] = fmaf(scale, part[i], total[i]); });
+                    const int block = block_of(piece, k);
+                    if (SCALE_K <= 64 || !first_half || (DEEP == 1 && last))
+                        for_columns<N>(numbers.factor(slot, 0, block), numbers.factor(slot, 1, block), [&](int i, float scale) { total[i] = fmaf(scale, part[i], total[i]); });
                 }
             }
         }
-        if (!PARTS) wgmma_wait<0>();
-        settle<N>(total);
-        __syncwarp();                                   // all lanes have their codes: what follows lets others write over them
-        if (lane < CLUSTER) barrier_arrive(shared_address(&s.empty[ring.place]), lane);
-        ring.next(bytes);
     }
-    if (SCALE_K == 0) for_columns<N>(numbers.factor(0, 0), numbers.factor(1, 0), [&](int i, float scale) { total[i] *= scale; });
+    if (!PARTS) wgmma_wait<0>();
+    settle<N>(total);
+}
+
+// All k-blocks of a tile. While one warpgroup turns codes into numbers, the other one multiplies.
+template <int N>
+__device__ __forceinline__ void multiply_weights(Shared& s, u32 stages, Ring& ring, int blocks, u32 bytes, int half, float (&total)[ACCUMULATORS], Numbers& numbers) {
+    const int lane = threadIdx.x & 31;
+    u32 place = place_of_byte(lane & 3);
+    keep_in_register(place);
+    float part[PARTS ? N / 2 : 1];
+    if (PARTS) clear(part);
+#pragma unroll 1
+    for (int first = 0; first < blocks; first += AHEAD) {
+#pragma unroll
+        for (int slot = 0; slot < AHEAD; ++slot) {
+            const int kb = first + slot;
+            if (kb >= blocks) break;
+            barrier_wait(shared_address(&s.full[ring.place]), ring.parity);
+            multiply_stage<N>(stages + ring.at, half, place, numbers, slot, AHEAD == 1 ? kb & 1 : slot & 1, kb == blocks - 1, total, part);
+            __syncwarp();                               // all lanes have their codes: what follows lets others write over them
+            if (lane < CLUSTER) barrier_arrive(shared_address(&s.empty[ring.place]), lane);
+            ring.next(bytes);
+            numbers.ask(slot, kb + AHEAD);
+        }
+    }
+    if (SCALE_K == 0) for_columns<N>(numbers.factor(0, 0, 0), numbers.factor(0, 1, 0), [&](int i, float scale) { total[i] *= scale; });
 }
 
 __device__ __forceinline__ void consume_weights(const Problem& p, const Launch& l, const WeightGrids& grids, const Maps& maps, Shared& s, u32 stages, u32 staging, u32 rank, int half) {
@@ -131,7 +154,7 @@ __device__ __forceinline__ void consume_weights(const Problem& p, const Launch& 
 
 __device__ __forceinline__ void make_barriers(Shared& s) {
     for (int i = 0; i < PLACES; ++i) {
-        barrier_init(shared_address(&s.full[i]), 2);                            // weights, rows
+        barrier_init(shared_address(&s.full[i]), 1 + DEEP);                     // weights, blocks of rows
         barrier_init(shared_address(&s.empty[i]), CLUSTER * CONSUMERS * 4);
     }
     for (int i = 0; i < SLOTS; ++i) {

@@ -39,8 +39,10 @@ struct Room {
     }
 };
 
+[[maybe_unused]] constexpr u16 ALL_BLOCKS = (1 << CLUSTER) - 1;
+
 // This block's columns of the weights. Of the leader block this warp also says when the next tile is wanted.
-__device__ __forceinline__ void load_weights(const Problem& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank) {
+__device__ __forceinline__ void load_weights(const Given& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank) {
     constexpr int AHEAD = 8, BOXES = COLUMNS / 64;          // blocks of k before the end; boxes of 64 columns
     constexpr int SHORT_K = 3584;                           // weights read once leave the L2 cache first; with a long k it does not pay
     const bool one_for_all = p.table || (l.swapped ? p.a.group : p.b.group) == 0;
@@ -65,12 +67,29 @@ __device__ __forceinline__ void load_weights(const Problem& p, const Launch& l, 
             room.take(s, s.begins[0], ring, bytes);
             if (elected()) {
                 barrier_expect(full, W_BYTES);
+#if GATE == IN_TWO_BOXES
+                // 64 columns of g, then those of u, through a map with an axis for which of the two (arguments.gate_map).
+#pragma unroll
+                for (int i = 0; i < BOXES; ++i) {
+                    const int which = i ^ p.fused.up_first, feature = col / 2;
+                    const int x = W_K ? k : feature, y = W_K ? which : k, z = W_K ? feature : which;
+                    if (!SPLIT_ROWS) load_box(to + i * BLOCK, w, full, x, y, z, group, hint);
+                    else if (i == rank) multicast_box(to + i * BLOCK, w, full, ALL_BLOCKS, x, y, z, group, hint);
+                }
+#elif SPLIT_ROWS
+                // Each block loads 64 of the columns, for both.
+                const u32 half = to + rank * BLOCK;
+                const int first = col + int(rank) * 64;
+                if (RAGGED_K) multicast_box(half, w, full, ALL_BLOCKS, first, k, t.extra + t.k_len, int(FAR), hint);
+                else multicast_box(half, w, full, ALL_BLOCKS, W_K ? k : first, W_K ? first : k, group, hint);
+#else
 #pragma unroll
                 for (int i = 0; i < BOXES; i += 1 + W_K) {
                     if (W_K) load_box(to + i * BLOCK, w, full, k >> W_SHIFT, col + i * 64, group, hint);
                     else if (RAGGED_K) load_box(to + i * BLOCK, w, full, col + i * 64, k, t.extra + t.k_len, int(FAR), hint);
                     else load_box(to + i * BLOCK, w, full, col + i * 64, k, group, hint);
                 }
+#endif
                 if (kb == ask_at) barrier_arrive_here(shared_address(&s.ask));
             }
         }
@@ -141,7 +160,10 @@ __device__ __forceinline__ void load_rows(const Problem& p, const Launch& l, con
         for (int kb = 0; kb < blocks; ++kb, k += BK, ring.next(bytes)) {
             const u32 full = shared_address(&s.full[ring.place]), to = rows + ring.at;
             room.take(s, s.begins[1], ring, bytes);
-            if (elected()) x.load(to, full, rank, k, t.extra + t.k_len);
+            if (elected()) {
+#pragma unroll
+                for (int d = 0; d < DEEP; ++d) x.load(to + d * (ROWS * LINE_BYTES), full, rank, k + d * (BK / DEEP), t.extra + t.k_len);
+            }
         }
     }
 }

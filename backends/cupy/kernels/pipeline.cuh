@@ -13,26 +13,51 @@
 #ifndef ELEMENT
 #define ELEMENT 2                   // bytes of an operand's element
 #endif
+#ifndef FUSED
+#define FUSED 0                     // hopper.cu: more than products and their epilogue (fused.cuh)
+#endif
+#ifndef GATE
+#define GATE 0                      // hopper.cu: how a gate's columns come, see gated.cuh
+#endif
+#ifndef ROW_SCALED
+#define ROW_SCALED 0                // hopper.cu: plain results, each row times a number
+#endif
+#ifndef GATHER
+#define GATHER 0                    // hopper.cu: rows are picked by index (picked_rows.cuh)
+#endif
 #ifndef W_LINE
 #define W_LINE 128                  // bytes of a column of the weights in a stage
+#endif
+#ifndef DEEP
+#define DEEP 1                      // lines of 128 bytes of a row in a stage, whose blocks of rows follow each other
 #endif
 #ifndef W_SHIFT
 #define W_SHIFT 0                   // log2 of the k that one element of their map holds
 #endif
 #ifndef LOADERS
-#define LOADERS 2                   // warps that fill the stages
+#define LOADERS (GATHER ? 3 : 2)   // warps that fill the stages
+#endif
+#define IN_TWO_BOXES 1
+#define SIDE_BY_SIDE 2
+#if FUSED
+#include "fused.cuh"
+typedef FusedProblem Given;
+#else
+typedef Problem Given;
 #endif
 
 constexpr int LINE_BYTES = 128;                        // of a stage: the swizzle's width
-constexpr int BK = LINE_BYTES / ELEMENT, COLUMNS = 128, CONSUMERS = 2, THREADS = 384;
-constexpr int W_BYTES = COLUMNS * W_LINE, X_BYTES = ROWS * LINE_BYTES, STAGE_BYTES = W_BYTES + X_BYTES;
+constexpr int BK = LINE_BYTES / ELEMENT * DEEP, COLUMNS = 128, CONSUMERS = 2, THREADS = 384;
+constexpr int W_BYTES = COLUMNS * W_LINE, X_BYTES = ROWS * LINE_BYTES * DEEP, STAGE_BYTES = W_BYTES + X_BYTES;
+// Of a cluster's tile.
+constexpr int CLUSTER_ROWS = SPLIT_ROWS ? ROWS * CLUSTER : ROWS, CLUSTER_COLUMNS = SPLIT_ROWS ? COLUMNS : COLUMNS * CLUSTER;
 constexpr int BLOCK = 64 * LINE_BYTES;                 // 64 lines; of 16 bits one box of an operand with contiguous mn
 constexpr int SLOTS = 4;                               // tiles announced ahead
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int LONG_K = 5120;                           // see stage_bytes
 constexpr int PLACES = RING_BYTES / (W_BYTES + STEP * LINE_BYTES) + 1;   // stages at most, each with its two barriers
 [[maybe_unused]] constexpr int PITCH = 68;              // floats per row of the general epilogue's staging
-constexpr int STAGING_BYTES = PLAIN ? 64 * 128 : 9216; // per consumer warpgroup
+constexpr int STAGING_BYTES = PLAIN || GATE ? 64 * 128 : 9216; // per consumer warpgroup
 constexpr i64 FAR = 1 << 30;                           // ragged maps: see arguments.py
 
 struct Maps {
@@ -51,6 +76,9 @@ struct Launch {
 struct Shared {
     u64 full[PLACES], empty[PLACES], tile_full[SLOTS], tile_empty[SLOTS];
     u64 ask;                    // the next tile is wanted (hopper.cu)
+#if GATHER && !RAGGED_K
+    int picked[ROWS];           // numbers of a tile's rows (picked_rows.cuh)
+#endif
     u32 begins[LOADERS][PLACES];   // where each stage in flight begins (load.cuh), for each of the warps that load
     alignas(16) Tile tiles[SLOTS];
     Schedule schedule;

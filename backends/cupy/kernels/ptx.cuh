@@ -25,6 +25,10 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
                  "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
                  "@done bra over;\nbra again;\nover:\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
+// This thread arrives when all of its copies are there.
+__device__ __forceinline__ void arrive_when_copied(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 // Makes initialised barriers visible to the copy engine and to the other block of the cluster.
 __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -148,6 +152,8 @@ __device__ __forceinline__ uint4 load_shared16(u32 address) {
     return v;
 }
 __device__ __forceinline__ void store_shared(u32 address, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory"); }
+__device__ __forceinline__ void store_shared(u32 address, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory"); }
+__device__ __forceinline__ void store_shared(u32 address, u16 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(v) : "memory"); }
 __device__ __forceinline__ float load_shared(u32 address) {
     float v;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));

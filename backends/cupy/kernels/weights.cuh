@@ -7,8 +7,11 @@
 #pragma once
 #include "consume.cuh"
 #include "scales.cuh"
+static_assert(DEEP == 1 || ROWS <= 128, "stages of one size");
 
 constexpr bool FOUR_BITS = W_CODE >= CODE_INT4, ZEROS = ZERO_CODE >= 0;
+// Numbers of e2m1 are lifted and scaled by one product, where products would else take longer than the memory.
+constexpr bool AT_ONCE_LIFTED = W_CODE == CODE_E2M1 && FOLD && ROWS <= 64;
 
 // ---- Arithmetic of two numbers of 16 bits ----
 
@@ -75,23 +78,25 @@ __device__ __forceinline__ u32 load_shared_half(u32 address) {
     return v;
 }
 
-// One thread's bytes of 64 of k. Columns of 64 bytes lie swizzled (arguments.py), those of 32 bytes as they are.
+// One thread's bytes of 64 of k. Columns of 64 bytes lie swizzled (hopper_weights.py), those of 32 bytes as they are.
 struct Codes {
     uint4 line[2][2];               // four bits: all 64 codes of both columns
     u32 at[4];                      // else: where the codes of each 16 of k stand
 
-    __device__ __forceinline__ void load(u32 stage, int half) {
+    // `piece`: which 64 of a stage's k.
+    __device__ __forceinline__ void load(u32 stage, int half, int piece) {
         const int lane = threadIdx.x & 31, column = half * 64 + ((threadIdx.x & 127) >> 5) * 16 + (lane >> 2);
+        const u32 start = stage + column * W_LINE, turn = W_LINE == 64 ? column >> 1 & 3 : 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            if (FOUR_BITS) line[i >> 1][i & 1] = load_shared16(stage + (column + (i >> 1) * 8) * 32 + (i & 1) * 16);
-            else at[i] = stage + column * 64 + ((i ^ (column >> 1 & 3)) << 4) + (lane & 3) * 2;
+            if (FOUR_BITS) line[i >> 1][i & 1] = load_shared16(start + (i >> 1) * 8 * W_LINE + ((piece * 2 + (i & 1)) ^ turn) * 16);
+            else at[i] = start + (i ^ turn) * 16 + (lane & 3) * 2;
         }
     }
     // The first operand of 16 of k: columns lower and upper at the lower k, then both at the upper.
     __device__ __forceinline__ u32 pair(int k, int i, u32 place) const {
         const int column = i & 1, upper = i >> 1;
-        if (!FOUR_BITS) return pair_of_bytes(load_shared_half(at[k] + column * 8 * 64 + upper * 8));
+        if (!FOUR_BITS) return pair_of_bytes(load_shared_half(at[k] + column * 8 * W_LINE + upper * 8));
         const uint4& v = line[column][k >> 1];
         return pair_of_nibbles((k & 1) ? (upper ? v.w : v.z) : (upper ? v.y : v.x), place);
     }
@@ -99,57 +104,51 @@ struct Codes {
 
 // ---- Scales and zero points of a thread's columns ----
 
-constexpr int PER_STAGE = SCALE_K == 32 ? 2 : 1;        // blocks of k that a stage has numbers of
-constexpr int AHEAD = 4;                                // stages between asking for numbers and their use
+constexpr int PER_STAGE = SCALE_K == 32 ? 2 * DEEP : SCALE_K == 64 ? DEEP : 1;      // blocks of k that a stage has numbers of
+constexpr int AHEAD = SCALE_K == 0 ? 1 : ROWS > 64 ? 2 : 4 / DEEP;      // stages whose numbers are held or on their way
 
 template <int CODE> __device__ __forceinline__ u32 load_code(const char* at) {
     return bytes_of(CODE) == 4 ? *(const u32*)at : bytes_of(CODE) == 2 ? *(const u16*)at : *(const u8*)at;
 }
 
-// One column's numbers, asked for AHEAD stages before their use. TWO: those of a stage are two bytes of memory side by side.
+// One column's numbers of AHEAD stages, each in registers of its own, which nothing else touches until they are used: a move
+// would wait for the memory. TWO: two blocks' are bytes side by side, of an even number.
 template <int CODE, bool TWO> struct Queue {
-    static constexpr int COUNT = TWO ? 1 : PER_STAGE;
-    const char* at;                 // null: one for all
+    static constexpr int COUNT = TWO ? PER_STAGE / 2 : PER_STAGE;
+    const char* at;
     i64 step;                       // bytes from block to block
-    u32 waiting[AHEAD][COUNT], now[COUNT];
+    u32 held[AHEAD][COUNT];
 
-    // Of blocks behind the last one there is no number: the entry may be another column's, or beyond the grid.
-    __device__ __forceinline__ void ask(int stage, int blocks, u32 (&to)[COUNT], u32 absent) {
-        const int first = SCALE_K == 128 ? stage >> 1 : stage * PER_STAGE;
-        if (TWO) {
-            if (first + 1 < blocks) to[0] = *(const u16*)(at + first);
-            else to[0] = (first < blocks ? *(const u8*)(at + first) : absent) | absent << 8;
-            return;
-        }
+    // Blocks behind the last one have its number: there rows and codes are zeros, and a NaN is that of the column's results.
+    __device__ __forceinline__ void ask(int slot, int stage, int blocks) {
+        const int first = SCALE_K == 128 && DEEP == 1 ? stage >> 1 : stage * PER_STAGE;
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) to[i] = at && first + i < blocks ? load_code<CODE>(at + (first + i) * step) : absent;
+        for (int i = 0; i < COUNT; ++i) {
+            if (TWO) held[slot][i] = *(const u16*)(at + min(first + 2 * i, blocks - 2));
+            else held[slot][i] = load_code<CODE>(at + min(first + i, blocks - 1) * step);
+        }
     }
     __device__ __forceinline__ void begin(const GroupGrid& g, i64 column, int blocks, u32 absent) {
         at = g.ptr ? entry_of(g, column, 0) : nullptr, step = g.k * bytes_of(CODE);
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) ask(i, blocks, waiting[i], absent);
-    }
-    // `now` becomes what belongs to a stage.
-    __device__ __forceinline__ void next(int stage, int blocks, u32 absent) {
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            now[i] = waiting[0][i];
-#pragma unroll
-            for (int a = 0; a + 1 < AHEAD; ++a) waiting[a][i] = waiting[a + 1][i];
+        for (int i = 0; i < AHEAD; ++i) {
+            if (at) ask(i, i, blocks);
+            else held[i][0] = absent;           // one for all of k
         }
-        ask(stage + AHEAD, blocks, waiting[AHEAD - 1], absent);
     }
-    __device__ __forceinline__ u32 code(int block) const { return TWO ? now[0] >> (8 * block) & 0xFF : now[block < COUNT ? block : 0]; }
+    __device__ __forceinline__ u32 code(int slot, int block) const {
+        return TWO ? held[slot][block / 2] >> (8 * (block & 1)) & 0xFF : held[slot][block < COUNT ? block : 0];
+    }
 };
 
 __device__ __forceinline__ constexpr u32 one_of(int code) {
     return code == CODE_F32 ? 0x3F800000u : code == CODE_F16 ? 0x3C00u : code == CODE_BF16 ? 0x3F80u : code == CODE_E8M0 ? 127u : 0u;
 }
 
-// What a pair of weights is multiplied by for its scale in e8m0, both halves alike: below 2^1 by `factor_of`, which lifts e2m1
-// as well; else by `factor_of` of that limit, and by `rest_of`.
+// What a pair of weights is multiplied by for its scale in e8m0, both halves alike. Lifting e2m1 as well reaches to
+// 2^0: larger scales are multiplied by `factor_of` that limit, and by `rest_of` themselves.
 __device__ __forceinline__ u32 factor_of(u32 code) {
-    if (W_CODE == CODE_E2M1) return min(code, 127u) * 0x00800080u + 0x3F003F00u;
+    if (AT_ONCE_LIFTED) return code * 0x00800080u + 0x3F003F00u;
     return code * 0x00800080u | (code == 0 ? 0x00400040u : 0u) | (code == 255 ? 0x00400040u : 0u);
 }
 __device__ __forceinline__ u32 rest_of(u32 code) { return code == 255 ? 0x7FC07FC0u : max(code, 127u) * 0x00800080u; }
@@ -170,34 +169,27 @@ struct Numbers {
             if (ZEROS) zero[i].begin(zeros, known, blocks, 0);
         }
     }
-    __device__ __forceinline__ void next(int stage) {
-        if (SCALE_K == 0) return;                               // as `whole` says
+    // A slot's numbers were the last time used: those of a later stage are asked for.
+    __device__ __forceinline__ void ask(int slot, int stage) {
+        if (SCALE_K == 0) return;                               // one holds for all of k
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            scale[i].next(stage, blocks, one_of(SCALE_CODE));
-            if (ZEROS) zero[i].next(stage, blocks, 0);
+            scale[i].ask(slot, stage, blocks);
+            if (ZEROS) zero[i].ask(slot, stage, blocks);
         }
     }
-    // Where one number holds for all of k.
-    __device__ __forceinline__ void whole() {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            scale[i].now[0] = scale[i].waiting[0][0];
-            if (ZEROS) zero[i].now[0] = zero[i].waiting[0][0];
-        }
-    }
-    __device__ __forceinline__ float factor(int column, int block) const { return decode<SCALE_CODE>(scale[column].code(block)); }
-    __device__ __forceinline__ u32 zeros(int column, int block) const {
-        const float z = decode<ZEROS ? ZERO_CODE : CODE_U8>(zero[column].code(block));
+    __device__ __forceinline__ float factor(int slot, int column, int block) const { return decode<SCALE_CODE>(scale[column].code(slot, block)); }
+    __device__ __forceinline__ u32 zeros(int slot, int column, int block) const {
+        const float z = decode<ZEROS ? ZERO_CODE : CODE_U8>(zero[column].code(slot, block));
         return pair_of(z, z);
     }
-    // A pair of codes of e2m1 whose scale is 2^1 or more has still to be multiplied by `rest_of`.
-    __device__ __forceinline__ bool large() const {
+    // Whether some scale of e2m1 is beyond what `factor_of` reaches.
+    __device__ __forceinline__ bool large(int slot) const {
         u32 codes = 0;
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
-            for (int j = 0; j < Queue<SCALE_CODE, PAIRS>::COUNT; ++j) codes |= scale[i].now[j];
+            for (int j = 0; j < Queue<SCALE_CODE, PAIRS>::COUNT; ++j) codes |= scale[i].held[slot][j];
         return codes & 0x8080u;
     }
 };

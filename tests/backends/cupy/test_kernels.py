@@ -10,6 +10,7 @@ import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from multigemm.backends.cupy import build, generic, hopper, hopper_shift_b, smal
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import SOURCES, Source, architecture, compile_source, headers
 from multigemm.backends.cupy.config import Config
-from multigemm.problem.spec import OperandSpec, Order, ProblemSpec
+from multigemm.backends.cupy.fused import sum_source
+from multigemm.problem.spec import FusedSpec, OperandSpec, Order, ProblemSpec
 
 REGISTERS_PER_SM = 65536
 SHARED_ON_SM80 = 166912
@@ -158,6 +160,66 @@ def test_hopper_kernel_does_not_spill_in_its_consumers(problem: ProblemSpec, con
     registers, spilled = report(hopper.source(problem, config), "sm_90a")
     assert registers * hopper.THREADS <= REGISTERS_PER_SM
     assert spilled <= 96, "a few words round the loops are harmless; an accumulator in memory is not"
+
+
+def fused(layout: Any = "halves", **changes: Any) -> ProblemSpec:
+    """A problem with picked rows, and with a gate unless its layout is ""."""
+    keywords = {"a_rows": torch.int32, "layout": layout} | changes.pop("keywords", {})
+    gate = {"activation": changes.pop("activation", "swiglu")} if layout else {}
+    return spec(**{"b": "col"} | changes | gate, fused=FusedSpec(**keywords))
+
+
+PREACT = {"keywords": {"preact": OperandSpec(torch.bfloat16)}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("problem", "config"),
+    [
+        (fused(keywords={"a_rows": None}), configs.GATED[0]),
+        (fused(), configs.GATHERED[0]),
+        (fused(**PREACT), configs.GATHERED[2]),
+        (fused("interleaved", b="row", **PREACT), configs.GATHERED[2]),
+        (fused(activation="geglu"), configs.GATHERED[1]),
+        (fused("", keywords={"a_rows": None, "row_scale": torch.float32}), configs.WIDE),
+        (fused(""), configs.GATHERED_TOGETHER[0]),
+        (fused("", a="col", b="row", form="jagged_k"), configs.GATHERED_TOGETHER[0]),
+        (fused("", a="col", b="row", form="jagged_k", keywords={"a_rows": None, "b_rows": torch.int32}),
+         configs.GATHERED[1]),
+    ],
+    ids=["gate", "gate and rows", "preact", "gpt-oss", "geglu", "row_scale", "rows", "dW, a_rows", "dW, b_rows"],
+)  # fmt: skip
+def test_fused_hopper_kernel_does_not_spill(problem: ProblemSpec, config: Config) -> None:
+    registers, spilled = report(hopper.source(problem, config), "sm_90a")
+    assert registers * hopper.THREADS <= REGISTERS_PER_SM
+    assert spilled <= 96, "a few words round the loops are harmless; an accumulator in memory is not"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "source",
+    [generic.source(spec(), configs.GENERIC_64), hopper.source(spec(), configs.NARROW),
+     hopper.source(spec(activation="silu"), configs.NARROW)],
+    ids=["generic", "hopper", "any-epilogue"],
+)  # fmt: skip
+def test_a_plain_product_has_nothing_of_fused_ones(source: Source) -> None:
+    """Without the switches, and with all of them off, the same code; and other code with one of them."""
+    off = source._replace(
+        defines=(*source.defines, *((name, 0) for name in ("FUSED", "GATHER", "GATE", "PREACT", "ROW_SCALED")))
+    )
+    assert "FUSED" not in dict(source.defines) and ptx_of(source, "sm_90a") == ptx_of(off, "sm_90a")
+    on = source._replace(defines=(*source.defines, ("FUSED", 1)))
+    assert ptx_of(on, "sm_90a") != ptx_of(off, "sm_90a")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
+@pytest.mark.parametrize(("dtype", "config"), [(torch.bfloat16, configs.GENERIC), (torch.float64, configs.GENERIC_64)])
+def test_fused_generic_kernel_and_sums_compile_without_spills(dtype: torch.dtype, config: Config, arch: str) -> None:
+    problem = replace(spec(dtype), fused=FusedSpec(a_rows=torch.int32))
+    assert report(generic.source(problem, config), arch)[1] <= A_WORD_PER_TILE
+    summed = replace(spec(dtype), fused=FusedSpec(combine=torch.int32, terms=8, rows=4096))
+    assert report(sum_source(summed), arch)[1] == 0
 
 
 @pytest.mark.slow

@@ -195,14 +195,15 @@ def test_rows_that_came_home_are_added_to_a_token(monkeypatch: pytest.MonkeyPatc
     kernels: Any = importlib.import_module("multigemm.integrations.layer_kernels")
     monkeypatch.setattr(eager, "current_device", lambda: -1)
     own, rows = torch.randn(4, 2100).half(), torch.randn(3, 2100).half()
-    place = torch.tensor([[-1, 2, -1], [-1, -1, -1], [0, 1, 2], [-1, -1, 0]])
+    by_token = torch.tensor([[-1, 2, -1], [-1, -1, -1], [0, 1, 2], [-1, -1, 0]])
+    place = by_token.view(2, 2, 3).transpose(1, 2).contiguous()
     for given in (own, own.double()):
         got = kernels.add_returned(given, rows.to(given.dtype), place)
         torch.testing.assert_close(got, add_returned(given, rows.to(given.dtype), place), rtol=0, atol=0)
         exact = given[2].double() + rows.double().sum(0)
         torch.testing.assert_close(got[2].double(), exact, rtol=1e-3, atol=1e-3)
         assert torch.equal(got[1], given[1])
-    assert torch.equal(kernels.add_returned(own, rows[:0], torch.full((4, 3), -1)), own)
+    assert torch.equal(kernels.add_returned(own, rows[:0], torch.full((1, 3, 4), -1)), own)
 
 
 @pytest.mark.parametrize("groups", [256, 257])

@@ -115,7 +115,8 @@ def test_a_moved_launch_is_the_one_bound_there(case: str, groups: int, world: An
     assert here.spec == there.spec
     for config in choice.candidates_of(here.spec, (9, 0)):
         bind = launch.plan(here.spec, config, GPU).bind
-        moving, fresh = bind(here), bind(there)
+        moving: Any = bind(here)
+        fresh: Any = bind(there)
         first = bytes(str(described(moving, lent(moving))), "utf8")
         moving.move(addresses(there, lent(fresh)))
         rows = {"combined": 2 * PAIRS * HIDDEN, "both": 2 * PAIRS * INNER}.get(case, 0)

@@ -60,7 +60,7 @@ extern "C" void run(const Sum* s, int grid, int threads, const float*) {
 """
 RUN_HOPPER = """
 extern "C" void run(
-    const Problem* p, const Launch* l, const GRIDS* g, const Maps* m, int grid, int threads, const float* numbers) {
+    const Given* p, const Launch* l, PARAMETERS const Maps* m, int grid, int threads, const float* numbers) {
     gridDim.x = grid, between = some_arrive, cluster_threads = CLUSTER * threads;
     memcpy(numbers_of_codes, numbers, sizeof numbers_of_codes);
     for (int b = 0; b < grid; b += CLUSTER) {
@@ -68,13 +68,15 @@ extern "C" void run(
             if (!shared_memory[rank]) shared_memory[rank] = (char*)malloc(SIZE);
             memset(shared_memory[rank], 0xFF, SIZE), memset(counters[rank], 0, sizeof counters[rank]);
         }
-        run_blocks(b, CLUSTER, threads, [=] { KERNEL(*p, *l, *g, *m); });
+        memset(named_barriers, 0, sizeof named_barriers);       // the last tile lets a warpgroup go on that has none
+        run_blocks(b, CLUSTER, threads, [=] { LAUNCH; });
         for (auto& some : counters)
             for (auto& c : some)
                 if (c.made && (c.bytes || c.pending != c.expected)) fail("a barrier between two phases at the end");
     }
 }
 """
+HALVES = "#define PARAMETERS\n#define LAUNCH hopper(*p, *l, *m)\n"
 BODIES = {
     "common.cuh": {
         "uint4 load_16_bytes(const void* from)": 'if ((u64)from & 15) fail("misaligned"); return *(const uint4*)from;',
@@ -105,6 +107,10 @@ BODIES = {
         "float4 load_shared_scales(u32 address)": "return load_shared_as<float4>(address);",
         "void settle(float (&d)[COUNT], int count)": "",
     },
+    "gated.cuh": {
+        "float power_of_2(float x)": "return exp2f(x);",
+        "float reciprocal(float x)": "return 1.0f / x;",
+    },
     "weights.cuh": {
         "u32 multiply_pairs(u32 a, u32 b)": "return of_pairs(a, b, [](float x, float y) { return x * y; });",
         "u32 subtract_pairs(u32 a, u32 b)": "return of_pairs(a, b, [](float x, float y) { return x - y; });",
@@ -114,12 +120,9 @@ BODIES = {
         ),
         "u32 load_shared_half(u32 address)": "return load_shared_as<u16>(address);",
     },
-    "hopper_weights.cu": {"void settle(float (&d)[COUNT])": ""},
+    "hopper_weights.cu": {"void settle(float (&d)[COUNT])": "", "void keep_in_register(u32& v)": ""},
     "hopper_fp8.cu": {
         "void copy_number(u32 to, const void* from)": "memcpy(at(to), from, 4);",
-        "void arrive_when_copied(u32 barrier)": (
-            "const int rank = local_block(); on_their_way.push_back([=] { barrier_arrive(barrier, rank); });"
-        ),
     },
 }
 """Functions of the kernels that are inline PTX, and what they do on a host."""
@@ -178,8 +181,7 @@ def compiled(source: Source, folder: Path) -> ctypes.CDLL:
     common.write_text("inline char* dynamic_shared();\n" + common.read_text())
     step = dict(source.defines).get("STEP", 16)
     cases = " ".join(f"CASE({n}, products)" for n in range(step, 257, step))
-    mma = "#pragma once\nconstexpr int ACCUMULATORS = ROWS / 2;\n"
-    mma += "template <int N, int FIRST> struct Mma { static void run(float (&)[ACCUMULATORS], u64, u64) {} };\n"
+    mma = (HERE / "wgmma.h").read_text()
     (folder / "mma.cuh").write_text(f"{mma}#define CASES(products) {cases}\n")
     for name in ("mma_fp8.cuh", "mma_weights.cuh"):
         (folder / name).write_text("#pragma once\n")
@@ -190,9 +192,14 @@ def compiled(source: Source, folder: Path) -> ctypes.CDLL:
     grids = {"hopper_fp8": "SideGrids", "hopper_weights": "WeightGrids"}.get(source.entry)
     shared = "inline char* dynamic_shared() { return shared_memory[local_block()] - BASE; }\n"
     if grids:
-        text += shared + RUN_HOPPER.replace("GRIDS", grids).replace("KERNEL", source.entry)
+        text += (
+            shared
+            + f"#define PARAMETERS const {grids}* g,\n#define LAUNCH {source.entry}(*p, *l, *g, *m)\n"
+            + RUN_HOPPER
+        )
     else:
-        text += {"generic": RUN_GENERIC, "sum_rows": RUN_SUM}.get(source.entry, RUN_QUANTISED)
+        of_hopper = shared + HALVES + RUN_HOPPER
+        text += {"generic": RUN_GENERIC, "sum_rows": RUN_SUM, "hopper": of_hopper}.get(source.entry, RUN_QUANTISED)
     (folder / "kernel.cpp").write_text('#include "threads.h"\n' + text)
     library = folder / "kernel.so"
     defines = [f"-D{name}={value}" for name, value in source.defines]
@@ -270,12 +277,12 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         own.mkdir()
         return _Kernel(compiled(source, own))
 
-    for module in (quantised, hopper_fp8, hopper_weights, generic, fused):
+    for module in (quantised, hopper_fp8, hopper_weights, hopper, generic, fused):
         monkeypatch.setattr(module, "load", load)
     monkeypatch.setattr(generic, "processors", lambda index: 3)
     monkeypatch.setattr(hopper, "Words", _Words)
     monkeypatch.setattr(hopper, "ready", lambda index, count: None)
-    for binder in (hopper_fp8, hopper_weights):
+    for binder in (hopper, hopper_fp8, hopper_weights):
         monkeypatch.setattr(binder, "on_device", lambda index: nullcontext())
     for target in (hopper_fp8, hopper_weights, arguments):
         monkeypatch.setattr(target, "encode_together", _encoded)
@@ -286,6 +293,9 @@ KERNELS: dict[str, Any] = {
     "hopper_fp8": hopper_fp8.HopperFp8,
     "hopper_weights": hopper_weights.HopperWeights,
     "generic": generic.Generic,
+    "hopper": hopper.Hopper,
+    "hopper_gather": hopper.Hopper,
+    "gathered": hopper.GatheredHopper,
 }
 
 

@@ -44,6 +44,16 @@ inline void barrier_wait(u32 b, u32 parity) {
     while (c.phase == int(parity & 1)) yield();
 }
 inline void barrier_init_fence() {}
+// This thread's copies are under way; it arrives when all of them are there.
+inline void arrive_when_copied(u32 barrier) {
+    const Copies copies = std::move(groups().open);
+    groups().open.clear();
+    const int rank = local_block();
+    on_their_way.push_back([=] {
+        for (const auto& copy : copies) copy();
+        barrier_arrive(barrier, rank);
+    });
+}
 
 // ---- clusters ----
 
@@ -95,16 +105,19 @@ inline long move_box(const TensorMap* map, const int (&first)[5], u32 shared, in
         if (d == dims) return bytes;
     }
 }
-inline void load_later(u32 to, const TensorMap* map, u32 barrier, int rank, int x, int y, int z) {
-    on_their_way.push_back([=] { complete(barrier, rank, move_box(map, {x, y, z, 0, 0}, to, rank, false)); });
+inline void load_later(u32 to, const TensorMap* map, u32 barrier, int rank, int x, int y, int z, int w = 0) {
+    on_their_way.push_back([=] { complete(barrier, rank, move_box(map, {x, y, z, w, 0}, to, rank, false)); });
 }
 inline void load_box(u32 to, const TensorMap* map, u32 barrier, int x, int y, int z, u64) { load_later(to, map, barrier, local_block(), x, y, z); }
 inline void multicast_box(u32 to, const TensorMap* map, u32 barrier, u16 blocks, int x, int y, int z, u64) {
     for (int rank = 0; rank < 8; ++rank)
         if (blocks >> rank & 1) load_later(to, map, barrier, rank, x, y, z);
 }
-inline void load_box(u32, const TensorMap*, u32, int, int, int, int, u64) { fail("a ragged map"); }
-inline void multicast_box(u32, const TensorMap*, u32, u16, int, int, int, int, u64) { fail("a ragged map"); }
+inline void load_box(u32 to, const TensorMap* map, u32 barrier, int x, int y, int z, int w, u64) { load_later(to, map, barrier, local_block(), x, y, z, w); }
+inline void multicast_box(u32 to, const TensorMap* map, u32 barrier, u16 blocks, int x, int y, int z, int w, u64) {
+    for (int rank = 0; rank < 8; ++rank)
+        if (blocks >> rank & 1) load_later(to, map, barrier, rank, x, y, z, w);
+}
 inline void send_box(bool wanted, u32 from, const TensorMap* map, int x, int y, int z, int w, int v) {
     if (wanted) move_box(map, {x, y, z, w, v}, from, local_block(), true);
 }
@@ -124,6 +137,7 @@ template <int PENDING> void wgmma_wait() {
     for (int i = 0; i < 3; ++i) yield();
     for (const auto& product : products()) product();
     products().clear();
+    wait_for_warp();                    // .sync.aligned: a lane that goes on knows that all of its warp have read
 }
 inline u64 smem_descriptor(u32 address, u32 leading, u32 stride) {
     if (stride != 1024) fail("lines of another width");
@@ -150,7 +164,6 @@ template <int N> struct MmaFp8 {
     static void start(float (&d)[N / 2], u64 w, u64 x) { later(d, w, x, true); }
     static void add(float (&d)[N / 2], u64 w, u64 x) { later(d, w, x, false); }
 };
-
 #endif
 
 #ifdef W_CODE
@@ -221,4 +234,7 @@ template <class T> T load_shared_as(u32 address) {
 }
 inline uint4 load_shared16(u32 address) { return load_shared_as<uint4>(address); }
 inline float load_shared(u32 address) { return load_shared_as<float>(address); }
-inline void store_shared(u32 address, float v) { memcpy(at(address), &v, 4); }
+template <class T> void store_shared(u32 address, T v) {
+    if (address % sizeof v) fail("a store that is not aligned");
+    memcpy(at(address), &v, sizeof v);
+}

@@ -134,6 +134,7 @@ template <class T> T __shfl_up_sync(unsigned, T v, int by) {
     const int lane = threadIdx.x & 31;
     return __shfl_sync(~0u, v, lane >= by ? lane - by : lane);
 }
+template <class T> T __shfl_xor_sync(unsigned, T v, int by) { return __shfl_sync(~0u, v, (threadIdx.x & 31) ^ by); }
 inline unsigned __ballot_sync(unsigned, bool mine) {
     unsigned found = 0;
     for (int lane = 0; lane < 32; ++lane) found |= unsigned(__shfl_sync(~0u, int(mine), lane)) << lane;
@@ -145,8 +146,8 @@ inline unsigned __ballot_sync(unsigned, bool mine) {
 typedef std::vector<std::function<void()>> Copies;
 struct Groups { Copies open; std::vector<Copies> closed; };
 inline Groups& groups() {
-    static Groups of[1024];
-    return of[self->thread];
+    static Groups of[8][1024];
+    return of[local_block()][self->thread];
 }
 inline void copy_later(char* to, const char* from, int width, int bytes) {
     if (((uint64_t)from | (uint64_t)to) & (width - 1)) fail("a copy that is not aligned");
