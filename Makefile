@@ -21,7 +21,7 @@ demo: $(STAMP)  ## every backend solves and cross-checks one jagged problem, on 
 
 test: $(STAMP)  ## the whole suite
 	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -n 2 --dist worksteal --ignore-glob '*/triton/test_*interprete*.py' $(ARGS)
-	$(BIN)/python -m pytest tests/backends/triton/test_*interprete*.py tests/backends/triton/test_lists.py  # apart: triton is interpreted or compiled, per process
+	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -n 2 --dist worksteal tests/backends/triton/test_*interprete*.py tests/backends/triton/test_lists.py  # apart: triton is interpreted or compiled, per process
 
 quick: $(STAMP)  ## what a contributor runs first: no compiler, no other process, under a minute
 	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)

@@ -21,7 +21,7 @@ from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ProblemSpec
 from multigemm.select import measure_once, ranking, recipes, registry, table
 from multigemm.select.problem_class import ProblemClass, class_of
-from multigemm.select.ranking import Query, invariant_order, plain_spec
+from multigemm.select.ranking import Query, by_dtype, plain_spec
 from multigemm.select.recipes import plan
 from multigemm.select.registry import candidates, unavailable_text
 from multigemm.settings import settings
@@ -121,7 +121,7 @@ def _invariant_backend(spec: ProblemSpec, c: ProblemClass, device: torch.device,
     fixed order is taken that runs a plain problem of these dtypes, and where it refuses this one, the call is refused.
     """
     found = {c.name: c for c in candidates(plain_spec(spec), device)}
-    order = allowed or [name for name in (*invariant_order(c), *found) if name in found and name != "null"]
+    order = allowed or [name for name in (*by_dtype(c), *found) if name in found and name != "null"]
     name = next((name for name in order if found[name].for_auto), None)
     if name is None:
         raise BackendUnsupported({name: found[name].why_not(allowed) for name in order})

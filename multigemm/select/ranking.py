@@ -9,7 +9,7 @@ A backend's time is the device's for a plan, which is captured or called in long
 the host needs to launch it: there the time is the longer one of the two, so that among backends that are faster than
 the host, the one with the shortest way to its launch is chosen.
 
-Problems that are to be batch invariant know no ranking: `invariant_order` names one backend for all of some dtypes.
+Problems that are to be batch invariant know no ranking: `by_dtype` names one backend for all of some dtypes.
 
 A choice, once made, stays: in this process by any of the rules, on disk by rule 3. Ranks of a process group, which have
 to choose alike, go by rules 1 and 4, as does everyone where MULTIGEMM_MEASURE=0 forbids rules 2 and 3.
@@ -151,15 +151,15 @@ def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
     """Those with kernels of their own. Numba takes 7 to 12 s to compile a 16-bit kernel for Hopper, and the trial waits
     for it: it takes part where long tiles are so few that their shape decides, and was never the fastest elsewhere."""
     if c.quantised:
-        return ("cupy", "triton", "numba") if _quantised_of_hopper(c) else _by_dtype(c)
+        return ("cupy", "triton", "numba") if _of_hopper(c) else by_dtype(c)
     if "+gather" in c.precision or "+gate" in c.precision:
-        return ("cupy", "triton") if _fused_of_hopper(c) else ("triton", "cupy")
+        return ("cupy", "triton") if _of_hopper(c) else ("triton", "cupy")
     if c.dtype == "float32":
         few_columns = c.n is not None and c.groups * c.n <= SPLIT_COLUMNS
         weights_by_rows = c.b.partition("/")[2].startswith("row")
-        return ("triton", "numba", "cupy") if few_columns or weights_by_rows else _by_dtype(c)
+        return ("triton", "numba", "cupy") if few_columns or weights_by_rows else by_dtype(c)
     if c.dtype not in ("float16", "bfloat16"):
-        return _by_dtype(c)
+        return by_dtype(c)
     k = c.total / max(c.groups, 1) if c.form == "jagged_k" else c.k or 0
     long = k >= LONG_K and c.rows >= MANY_ROWS
     found = ("cupy", "triton") if long and not c.unaligned else ("triton", "cupy")
@@ -167,41 +167,30 @@ def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
     return (*found, "numba") if long and tiles <= FITTED_PROCESSORS else found
 
 
-def _fused_of_hopper(c: ProblemClass) -> bool:
-    """Gates and picked rows that cupy's Hopper kernel takes; its generic kernel is slower than Triton's.
-
-    First products of layers, beside Triton (H200, 2026-11-23): 0.93 and 0.98 of the time at 64 tokens (Qwen3-30B,
-    Mixtral); at 4096 the gate's kernel and the step that gathers, measured apart, add up to 0.65 to 0.92 (gpt-oss-20b,
-    Mixtral, Qwen3-30B).
-    """
-    same = c.dtype in ("float16", "bfloat16") and c.out.partition("/")[0] == c.dtype
-    return same and not c.unaligned and c.form in ("jagged_m", "batched", "masked", "jagged_k")
-
-
-def _quantised_of_hopper(c: ProblemClass) -> bool:
-    """What cupy multiplies by wgmma, as float8 or as weights that become numbers in registers; all other quantised
-    operands it multiplies in tf32, 10 to 40 times as slowly as Triton's kernel does (H200, 2026-11-22, 11 cases of
-    mixtures of experts). Weights by wgmma are not measured yet."""
-    along_k = c.a.partition("/")[2].startswith("row") and c.b.partition("/")[2].startswith("col")
-    if not along_k or c.unaligned:
+def _of_hopper(c: ProblemClass) -> bool:
+    """What cupy's kernels for Hopper take of quantised and of fused operands. For others its kernels are slower than
+    Triton's, for quantised ones 10 to 40 times (H200, 2026-11-22); weights by wgmma are not measured yet. A layer's
+    first product takes 0.93 and 0.98 of Triton's time at 64 tokens (Qwen3-30B, Mixtral); at 4096 the gate's kernel and
+    the step that gathers, measured apart, add up to 0.65 to 0.92 (gpt-oss-20b, Mixtral, Qwen3-30B; 2026-11-23)."""
+    if c.unaligned or c.form == "per_group":
         return False
-    if not c.a.startswith("float8"):
-        return c.form in ("jagged_m", "batched", "masked")
-    blocks = all("x32" not in x and "x64" not in x for x in (c.a, c.b))
-    return blocks and c.form not in ("jagged_k", "per_group")
+    if not c.quantised:
+        same = c.dtype in ("float16", "bfloat16") and c.out.partition("/")[0] == c.dtype
+        return same and c.form != "jagged_n"
+    along_k = c.a.partition("/")[2].startswith("row") and c.b.partition("/")[2].startswith("col")
+    narrow = any(block in x for x in (c.a, c.b) for block in ("x32", "x64"))
+    if c.a.startswith("float8"):
+        return along_k and not narrow and c.form != "jagged_k"
+    return along_k and c.form in ("jagged_m", "batched", "masked")
 
 
-def _by_dtype(c: ProblemClass) -> tuple[str, ...]:
+def by_dtype(c: ProblemClass) -> tuple[str, ...]:
+    """The order where nothing but the dtype may decide: for batch-invariant problems."""
     if c.quantised:
         return "triton", "cupy", "numba"
     if c.dtype in ("float16", "bfloat16"):
         return "cupy", "triton", "numba"
     return ("numba", "triton", "cupy") if c.dtype in ("int8", "float32") else ("triton", "numba", "cupy")
-
-
-def invariant_order(c: ProblemClass) -> tuple[str, ...]:
-    """The order for batch-invariant problems: by dtype alone, since another backend gives other bits."""
-    return *_by_dtype(c), "cpu"
 
 
 def plain_spec(spec: ProblemSpec) -> ProblemSpec:

@@ -28,6 +28,8 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 CPU = torch.device("cpu")
 KERNEL = Path(choice.__file__).parent / "kernels" / "fused.py"
 INTERPRETED = replace(FUSED, work=1 << 11, groups=5, longest=33)
+FLOATS = replace(INTERPRETED, dtypes=("bfloat16", "float16", "float32", "float64"))
+"""int8 takes none of the small tiles."""
 TILES = ((16, 32, 16, 4), (32, 64, 32, 4), (128, 32, 64, 8))
 
 
@@ -48,12 +50,12 @@ def test_random_problems() -> None:
 
 @pytest.mark.parametrize("number", range(len(TILES)))
 def test_random_problems_by_other_tiles(number: int) -> None:
-    assert list(findings(with_tile(TILES[number]), 12, first=5000 + 100 * number, limits=INTERPRETED)) == []
+    assert list(findings(with_tile(TILES[number]), 12, first=5000 + 100 * number, limits=FLOATS)) == []
 
 
 @pytest.mark.slow
 def test_many_random_problems() -> None:
-    assert list(findings(BACKEND, 120, first=10_000, limits=INTERPRETED)) == []
+    assert list(findings(BACKEND, 60, first=10_000, limits=INTERPRETED)) == []
 
 
 def tokens(count: int, experts: int = 4, top_k: int = 2) -> dict[str, Any]:
@@ -232,7 +234,7 @@ def test_what_a_config_is_for() -> None:
     rows, x, b = torch.arange(9), torch.randn(9, 64).bfloat16(), torch.randn(2, 64, 64).bfloat16()
     picked = mg.GroupedGemmProblem(x, b, sizes=[4, 5], a_rows=rows, activation="swiglu").spec
     assert problem_with(Config(), picked) == ""
-    assert "picked rows, gates" in problem_with(Config("hopper"), picked)
+    assert problem_with(Config("hopper"), picked) == "", "a product among steps"
     assert "picked rows, gates" in problem_with(Config(splits=2), picked)
     assert "a gate joins two columns" in problem_with(Config(block_n=16), picked)
     summed = mg.GroupedGemmProblem(x, b, sizes=[4, 5], combine=(rows.view(3, 3), None)).spec
@@ -244,7 +246,7 @@ def test_explain_says_what_runs() -> None:
     told = mg.explain(x, b, sizes=t["sizes"], a_rows=t["rows"], activation="glu", backend="triton")
     assert told.kernel == "pointer (interpreted) with gather, gate"
     told = mg.explain(torch.randn(12, 8), b, sizes=t["sizes"], out_rows=t["rows"], rows=6, backend="triton")
-    assert told.kernel == "pointer (interpreted), then sort, then sum of rows"
+    assert told.kernel == "sort, then pointer (interpreted), then sum of rows"
 
 
 # --- planted faults -----------------------------------------------------------------------------------
@@ -293,6 +295,12 @@ FAULTS = {
     "beta of C lost": ("total += scalar_of(beta_bits, ACC) * given.to(ACC)", "total += given.to(ACC)"),
 }
 """One thing wrong in the kernels' source: what it says, and what it says then."""
+DEEP: dict[str, Any] = {"forms": ("jagged_k",), "work": 1 << 12, "longest": 80}
+NARROWED: dict[str, dict[str, Any]] = {
+    "index of the first step": DEEP, "K tail of picked rows": DEEP, "clamp hides NaN": {"modes": ("special",)},
+    "beta of C lost": {"forms": ("jagged_m",)}, "rows before the first group": {"forms": ("jagged_m",)},
+}  # fmt: skip
+"""Faults that few problems show: where to look."""
 
 
 def mutant(tmp_path: Path, fault: str) -> Any:
@@ -318,7 +326,10 @@ def test_planted_faults_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest
 
     for name in ("fused_kernel", "sum_rows_kernel"):
         monkeypatch.setattr(device_code, name, getattr(module, name))
-    assert next(findings(with_tile(TILES[0]), 400, limits=INTERPRETED), None) is not None
+    few = replace(FLOATS, work=1 << 9, groups=4, longest=17)
+    hunted = findings(with_tile(TILES[0]), 300, limits=replace(few, **NARROWED.get(fault, {})))
+    found = next(hunted, None)
+    assert found is not None and found[1].oracle != "exception", found
 
 
 def test_a_rows_of_nan_stays_out_of_other_rows() -> None:
