@@ -296,19 +296,21 @@ def _fused_rules(layout: Layout, counts: Counts) -> list[Rule]:
 
     Rows of small groups are picked on their way: the time is that of the weights (H200, 2026-11-23: 446 us of 443 for
     Mixtral's first product at 64 tokens). Those of large ones, which tiles read again and again, are copied first.
+    Clusters that share the weights of picked rows come last: they were never timed.
     """
     rows, gated, picks = _rows(layout, counts), has_gate(layout.spec), picks_rows(layout.spec)
     plain = GATED if gated else FUSED_TOGETHER
     found = list[Rule]()
     for height, holds in ((64, rows <= 48), (128, (rows > 48) & (rows <= 128)), (256, rows > 128)):
         alike = sorted(plain, key=lambda c: abs(c.rows - height))
-        first = sorted(GATHERED if gated else (*GATHERED_TOGETHER, *GATHERED), key=lambda c: abs(c.rows - height))
+        gathered = sorted(GATHERED if gated else (*GATHERED_TOGETHER, *GATHERED), key=lambda c: abs(c.rows - height))
+        alone, shared = [c for c in gathered if c.cluster == 1], [c for c in gathered if c.cluster > 1]
         copied = [replace(c, kernel="gathered") for c in alike]
         if not picks:
             found.append((holds, tuple(alike)))
             continue
-        found.append((holds & (rows <= PICKED_ROWS), (*first, *copied)))
-        found.append((holds & (rows > PICKED_ROWS), (*copied, *first)))
+        found.append((holds & (rows <= PICKED_ROWS), (*alone, *copied, *shared)))
+        found.append((holds & (rows > PICKED_ROWS), (*copied, *alone, *shared)))
     return found
 
 
