@@ -174,7 +174,7 @@ def solve(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = No
     Args:
         problem: what to compute.
         backend: a name (that one and no other), several names (the first that can) or "auto": the fastest that can. The
-            first call of a class of problems measures (besides compiling 12 ms in the middle of 180 on an H200, 56 at
+            first call of a class of problems measures (besides compiling 13 ms in the middle of 180 on an H200, 45 at
             worst), and what it chooses is kept on disk; MULTIGEMM_MEASURE=0 forbids it.
         config: the backend's own parameters: its Config, or a mapping of some of its fields.
 

@@ -240,7 +240,8 @@ class ClampedEnds:
 
     def _bound(self, blocks: int, bounds: Bounds) -> nvrtc.Step:
         """The launch of so many blocks, which say whether it comes before or after; its argument may change."""
-        made = self._launches[blocks] = self._kernel.bound(blocks, CLAMP_THREADS, (bounds,), self._memory)
+        made = self._kernel.bound(blocks, CLAMP_THREADS, (bounds,), self._memory, overlap=True)
+        self._launches[blocks] = made
         return made
 
 

@@ -260,8 +260,6 @@ class _FromDevice:
             extent = a.shape[0]
             if b.dim() == 2:
                 b = _each_group(b, self._groups)
-            if out is None and clears and not self._head:
-                out = _new_rows(a, b)  # one launch zeroes what is behind the last row, before torch's
         if out is None:
             cut.before(stream, numbers, extent)
             out = grouped_mm(a, b, cut.ends)

@@ -63,11 +63,13 @@ from multigemm.backends.cupy.support import (
     MAX_LISTED_GROUPS,
     MAX_ROWS,
     SMALL_MAX_ROWS,
+    gathered_reasons,
     has_block_scales,
     has_gate,
     has_odd_lines,
     hopper_reasons,
     is_swapped,
+    picks_rows,
     plain_kind,
     sends,
     small_list_reasons,
@@ -107,6 +109,8 @@ SPARSE_ROWS = 32
 """Rows per group up to which weights that are shifted as they are read want low tiles and many stages."""
 FP8_SPARSE_ROWS = 32
 """Rows per group up to which float8 wants low tiles and many stages."""
+PICKED_ROWS = 48
+"""Rows per group up to which picked rows are read where they lie, and not copied first."""
 FEW_WEIGHT_ROWS = 64
 """Rows per group up to which quantised weights are taken by low tiles; not measured."""
 SHIFTED_ROWS = 1024
@@ -257,7 +261,7 @@ def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
     if layout.spec.quantised:
         yield _quantised_rules(layout, counts)
         return
-    if layout.spec.fused is not None and layout.hopper:
+    if layout.spec.fused is not None and (layout.hopper or not gathered_reasons(layout.spec)):
         yield _fused_rules(layout, counts)
     if layout.spec.compute not in HALVES or layout.spec.fused is not None:
         yield list(_generic_rules(layout, counts))
@@ -288,15 +292,23 @@ def _quantised_rules(layout: Layout, counts: Counts) -> list[Rule]:
 
 
 def _fused_rules(layout: Layout, counts: Counts) -> list[Rule]:
-    """Of picked rows and gates, on Hopper: tiles as high as the average group needs. Nothing is fitted yet: copies of
-    picked rows by warps come first, because the copy engine takes as long for a row as for many."""
-    rows, gated = _rows(layout, counts), has_gate(layout.spec)
-    copied, boxed = (GATHERED, GATED) if gated else ((*GATHERED_TOGETHER, *GATHERED), FUSED_TOGETHER)
-    heights = (rows <= 48, (rows > 48) & (rows <= 128), rows > 128)
+    """Of gates and picked rows, on Hopper: tiles as high as the average group needs.
+
+    Rows of small groups are picked on their way: the time is that of the weights (H200, 2026-11-23: 446 us of 443 for
+    Mixtral's first product at 64 tokens). Those of large ones, which tiles read again and again, are copied first.
+    """
+    rows, gated, picks = _rows(layout, counts), has_gate(layout.spec), picks_rows(layout.spec)
+    plain = GATED if gated else FUSED_TOGETHER
     found = list[Rule]()
-    for height, holds in zip((64, 128, 192), heights, strict=True):
-        ordered = [c for some in (copied, boxed) for c in sorted(some, key=lambda c: abs(c.rows - height))]
-        found.append((holds, tuple(ordered)))
+    for height, holds in ((64, rows <= 48), (128, (rows > 48) & (rows <= 128)), (256, rows > 128)):
+        alike = sorted(plain, key=lambda c: abs(c.rows - height))
+        first = sorted(GATHERED if gated else (*GATHERED_TOGETHER, *GATHERED), key=lambda c: abs(c.rows - height))
+        copied = [replace(c, kernel="gathered") for c in alike]
+        if not picks:
+            found.append((holds, tuple(alike)))
+            continue
+        found.append((holds & (rows <= PICKED_ROWS), (*first, *copied)))
+        found.append((holds & (rows > PICKED_ROWS), (*copied, *first)))
     return found
 
 

@@ -13,11 +13,13 @@ from multigemm.backends.cupy.support import (
     folds_scales,
     fp8_reasons,
     gather_reasons,
+    gathered_reasons,
     has_gate,
     has_odd_lines,
     hopper_reasons,
     packed_reasons,
     picks_rows,
+    picks_weights,
     plain_kind,
     shift_b_reasons,
     small_list_reasons,
@@ -26,6 +28,7 @@ from multigemm.backends.cupy.support import (
 )
 from multigemm.cuda.summation import INTEGERS, Summation, difference
 from multigemm.planning.fused import products_spec
+from multigemm.planning.fused_steps import gathered_spec
 from multigemm.problem.spec import ProblemSpec
 
 COLUMNS = 128
@@ -54,7 +57,8 @@ class Config:
     anywhere. `small_list` gives a thread block to each tile of a list or batch, laid out by the host; `rows` 0 leaves
     their height to it, which knows all sizes. `quantised` takes any quantised operands, in tiles of 64 squared;
     `hopper_fp8` is `hopper` for float8, with 128 of k in a stage; `hopper_weights` is `hopper` for quantised weights.
-    Of rows that are picked by index, `hopper` loads each as a box of its own; `hopper_gather` lets two warps copy them.
+    `hopper_gather` is `hopper` for rows picked by index, which two warps copy on their way; the blocks of a cluster
+    share weights there, and `rows` are those of one block. `gathered` copies picked rows first and runs `hopper`.
     """
 
     kernel: Literal[
@@ -67,6 +71,7 @@ class Config:
         "quantised",
         "hopper_fp8",
         "hopper_gather",
+        "gathered",
         "hopper_weights",
     ] = "generic"
     blocks_per_sm: int = 2
@@ -217,15 +222,16 @@ GATED = tuple(
     for cluster in (2, 1)
 )
 """For gates: a warpgroup multiplies all columns of a tile, those of g and of u."""
-GATHERED = tuple(replace(c, kernel="hopper_gather") for c in GATED if c.cluster == 1)
+GATHERED = tuple(replace(c, kernel="hopper_gather") for c in GATED)
 """For picked rows, with a gate or plain."""
 GATHERED_TOGETHER = tuple(
-    Config("hopper_gather", rows=rows, stages=stages, cluster=1)
+    Config("hopper_gather", rows=rows, stages=stages, cluster=cluster)
     for rows, stages in ((256, 4), (192, 4), (128, 6), (64, 8))
+    for cluster in (2, 1)
 )
 """For picked rows, without a gate: both warpgroups share a tile."""
 FUSED_TOGETHER = (TURNS, WIDE, ALONE, MIDDLE, SINGLE, NARROW, SLIM)
-"""For preact_out, row_scale, and picked rows as boxes, without a gate."""
+"""For preact_out and row_scale without a gate, and for copies of picked rows."""
 WEIGHTS_WIDE = Config("hopper_weights", rows=256, stages=4, cluster=2)
 WEIGHTS_MIDDLE = Config("hopper_weights", rows=128, stages=8, cluster=2)
 WEIGHTS_NARROW = Config("hopper_weights", rows=64, stages=12, cluster=1, step=8)
@@ -243,9 +249,10 @@ REASONS = {
     "small_list": small_list_reasons,
     "hopper_fp8": fp8_reasons,
     "hopper_gather": gather_reasons,
+    "gathered": gathered_reasons,
     "hopper_weights": weights_reasons,
 }
-FOR_FUSED = ("generic", "hopper", "hopper_gather")
+FOR_FUSED = ("generic", "hopper", "hopper_gather", "gathered")
 """Kernels that take picked rows, gates, preact_out and row_scale."""
 FOR_QUANTISED = ("quantised", "hopper_fp8", "hopper_weights")
 """Kernels that take quantised operands, and no others."""
@@ -309,9 +316,11 @@ def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -
         return False
     if capability != (9, 0) or config.kernel == "small_list":
         return capability == (9, 0) and config in SMALL_LISTS
-    if config.kernel == "hopper_gather" and config.cluster > 1:
+    if config.kernel == "hopper_gather" and config.cluster > (1 if picks_weights(spec) else 2):
         return False
-    if spec.form == "jagged_k" and picks_rows(spec) and config.kernel != "hopper_gather":
+    if config.kernel == "gathered":
+        return shape_fits(replace(config, kernel="hopper"), gathered_spec(spec), capability)
+    if config.kernel == "hopper" and picks_rows(spec):
         return False
     if has_gate(spec) and not (config.pingpong and config.rows <= most_gated_rows(spec)):
         return False

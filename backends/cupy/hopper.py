@@ -22,14 +22,15 @@ from multigemm.backends.cupy.arguments import Side, table_of
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import COLUMNS, Config, stages_halves
 from multigemm.backends.cupy.fused import GATE_CODES, problem_argument
-from multigemm.backends.cupy.support import is_swapped, packed_spec, picks_rows, plain_kind, sends
+from multigemm.backends.cupy.support import is_swapped, packed_spec, picks_rows, picks_weights, plain_kind, sends
 from multigemm.cuda.arguments import Argument, fields, join, slot_of
 from multigemm.cuda.counters import Words, ready
 from multigemm.cuda.device import processors, to_device
 from multigemm.cuda.driver import on_device
-from multigemm.cuda.launch import BoundKernel, Kernel, LaunchSequence, MovableLaunch, without_move
+from multigemm.cuda.launch import BoundKernel, Kernel, LaunchSequence, MovableLaunch, in_turn, without_move
 from multigemm.cuda.tensor_map import BLANK
-from multigemm.planning.fused import view_of_tokens
+from multigemm.planning.fused import lending, view_of_tokens
+from multigemm.planning.fused_steps import gather_steps, gathered_spec
 from multigemm.planning.operands import Operands, Packed, Strided, strides_of, view_of
 from multigemm.planning.tiles import most_tiles_by_rows
 from multigemm.problem.fused import Fused
@@ -70,7 +71,7 @@ def source(spec: ProblemSpec, config: Config) -> Source:
 
 @lru_cache(maxsize=1024)
 def _source(layout: Layout, sent: bool, config: Config) -> Source:
-    more = (*defines(layout, config), ("SEND", int(sent)), *_fused_defines(layout.fused, config))
+    more = (*defines(layout, config), ("SEND", int(sent)), *_fused_defines(layout.fused))
     return Source("hopper.cu", "hopper", more, config.shared_bytes(layout.staged))
 
 
@@ -87,6 +88,8 @@ class FusedLayout(NamedTuple):
     gate: int
     act: int
     preact: bool
+    row_scaled: bool
+    """Whether results are plain, but for a number for each row."""
 
 
 def fused_layout_of(spec: ProblemSpec) -> FusedLayout | None:
@@ -96,17 +99,18 @@ def fused_layout_of(spec: ProblemSpec) -> FusedLayout | None:
     apart = spec.b.order == "row" and fused.layout == "interleaved"
     gate = 0 if not fused.layout else SIDE_BY_SIDE if apart else IN_TWO_BOXES
     act = GATE_CODES[spec.activation] if gate and spec.activation else 0
-    of_w = fused.a_rows is not None if is_swapped(spec) else fused.b_rows is not None
-    return FusedLayout(picks_rows(spec), of_w, gate, act, bool(gate) and fused.preact is not None)
+    return FusedLayout(
+        picks_rows(spec), picks_weights(spec), gate, act, bool(gate) and fused.preact is not None,
+        plain_kind(spec) > 0 and fused.row_scale is not None,
+    )  # fmt: skip
 
 
-def _fused_defines(fused: FusedLayout | None, config: Config) -> tuple[tuple[str, int], ...]:
+def _fused_defines(fused: FusedLayout | None) -> tuple[tuple[str, int], ...]:
     if fused is None:
         return ()
-    gather = 0 if not fused.gathers else 2 if config.kernel == "hopper_gather" else 1
     return (
-        ("FUSED", 1), ("GATHER", gather), ("PICKS_W", int(fused.of_w)), ("GATE", fused.gate), ("ACT", fused.act),
-        ("PREACT", int(fused.preact)),
+        ("FUSED", 1), ("GATHER", int(fused.gathers)), ("PICKS_W", int(fused.of_w)), ("GATE", fused.gate),
+        ("ACT", fused.act), ("PREACT", int(fused.preact)), ("ROW_SCALED", int(fused.row_scaled)),
     )  # fmt: skip
 
 
@@ -187,7 +191,10 @@ class Clusters:
         self._kernel, self._config, self._swapped = kernel, config, is_swapped(spec)
         self._shared, across = shared_bytes(spec, config), COLUMNS * config.cluster
         self._most = kernel.resident_clusters(config.cluster, THREADS, self._shared)
-        self._tile = (across, config.rows) if self._swapped else (config.rows, across)
+        rows = config.rows
+        if config.kernel == "hopper_gather":  # its blocks share columns, and not rows
+            rows, across = rows * config.cluster, COLUMNS
+        self._tile = (across, rows) if self._swapped else (rows, across)
         self._aligned = spec.out.align == 16
         ready(kernel.index, COUNTERS)
 
@@ -249,7 +256,7 @@ class Hopper:
         return without_move(bound) if self._listed else bound
 
     def _bound_fused(self, ops: Operands) -> BoundKernel:
-        """The launch of a fused problem: maps of rows that are picked one by one, or of columns of g and u."""
+        """The launch of a fused problem, with a map of columns of g and u where it has a gate."""
         view, fused = view_of_tokens(ops), cast(Fused, ops.fused)
         # An address must be there, though nothing is read.
         if fused.a_rows is not None and not cast(Tensor, ops.a).numel():
@@ -259,11 +266,10 @@ class Hopper:
         x, w = sides_of(view, self._role, self._dtype)
         with on_device(self._index):
             maps = list(self._maps(view, x, w))
-            if fused.a_rows is not None and not self._ragged:
-                rows = int(cast(Tensor, ops.a).shape[-2])
-                maps[1:2] = arguments.plain_map(x._replace(mn=max(rows, 1)), 1), arguments.BLANK_ROWS
             if fused.gate is not None and self._fused is not None and self._fused.gate == IN_TWO_BOXES:
                 maps[0] = arguments.gate_map(w, fused.gate.layout == "interleaved")
+            elif not self._ragged and picks_rows(ops.spec):
+                maps[0] = arguments.plain_map(w, COLUMNS // self._config.cluster)  # blocks load a part for all
         return self._clusters.bound(ops, view, [tuple(maps)], columns=w.mn)
 
     def bound(self, ops: Operands, view: Packed) -> BoundKernel:
@@ -411,3 +417,31 @@ class CopiedHopper:
         """Copies of the operands that need one, then the fast kernel on them."""
         copied = with_copies(ops, view_of(ops), self._spec, self._copy)
         return copied.then(self._product.bound(copied.ops, copied.view))
+
+
+# Rows that are picked by index, copied one behind the other first.
+
+
+def gathered_sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
+    """All kernels of this folder that the spec's problems may launch under this config."""
+    return (source(gathered_spec(spec), config),)
+
+
+class GatheredHopper:
+    """The step that copies picked rows, and the fast kernel on the copies, loaded for the problems of one spec."""
+
+    def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
+        self._spec, self._index = gathered_spec(spec), index
+        self._product = Hopper(self._spec, config, index)
+
+    def bind(self, ops: Operands) -> Launch:
+        """Copies of the rows, and then the products of the copies."""
+        steps, copies, memory = gather_steps(ops, self._index)
+        left = None if self._spec.fused is None else replace(cast(Fused, ops.fused), a_rows=None, b_rows=None)
+        if ops.lent is None:
+            product = self._product.bind(replace(ops, spec=self._spec, fused=left, lent=memory, **copies))
+            return lending([*steps, product], memory)
+        # A call lends memory once: here to the rows that are summed.
+        product = self._product.bind(replace(ops, spec=self._spec, fused=left, **copies))
+        launch, kept = in_turn([*steps, product]), [memory]
+        return lambda: (launch(), kept)

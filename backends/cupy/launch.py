@@ -57,6 +57,7 @@ KERNELS: dict[str, KernelFamily] = {
     "generic": KernelFamily(generic.sources, generic.Generic),
     "quantised": KernelFamily(quantised.sources, quantised.Quantised),
     "hopper_gather": KernelFamily(hopper.sources, hopper.Hopper),
+    "gathered": KernelFamily(hopper.gathered_sources, hopper.GatheredHopper),
     "hopper_fp8": KernelFamily(hopper_fp8.sources, hopper_fp8.HopperFp8),
     "hopper_weights": KernelFamily(hopper_weights.sources, hopper_weights.HopperWeights),
 }
@@ -72,7 +73,7 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
     elif not configs.is_valid(config, spec, capability):
         raise InvalidSetting(f"{config} cannot run {spec}{_obstacle(config, spec, capability)}")
     load_all(KERNELS[config.kernel].sources(spec, config), index)
-    name = "packed+hopper" if config.kernel == "packed" else config.kernel
+    name = {"packed": "packed+hopper", "gathered": "gather, then hopper"}.get(config.kernel, config.kernel)
     bind = fused.summed(given, KERNELS[config.kernel].loaded(spec, config, index).bind, index)
     return Recipe(kernel_text(name, given), config, bind, why(spec, config))
 
@@ -106,6 +107,7 @@ def why(spec: ProblemSpec, config: Config) -> str:
         obstacle += "; by the generic kernel where groups of 2^31 elements lie no whole number of lines apart"
     what = {
         "hopper": "TMA and wgmma",
+        "gathered": "picked rows are copied first, then TMA and wgmma",
         "hopper_gather": "TMA and wgmma, picked rows copied by two warps",
         "packed": f"operands are copied first: {obstacle}",
         "hopper_shift_b": f"weights are shifted into place as they are read: {obstacle}",

@@ -14,6 +14,7 @@ import torch
 
 from multigemm.backend import Availability, fused_reasons, quantised_reasons
 from multigemm.planning.fused import KEYWORDS
+from multigemm.planning.fused_steps import gathered_spec
 from multigemm.problem.spec import HALVES, INPUT_DTYPES, FusedSpec, OperandSpec, Order, ProblemSpec
 
 OLDEST = (8, 0)
@@ -80,8 +81,8 @@ def plain_kind(spec: ProblemSpec) -> int:
     """0: any epilogue. alpha * A @ B in the operands' type (float8: in 16 bits): 1 along contiguous columns (see
     is_swapped), 2 rows."""
     same = spec.out.dtype in HALVES if spec.quantised == "float8" else spec.out.dtype == spec.compute
-    fused = spec.fused is not None and (spec.fused.preact is not None or spec.fused.row_scale is not None)
-    plain = spec.c is None and spec.bias is None and spec.activation is None and same and not fused
+    preact = spec.fused is not None and spec.fused.preact is not None
+    plain = spec.c is None and spec.bias is None and spec.activation is None and same and not preact
     along = "col" if is_swapped(spec) else "row"
     return 0 if not plain or spec.out.order == "strided" else 1 if spec.out.order == along else 2
 
@@ -159,9 +160,23 @@ def gather_reasons(spec: ProblemSpec) -> list[str]:
     return hopper_reasons(spec) + ([] if picks_rows(spec) else ["no rows are picked by index"])
 
 
+def gathered_reasons(spec: ProblemSpec) -> list[str]:
+    """Why the Hopper kernel cannot run a spec after its picked rows have been copied."""
+    if not picks_rows(spec):
+        return ["no rows are picked by index"]
+    return hopper_reasons(gathered_spec(spec))
+
+
 def picks_rows(spec: ProblemSpec) -> bool:
     """Whether rows of an operand are picked by index."""
     return spec.fused is not None and (spec.fused.a_rows is not None or spec.fused.b_rows is not None)
+
+
+def picks_weights(spec: ProblemSpec) -> bool:
+    """Whether the rows that are picked by index are those of the weight side."""
+    if spec.fused is None:
+        return False
+    return (spec.fused.a_rows if is_swapped(spec) else spec.fused.b_rows) is not None
 
 
 def has_gate(spec: ProblemSpec) -> bool:

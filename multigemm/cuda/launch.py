@@ -137,7 +137,7 @@ class Kernel:
 
 
 @cache
-def _attributes(cluster: int, overlap: bool) -> ctypes.Array[LaunchAttribute]:
+def launch_attributes(cluster: int, overlap: bool) -> ctypes.Array[LaunchAttribute]:
     """What a launch asks for besides its size; kept for good, since launches point to it."""
     wanted = [LaunchAttribute(id=CLUSTER_DIMENSION, dim=(cluster, 1, 1))] if cluster > 1 else []
     wanted += [LaunchAttribute(id=PROGRAMMATIC, dim=(1, 0, 0))] if overlap else []
@@ -147,7 +147,7 @@ def _attributes(cluster: int, overlap: bool) -> ctypes.Array[LaunchAttribute]:
 @lru_cache(maxsize=4096)
 def _config(grid: Grid, threads: int, shared: int, cluster: int, overlap: bool) -> LaunchConfig:
     """The shape of a launch, of which each stream's record is a copy: never written."""
-    attributes = _attributes(cluster, overlap)
+    attributes = launch_attributes(cluster, overlap)
     return LaunchConfig(_blocks(grid), (threads, 1, 1), shared, None, ctypes.addressof(attributes), len(attributes))
 
 

@@ -73,17 +73,19 @@ class Kernel:
         self.name, self._device, self._function = loaded.name, loaded.index, loaded.handle
         self._launch = library().cuLaunchKernelEx
 
-    def bound(self, blocks: int, threads: int, values: Sequence[Any], keep: object) -> Step:
-        """The launch of these arguments (ctypes objects) on a raw stream; `keep` lives as long as it."""
-        launch, function = self._launch, self._function
+    def bound(self, blocks: int, threads: int, values: Sequence[Any], keep: object, *, overlap: bool = False) -> Step:
+        """The launch of these arguments (ctypes objects) on a raw stream; `keep` lives as long as it. `overlap`: as of
+        `launch.Kernel.bound`."""
+        call, function, attributes = self._launch, self._function, launch.launch_attributes(1, overlap)
         arguments = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        records = Records(LaunchConfig(grid=(blocks, 1, 1), block=(threads, 1, 1)))
+        shape = (blocks, 1, 1), (threads, 1, 1), 0, None, ctypes.addressof(attributes), len(attributes)
+        records = Records(LaunchConfig(*shape))
 
         def step(stream: int, _keep: object = (values, keep)) -> None:
             record = records[stream]
-            status = launch(record, function, arguments, None)
+            status = call(record, function, arguments, None)
             if status:
-                again = partial(launch, record, function, arguments, None)
+                again = partial(call, record, function, arguments, None)
                 settle(status, self._device, again, f"launch of {self.name}")
 
         return step

@@ -64,7 +64,8 @@ def _what(parser: argparse.ArgumentParser) -> None:
     add(
         "--kinds",
         type=at_least(0),
-        help="draw from so many kinds (default: 0 for no limit; 100 on a GPU); pinned configs may need more",
+        help="draw from so many kinds (default: 0 for no limit; 100 on a GPU); 40 show every required class; pinned "
+        "configs may need more",
     )
     add("--turns", type=at_least(1), default=1, help="with --configs pinned: so many configs for each kind")
     add("--burst", type=at_least(1), default=25, help="problems of one kind in a row")

@@ -80,6 +80,7 @@ def run_fused(
     if slices is not None:
         x, weights = expert_parallel.enter(x, slices), expert_parallel.enter(weights, slices)
     call = _Call(held.experts, parameters[0], group, chunks, device)
+    call.records = torch.is_grad_enabled()
     tickets = _Leave.apply(call, index, x, weights)  # type: ignore[no-untyped-call]
     extra = None if beside is None else beside()
     result: Tensor = _Finish.apply(call, net, *tickets, *parameters)  # type: ignore[no-untyped-call]
@@ -182,7 +183,7 @@ class _Call:
         self.experts, self.group, self.chunks, self.device = experts, group, chunks, device
         self.each = expert_parallel.experts_per_rank(experts, group.size())
         self.here, self.weight = up.shape[0], (up.dtype, tuple(up.shape[1:]))
-        self.needs_grad = False
+        self.records = self.needs_grad = False
         self.ways: Journeys
         self.x: Tensor
         self.routing: Tensor
@@ -257,8 +258,10 @@ class _Call:
 
 
 def _layout(goes: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens of the sent rows, by chunk, by rank, by token, as long as it may be; and [chunks, ranks, tokens] where
-    they were put, or -1."""
+    """Tokens of the sent rows, by chunk, by rank, by token, as long as it may be; and where they were put.
+
+    Both `goes` and the latter are [chunks, ranks, tokens of a chunk]; -1 is nowhere.
+    """
     flat = goes.view(-1)
     sent = flat.cumsum(0)
     place = (sent * flat - 1).view(goes.shape)
@@ -292,7 +295,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, index: Tensor, x: Tensor, weights: Tensor) -> Any:
-        call.plan(index, x, weights, ctx.needs_input_grad[2] or ctx.needs_input_grad[3])
+        call.plan(index, x, weights, call.records and any(ctx.needs_input_grad[2:]))
         (call.x, call.routing), call.arrivals = call.ways.start_all(x, _packed(index, weights))
         ctx.call, ctx.dtype = call, weights.dtype
         wide = _weights_of(call.routing[:0]).dtype
@@ -314,7 +317,7 @@ class _Finish(torch.autograd.Function):
     ) -> Tensor:
         up, down, up_bias, down_bias = parameters
         layer = _Layer(call, net, up, down, up_bias, down_bias, call.x, call.routing)
-        keep = any(ctx.needs_input_grad) and not net.recompute
+        keep = call.records and any(ctx.needs_input_grad) and not net.recompute
         back = Return(call.ways, call.x)
         own_hidden, own = layer.first(0, layer.arrived(0), keep)
         pieces = [own]

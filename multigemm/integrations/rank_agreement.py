@@ -27,8 +27,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FACTS = ("failed", "dtype", "features", "experts of each token", "parts", "needs a gradient", "unplaced")
 COMPARED = FACTS[1:5]
 """What has to be the same on all ranks."""
-SPIN_S, PAUSE_S = 0.002, 0.0001
-"""A wait for the device asks without a pause at first, because it is nearly always short."""
+SPIN_S, PAUSE_S = 0.05, 0.0001
+"""A wait for the device asks without a pause at first: the device idles until the host goes on."""
 SAFETY = 0.95
 """The part of a group's timeout after which a host gives up: NCCL's watchdog ends the process at the timeout itself."""
 
@@ -127,8 +127,7 @@ def _on_host(x: Tensor, group: dist.ProcessGroup) -> Any:
         waited = time.monotonic() - start
         if waited > limit:
             raise LibraryError(_silence(group, f"no answer in {waited:.0f} s"))
-        if waited > SPIN_S:
-            time.sleep(PAUSE_S)
+        time.sleep(PAUSE_S if waited > SPIN_S else 0)  # lets other threads run, in any case
     return host
 
 

@@ -46,15 +46,22 @@ def needs_finish(spec: ProblemSpec) -> bool:
     return bool(fused.layout) or fused.preact is not None or fused.row_scale is not None
 
 
-def product_spec(spec: ProblemSpec) -> ProblemSpec:
-    """The spec of the plain product among the steps."""
+def gathered_spec(spec: ProblemSpec) -> ProblemSpec:
+    """The spec once the rows that are picked lie one behind the other."""
     fused = cast(FusedSpec, spec.fused)
     a, b, tokens = spec.a, spec.b, max(spec.total, 2)
     if fused.a_rows is not None:
         a = _copied(a, tokens, spec.k if spec.jagged == "m" else spec.m, PICKED["a_rows"][cast(str, spec.jagged)])
     if fused.b_rows is not None:
         b = _copied(b, tokens, spec.n if spec.jagged == "k" else spec.k, PICKED["b_rows"][cast(str, spec.jagged)])
-    found = replace(spec, a=a, b=b, fused=None)
+    rest = replace(fused, a_rows=None, b_rows=None)
+    return replace(spec, a=a, b=b, fused=rest if rest.keywords else None)
+
+
+def product_spec(spec: ProblemSpec) -> ProblemSpec:
+    """The spec of the plain product among the steps."""
+    fused = cast(FusedSpec, spec.fused)
+    found = replace(gathered_spec(spec), fused=None)
     if needs_finish(spec):
         found = replace(found, out=classify_fresh(spec.acc, [_shape_of(spec)]), activation=None, zero_unowned=False)
     elif fused.scatters:
@@ -115,6 +122,35 @@ def plan_in_steps(spec: ProblemSpec, inner: Recipe, index: int) -> Recipe:
     )  # fmt: skip
 
 
+def _gather(ops: Operands, name: str, index: Index, copy: Tensor, lent: Tensor | None, device: int) -> Launch:
+    if not copy.numel():
+        return NOTHING
+    x = cast(Tensor, ops.a if name == "a_rows" else ops.b)
+    picked = x if PICKED[name][cast(str, ops.spec.jagged)] == 0 else x.t()
+    size = x.element_size()
+    (extent, width), (row, col) = picked.shape, picked.stride()
+    each = _largest_unit(picked) // size if col == 1 or width == 1 else 1
+    values = [address_of(x, name[0]), address_of(index.values, name), address_of(copy, "", lent), copy.shape[0],
+              extent, row // each, col if each == 1 else 1, width // each]  # fmt: skip
+    defines = {"INDEX": index.values.element_size(), "UNIT": each * size}
+    return _bound("gather_rows", defines, device, values, copy.shape[0], width // each, ops)
+
+
+def gather_steps(ops: Operands, device: int) -> tuple[list[Launch], dict[str, Any], Tensor | None]:
+    """The launches that copy picked rows, on GPU `device`; the operands that they make; and the memory of these."""
+    fused, parts = cast(Fused, ops.fused), _Parts()
+    picks = {name: x for name, x in (("a_rows", fused.a_rows), ("b_rows", fused.b_rows)) if x is not None}
+    for name, index in picks.items():
+        parts.add(name, *_picked_shape(ops, name, index))
+    memory = parts.allocate(ops.device)
+    steps = [_gather(ops, name, index, parts[name], memory, device) for name, index in picks.items()]
+    return steps, {name[0]: _as_operand(ops, name, parts[name]) for name in picks}, memory
+
+
+def _as_operand(ops: Operands, name: str, copy: Tensor) -> Tensor:
+    return copy if PICKED[name][cast(str, ops.spec.jagged)] == 0 else copy.t()
+
+
 @dataclass(frozen=True, slots=True)
 class _Steps:
     """The steps of a spec on a device, to be bound to problems."""
@@ -135,7 +171,7 @@ class _Steps:
         if fused.scatters:
             parts.add("rows", (shape[0], columns_of(self.spec, shape[1])), rows_dtype(self.spec))
         lent = parts.allocate(ops.device)
-        steps = [self._gather(ops, name, index, parts[name], lent) for name, index in picks.items()]
+        steps = [_gather(ops, name, index, parts[name], lent, self.index) for name, index in picks.items()]
         rows = parts["rows"] if fused.scatters else cast(Tensor, ops.out)
         result = parts["sums"] if needs_finish(self.spec) else rows
         steps.append(self.inner.bind(self._product(ops, parts, picks, result, lent)) if result.numel() else NOTHING)
@@ -150,25 +186,10 @@ class _Steps:
     ) -> Operands:
         """The plain product among the steps, as a backend binds it."""
         found: dict[str, Any] = {"spec": product_spec(self.spec), "fused": None, "out": result, "lent": lent}
-        for name in picks:
-            copy = parts[name]
-            found[name[0]] = copy if PICKED[name][cast(str, self.spec.jagged)] == 0 else copy.t()
+        found |= {name[0]: _as_operand(ops, name, parts[name]) for name in picks}
         if self.spec.fused is not None and self.spec.fused.scatters:
             found |= {"c": None, "beta": 0.0}
         return replace(ops, **found)
-
-    def _gather(self, ops: Operands, name: str, index: Index, copy: Tensor, lent: Tensor | None) -> Launch:
-        if not copy.numel():
-            return NOTHING
-        x = cast(Tensor, ops.a if name == "a_rows" else ops.b)
-        picked = x if PICKED[name][cast(str, self.spec.jagged)] == 0 else x.t()
-        size = x.element_size()
-        (extent, width), (row, col) = picked.shape, picked.stride()
-        each = _largest_unit(picked) // size if col == 1 or width == 1 else 1
-        values = [address_of(x, name[0]), address_of(index.values, name), address_of(copy, "", lent), copy.shape[0],
-                  extent, row // each, col if each == 1 else 1, width // each]  # fmt: skip
-        defines = {"INDEX": index.values.element_size(), "UNIT": each * size}
-        return _bound("gather_rows", defines, self.index, values, copy.shape[0], width // each, ops)
 
     def _finish(self, ops: Operands, sums: Tensor, out: Tensor, lent: Tensor | None) -> Launch:
         spec, fused = self.spec, cast(Fused, ops.fused)

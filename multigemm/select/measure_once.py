@@ -87,7 +87,6 @@ def measure_once(problem: GroupedGemmProblem, problem_class: ProblemClass, names
     except Exception as error:  # the call itself may well succeed; if not, it says so
         took, why = {}, f"it failed: {describe(error)}"
         warnings.warn(f"multigemm: auto could not measure: {describe(error)}", RuntimeWarning, stacklevel=2)
-    done = time.perf_counter()
     for name, reason in failed.items():
         warnings.warn(f"multigemm: auto could not measure backend {name!r}: {reason}", RuntimeWarning, stacklevel=2)
     if len(took) < 2:
@@ -95,7 +94,7 @@ def measure_once(problem: GroupedGemmProblem, problem_class: ProblemClass, names
     date, chosen = datetime.now(UTC).isoformat(timespec="seconds"), fastest({n: m.us for n, m in took.items()}, names)
     if settings().print_config:
         times = ", ".join(f"{name} {m.us:.1f} us" for name, m in took.items())
-        spent = f"{1e3 * (done - compiled):.0f} ms, and {compiled - began:.1f} s to compile"
+        spent = f"{1e3 * (time.perf_counter() - compiled):.0f} ms, and {compiled - began:.1f} s to compile"
         print(f"multigemm: measured {key}: {times}; {chosen} from now on ({spent})", file=sys.stderr)
     untimed = {name: "its plan waits for the sizes" for name in names if name not in took}
     return Entry(device, key, took, "own cache", chosen, date, untimed | failed)

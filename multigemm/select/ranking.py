@@ -14,7 +14,7 @@ Problems that are to be batch invariant know no ranking: `invariant_order` names
 A choice, once made, stays: in this process by any of the rules, on disk by rule 3. Ranks of a process group, which have
 to choose alike, go by rules 1 and 4, as does everyone where MULTIGEMM_MEASURE=0 forbids rules 2 and 3.
 
-The evidence for the static order are the reports in `benchmarks/results/`: 1025 rankings of four backends on an H100
+The evidence for the static order are the reports in `benchmarks/results/`: 1205 rankings of four backends on an H100
 and an H200. Beside the fastest of each, the first of the order takes 1.03 times as long in the geometric mean, and the
 order names the fastest of each. `tests/select/test_static_order.py` holds it to the reports: change a line, and run it.
 """
@@ -23,8 +23,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
+from multigemm.cuda.device import FITTED_PROCESSORS
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import OperandSpec, ProblemSpec
 from multigemm.select import recipes, registry, table
@@ -40,6 +42,8 @@ LESS_BUSY = 0.8
 slower, since a caller who waits for the device has the rest of the time for work of his own."""
 LONG_K, MANY_ROWS = 1024, 128
 """From both on, 16-bit kernels of CuPy lead those of Triton: a slower start of each tile, and a faster main loop."""
+TILE_ROWS, TILE_COLUMNS = 256, 128
+"""Of 16-bit kernels, as a rule."""
 FEW_GROUPS = 8
 """So many calls of cuBLAS in a row, each with a float32 kernel that is up to five times as fast, beat one launch."""
 SPLIT_COLUMNS = 1200
@@ -50,13 +54,12 @@ Times = Mapping[str, tuple[Measured, str]]
 """What backends took, and who says so."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ranking:
+class Ranking(NamedTuple):
     """Backends, the one to take first, why, and what is known of their times."""
 
     names: tuple[str, ...]
     why: str
-    times: Times = field(default_factory=dict)
+    times: Times
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,7 @@ def rank(query: Query, why_not: str = "") -> Ranking:
         return query.ranked(times)
     candidates, forbids = query.candidates, forbidden()
     if len(candidates) < 2:
-        return Ranking(query.order, "the only one that can")
+        return Ranking(query.order, "the only one that can", {})
     made = None if forbids else tuned.choice(query.problem_class, device, candidates)
     if made is None and not (why_not := forbids or why_not):
         with recipes.lock_of(device):
@@ -127,7 +130,7 @@ def rank(query: Query, why_not: str = "") -> Ranking:
             made = made or tuned.keep_choice(measure_once(query.problem, query.problem_class, candidates))
     if made is None or not made.chosen:
         why_not = why_not if made is None else next(iter(made.failed.values()))
-        return Ranking(query.order, f"first of the static order; not measured: {why_not}")
+        return Ranking(query.order, f"first of the static order; not measured: {why_not}", {})
     source = f"measured on {made.date[:10]}"
     return query.ranked({name: (measured, source) for name, measured in made.backends.items()}, made.chosen)
 
@@ -146,21 +149,29 @@ def static_order(c: ProblemClass) -> tuple[str, ...]:
 
 def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
     """Those with kernels of their own. Numba takes 7 to 12 s to compile a 16-bit kernel for Hopper, and the trial waits
-    for it: it takes part for lists of long products alone, since it was never the fastest elsewhere."""
+    for it: it takes part where long tiles are so few that their shape decides, and was never the fastest elsewhere."""
     if c.quantised:
         return ("cupy", "triton", "numba") if _quantised_of_hopper(c) else _by_dtype(c)
     if "+gather" in c.precision or "+gate" in c.precision:
-        return "triton", "cupy"
+        return ("cupy", "triton") if _fused_of_hopper(c) else ("triton", "cupy")
     if c.dtype == "float32":
-        few_tiles = c.n is not None and c.groups * c.n <= SPLIT_COLUMNS
+        few_columns = c.n is not None and c.groups * c.n <= SPLIT_COLUMNS
         weights_by_rows = c.b.partition("/")[2].startswith("row")
-        return ("triton", "numba", "cupy") if few_tiles or weights_by_rows else _by_dtype(c)
+        return ("triton", "numba", "cupy") if few_columns or weights_by_rows else _by_dtype(c)
     if c.dtype not in ("float16", "bfloat16"):
         return _by_dtype(c)
     k = c.total / max(c.groups, 1) if c.form == "jagged_k" else c.k or 0
     long = k >= LONG_K and c.rows >= MANY_ROWS
     found = ("cupy", "triton") if long and not c.unaligned else ("triton", "cupy")
-    return (*found, "numba") if long and c.form == "per_group" else found
+    tiles = c.groups * math.ceil(c.rows / TILE_ROWS) * math.ceil((c.n or c.rows) / TILE_COLUMNS)
+    return (*found, "numba") if long and tiles <= FITTED_PROCESSORS else found
+
+
+def _fused_of_hopper(c: ProblemClass) -> bool:
+    """Gates and picked rows that cupy's Hopper kernel takes: 0.65 to 0.98 of the time of Triton's for the first
+    products of Mixtral, Qwen3-30B and gpt-oss-20b at 64 and 4096 tokens (H200, 2026-11-23). Its generic one is slower."""
+    same = c.dtype in ("float16", "bfloat16") and c.out.partition("/")[0] == c.dtype
+    return same and not c.unaligned and c.form in ("jagged_m", "batched", "masked", "jagged_k")
 
 
 def _quantised_of_hopper(c: ProblemClass) -> bool:

@@ -11,10 +11,9 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,6 +26,7 @@ from multigemm.select.problem_class import EQUAL, ON_DEVICE, ON_HOST, ProblemCla
 from multigemm.settings import settings
 
 SCHEMA = 3
+SHIPPED = Path(__file__).parents[1] / "tuned"
 ENTRIES_READ = 1 << 16
 OWN = "own cache"
 generation = 0
@@ -126,7 +126,8 @@ class TuningTable:
     def __init__(self, root: Path | None = None) -> None:
         self.own = Folder("tuning", root)
         self.choices = Folder("choices", root, lambda: (sys.modules["multigemm"].__version__, torch.__version__))
-        entries = [decoded(raw, f"shipped {name}") for name, table in _shipped_files() for raw in table["entries"]]
+        tables = {path.name: json.loads(path.read_text()) for path in sorted(SHIPPED.glob("*.json"))}
+        entries = [decoded(raw, f"shipped {name}") for name, table in tables.items() for raw in table["entries"]]
         self._shipped = {(entry.device, entry.key): entry for entry in entries}
 
     def find(self, backend: str, problem_class: ProblemClass, device: torch.device) -> tuple[Measured, str] | None:
@@ -191,11 +192,3 @@ def _read(disk: DiskCache, name: str) -> Entry | None:
         return None if raw is None else decoded(json.loads(raw), OWN)
     except ValueError:
         return None
-
-
-def _shipped_files() -> Iterator[tuple[str, dict[str, Any]]]:
-    folder = files("multigemm") / "tuned"
-    if folder.is_dir():
-        for path in sorted(folder.iterdir(), key=lambda p: p.name):
-            if path.name.endswith(".json"):
-                yield path.name, json.loads(path.read_text())

@@ -532,7 +532,7 @@ def kinds(limits: Limits, count: int, seed: int = 0) -> list[Case]:
     for kind in ("quantised", "fused"):
         wanted = count // getattr(limits, kind) if getattr(limits, kind) else 0
         there = sum(case.quantised if kind == "quantised" else case.is_fused for case in first)
-        first += _kinds_of(limits, kind, max(0, wanted - there), seed)
+        first += _kinds_of(limits, kind, max(0, min(wanted - there, count - len(first))), seed)
     left = count - len(first)
     pool = _pool(replace(limits, quantised=0, fused=0), seed, max(POOL, 12 * count))
     pool = tuple(case for case in pool if case not in first)

@@ -400,14 +400,17 @@ def test_flops_and_bytes_are_those_of_the_tokens() -> None:
 # --- who refuses --------------------------------------------------------------------------------------
 
 
-def test_backends_without_kernels_refuse_by_name() -> None:
+def test_backends_that_take_steps_refuse_lists() -> None:
     from multigemm.select import registry
 
-    problem = mg.GroupedGemmProblem(A, B, sizes=SIZES, a_rows=ROWS, activation="swiglu", **SUMS)
+    lists = mg.GroupedGemmProblem([A], [B[0]], activation="swiglu")
     for name in ("numba", "cublas"):
-        (reason,) = registry.get(name).not_supported_reasons(problem.spec, torch.device("cuda"))
-        assert reason.startswith("a_rows, combine, activation='swiglu': ") and "'triton', 'cupy' or 'cpu'" in reason
-    assert mg.explain(problem).chosen == "cpu"
+        (reason,) = registry.get(name).not_supported_reasons(lists.spec, torch.device("cuda", 0))
+        assert (
+            reason
+            == "fused keywords with lists: the steps round a product take packed operands: pack them, or use 'triton'"
+        )
+    assert mg.explain(lists).chosen == "cpu"
 
 
 def test_a_foreign_backend_is_asked_only_if_it_says_that_it_knows() -> None:
@@ -426,18 +429,6 @@ def test_a_foreign_backend_is_asked_only_if_it_says_that_it_knows() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Foreign, "takes_fused", True)
         assert registry.refusals(backend, spec, torch.device("cpu")) == []
-
-
-def test_the_torch_operator_refuses_by_name() -> None:
-    from multigemm.integrations.torch_op import grouped_gemm as operator
-
-    with pytest.raises(mg.InvalidProblem, match="a_rows: the torch operator does not take it yet"):
-        operator(A, B, sizes=SIZES, a_rows=ROWS)
-    for call in (operator, torch.ops.multigemm.grouped_gemm):
-        with pytest.raises(mg.InvalidProblem, match="activation='swiglu': the torch operator does not take it yet"):
-            call(A, B, sizes=SIZES, activation="swiglu")
-    with pytest.raises(Exception, match="the torch operator does not take it yet"):
-        torch.compile(mg.grouped_gemm, backend="eager", fullgraph=True)(A, B, sizes=SIZES, activation="swiglu")
 
 
 # --- quantised operands -------------------------------------------------------------------------------

@@ -153,6 +153,6 @@ def test_the_operator_in_torch_ops_refuses_slips() -> None:
     call = torch.ops.multigemm.grouped_gemm
     assert "offsets is a list, and the torch operator takes a tensor" in refused(call, A, B, [0, 4, 6])
     assert "takes no keyword offs=: torch's offs are ends= here" in refused(call, A, B, offs=torch.tensor([4, 6]))
-    assert "a_rows: the torch operator does not take it yet" in refused(call, A, B, a_rows=torch.tensor([0]))
+    assert "a_rows without offsets, sizes or ends" in refused(call, A, B, a_rows=torch.tensor([0]))
     with pytest.raises(RuntimeError, match="argument 'alpha'"):  # torch's own words of what has no better ones
         call(A, B, sizes=torch.tensor(SIZES), alpha="one")

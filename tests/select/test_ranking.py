@@ -236,6 +236,7 @@ def test_a_forked_child_has_locks_of_its_own(fresh: Install) -> None:
         assert in_a_forked_child(lambda: choose.choose(problem()).backend == "fast")
 
 
+FEW_LONG_TILES = "jagged_m g8 m* n152 k6920 t16384 bfloat16/row bfloat16/row bfloat16/row ieee device-sizes"
 LISTS = "per_group g4 m* n1072 k{k} t2896 bfloat16/row bfloat16/col bfloat16/row ieee host-sizes"
 
 
@@ -248,6 +249,9 @@ LISTS = "per_group g4 m* n1072 k{k} t2896 bfloat16/row bfloat16/col bfloat16/row
         (str(HALF), "triton numba cublas", "triton numba cublas"),  # one alone would be compared with nothing
         (str(HALF), "numba", "numba"),
         (LISTS.format(k=7520), "cupy triton numba cublas", "cublas cupy triton numba"),
+        (LISTS.format(k=7520).replace("g4", "g16"), "cupy triton numba cublas", "cublas cupy triton"),
+        (FEW_LONG_TILES, "cupy triton numba cublas", "cupy triton numba"),
+        (FEW_LONG_TILES.replace("n152", "n1520"), "cupy triton numba cublas", "cupy triton"),
         (LISTS.format(k=128), "cupy triton numba cublas", "cublas triton cupy"),
         (str(HALF).replace("bfloat16", "float32"), "cupy triton numba cublas", "triton numba cupy"),
     ],

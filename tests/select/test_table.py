@@ -119,7 +119,8 @@ def test_own_entries_win_over_shipped_ones_and_other_devices_count_for_nothing(
 ) -> None:
     other = replace(entry(replace(HOST, n=16), cpu=1.0), device="GPU")
     raws = [entry(cpu=20.0, null=10.0).encoded(), other.encoded()]
-    monkeypatch.setattr(tuning, "_shipped_files", lambda: [("a.json", {"entries": raws})])
+    (tmp_path / "a.json").write_text(json.dumps({"entries": raws}))
+    monkeypatch.setattr(tuning, "SHIPPED", tmp_path)
     table = TuningTable(tmp_path)
     assert table.find("null", HOST, CPU) == (Measured(10.0), "shipped a.json")
     table.keep([entry(cpu=7.0)])

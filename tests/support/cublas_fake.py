@@ -219,7 +219,7 @@ class Fake:
             self.kernels[source, defines] = compiled(source, name, defines, self.folder)
         runs = self.kernels.get((source, defines))
 
-        def bound(blocks: int, threads: int, values: Sequence[Any], keep: object) -> nvrtc.Step:
+        def bound(blocks: int, threads: int, values: Sequence[Any], keep: object, overlap: bool = False) -> nvrtc.Step:
             def step(stream: int, _keep: object = keep) -> None:
                 self.log.append(("kernel", name, stream, blocks, getattr(values[0], "after", 0)))
                 if runs is not None:

@@ -34,6 +34,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import multigemm as mg
 from multigemm.integrations import expert_parallel, fused_parallel
 from multigemm.integrations.expert_parallel import groups_of, run_experts
+from multigemm.integrations.fused_experts import first_product
 from multigemm.nn import MoE
 from multigemm.nn.moe import Experts
 from multigemm.nn.parallel import ExpertParallel
@@ -300,8 +301,15 @@ def fused_rows_travel_while_multiplying() -> None:
     with pytest.MonkeyPatch.context() as patch:
         noted(fused_parallel.Journeys, "start", "start")
         noted(fused_parallel.Journeys, "wait", "wait")
-        noted(fused_parallel, "first_product", "first")
         noted(fused_parallel, "product", "product")
+        kept: list[bool] = []
+
+        def keeps(*given: Any) -> Any:
+            kept.append(given[5] is not None)
+            seen.append("first")
+            return first_product(*given)
+
+        patch.setattr(fused_parallel, "first_product", keeps)
         noted(fused_parallel, "matrix_gradient", "weights")
         spread, _ = layers(mesh_of(1), 1, fused=True, bias=False, shared_experts=Noted(seen))
         x = torch.randn(20, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -312,6 +320,10 @@ def fused_rows_travel_while_multiplying() -> None:
         y.sum().backward()
         ways = ["product", "product"]  # through down, and to the tokens
         assert seen == ["start", *ways, "wait", *ways, *both, "weights", "weights", "shared", "wait", "wait"], seen
+        kept.clear()
+        with torch.no_grad():
+            assert torch.equal(spread(x), y)
+        assert kept == [False, False], "nothing is kept where no gradient is wanted"
 
 
 class Noted(torch.nn.Module):

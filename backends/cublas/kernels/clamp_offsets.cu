@@ -3,6 +3,7 @@
 // grouped_mm it zeroes the rows before the first (1), or before the first and behind the last (2). Where the caller's
 // rows before the first group must be kept, it deals the groups out to one of two calls: to the one that writes in place
 // if there are no such rows, else to the one that writes aside; the other call gets empty groups.
+// Both launches may begin while the kernel before them ends: see `wait_for_what_runs_before`.
 typedef long long i64;
 struct Bounds {
     const void* ends;
@@ -11,6 +12,14 @@ struct Bounds {
     i64 row_bytes, width, extent;
     int groups, wide, head, sums, after;
 };
+
+// A launch that may begin early has to wait before it reads or writes what the kernel before it writes or reads, and in
+// any case before it ends: the kernel behind it waits for it alone.
+__device__ void wait_for_what_runs_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 __device__ i64 number_at(const Bounds& t, int g) {
     return t.wide ? ((const i64*)t.ends)[g] : (i64)((const int*)t.ends)[g];
@@ -46,11 +55,13 @@ extern "C" __global__ void __launch_bounds__(1024) clamp_offsets(const Bounds t)
     __shared__ int scan[2][1024];
     __shared__ i64 last;
     int g = threadIdx.x, now = 0;
-    if (t.after) {  // the first launch has written these
-        zero_rows(t, blockIdx.x, t.first_two[0], gridDim.x);
+    if (t.after) {  // the first launch has written these: it was over before grouped_mm, which leaves the last rows alone
         if (t.after == 2) zero_rows(t, t.result[t.groups - 1] + (i64)blockIdx.x, t.extent, gridDim.x);
+        wait_for_what_runs_before();
+        zero_rows(t, blockIdx.x, t.first_two[0], gridDim.x);
         return;
     }
+    wait_for_what_runs_before();
     i64 end = end_of(t, g);
     if (blockIdx.x) {
         if (g == t.groups - 1) last = clamped(t, end);

@@ -14,7 +14,7 @@ __device__ __forceinline__ void announce_tiles(const Problem& p, const Launch& l
         if (rank == 0 || number == 0) {
             Tile t = {};
             t.n = STOP;
-            if (next < s.schedule.total) t = decode(p, s.schedule, next, l.swapped, ROWS, COLUMNS * CLUSTER);
+            if (next < s.schedule.total) t = decode(p, s.schedule, next, l.swapped, CLUSTER_ROWS, CLUSTER_COLUMNS);
             announce(s, number, t, number == 0);
             if (rank == 0 && t.n == STOP) break;
         } else {

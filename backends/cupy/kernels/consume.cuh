@@ -226,6 +226,29 @@ __device__ __forceinline__ void finish_tile(const Given& p, const Launch& l, con
 #include "gated.cuh"
 #endif
 
+#if ROW_SCALED
+// Each row of a tile times its number, where the results are otherwise plain.
+template <class Load> __device__ __forceinline__ void scale_rows(const Tile& t, float (&d)[ACCUMULATORS], Load load) {
+#pragma unroll
+    for (int i = 0; i < ROWS / 8; ++i) {
+        if (i * 8 >= t.rows) continue;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int row = i * 8 + (threadIdx.x & 3) * 2 + e;
+            const float scale = row < t.rows ? load(row) : 0.0f;
+            d[i * 4 + e] *= scale, d[i * 4 + 2 + e] *= scale;
+            if constexpr (PINGPONG) d[ROWS / 2 + i * 4 + e] *= scale, d[ROWS / 2 + i * 4 + 2 + e] *= scale;
+        }
+    }
+}
+__device__ __forceinline__ void scale_rows(const Given& p, const Tile& t, float (&d)[ACCUMULATORS]) {
+    const Fused& f = p.fused;
+    const i64 first = t.group * f.scale_group + (p.jagged == JAG_M ? t.x_row : t.row0);
+    if (f.scale_type == F32) scale_rows(t, d, [&](int row) { return ((const float*)f.row_scale)[first + row]; });
+    else scale_rows(t, d, [&](int row) { return load_as<float>(f.row_scale + (first + row) * 2, f.scale_type); });
+}
+#endif
+
 // ---- Multiplying, and both together ----
 
 // Warpgroups that share their tiles: the second one starts its first tile a little after the first one, and keeps that
@@ -246,7 +269,7 @@ __device__ __forceinline__ void multiply(Shared& s, u32 stages, Ring& ring, int 
     int last = -1, kb = 0;
     const auto begin = [&] {
         barrier_wait(shared_address(&s.full[ring.place]), ring.parity);
-#if GATHER == BY_COPIES
+#if GATHER
         show_to_copy_engine();                                  // what copies of other threads wrote, to the tensor cores
 #endif
         const u32 stage = stages + ring.at;
@@ -330,6 +353,9 @@ __device__ __forceinline__ void consume(const Given& p, const Launch& l, const M
         } else if (PINGPONG) {
             let_other(half);
         }
+#if ROW_SCALED
+        scale_rows(p, t, d);
+#endif
 #if GATE
         finish_gated(p, t, rank, half, staging, d);
 #elif LATE

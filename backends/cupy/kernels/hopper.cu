@@ -9,6 +9,7 @@
 // alpha * acc in the operands' type; else any epilogue), ROWS, STAGES, CLUSTER, STEP (of n), PINGPONG, SHARED. Of fused problems
 // FUSED, and what they ask for: GATHER (rows are picked by index), GATE with ACT and PREACT.
 #define HALVES_LAST (CLUSTER == 2)
+#define SPLIT_ROWS (GATHER && CLUSTER == 2)
 #include "announce.cuh"
 #include "consume.cuh"
 #include "load.cuh"
@@ -21,7 +22,7 @@ static_assert(SHARED_BYTES <= SHARED, "a launch asks for less shared memory than
 // By one thread, as one after the other is faster than side by side: their addresses are the same for a whole warp.
 __device__ __forceinline__ void make_barriers(Shared& s) {
     for (int i = 0; i < PLACES; ++i) {
-#if GATHER == BY_COPIES
+#if GATHER
         barrier_init(shared_address(&s.full[i]), 1 + 2 * 32);                   // weights, and each lane that copies rows
 #else
         barrier_init(shared_address(&s.full[i]), 2);                            // weights, rows
@@ -62,23 +63,21 @@ hopper(const __grid_constant__ Given p, const __grid_constant__ Launch l, const 
     start_next_launch();
     wait_for_last_launch();
     if (CLUSTER > 1) cluster_arrive();
-    build_schedule(p, s.schedule, l.swapped, ROWS, COLUMNS * CLUSTER, l.busy_rows);
+    build_schedule(p, s.schedule, l.swapped, CLUSTER_ROWS, CLUSTER_COLUMNS, l.busy_rows);
     __syncthreads();
     if (CLUSTER > 1) cluster_wait();
 
     if (warpgroup == CONSUMERS) {
         registers_down<56>();
         const int role = warp - CONSUMERS * 4;
-#if GATHER == BY_COPIES && RAGGED_K
+#if GATHER && RAGGED_K
         if (role == 0 && PICKS_W) copy_picked_tokens(p, l, s, stages, 0);
         else if (role == 0) load_weights(p, l, maps, s, stages, rank);
         else if (role == 1 && PICKS_W) load_rows(p, l, maps, s, stages, rank);
         else if (role == 1) copy_picked_tokens(p, l, s, stages, 0);
 #else
         if (role == 0) load_weights(p, l, maps, s, stages, rank);
-#if GATHER == BY_BOXES
-        else if (role == 1) load_picked_boxes(p, maps, s, stages, rank);
-#elif GATHER == BY_COPIES
+#if GATHER
         else if (role == 1) copy_picked_rows(p, s, stages, 0);
 #else
         else if (role == 1) load_rows(p, l, maps, s, stages, rank);
@@ -87,7 +86,7 @@ hopper(const __grid_constant__ Given p, const __grid_constant__ Launch l, const 
         else if (role == 2) {
             if ((threadIdx.x & 31) == 0) announce_tiles(p, l, s, rank);
         } else {
-#if GATHER == BY_COPIES
+#if GATHER
 #if RAGGED_K
             copy_picked_tokens(p, l, s, stages, 1);
 #else

@@ -39,6 +39,8 @@ struct Room {
     }
 };
 
+[[maybe_unused]] constexpr u16 ALL_BLOCKS = (1 << CLUSTER) - 1;
+
 // This block's columns of the weights. Of the leader block this warp also says when the next tile is wanted.
 __device__ __forceinline__ void load_weights(const Given& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank) {
     constexpr int AHEAD = 8, BOXES = COLUMNS / 64;          // blocks of k before the end; boxes of 64 columns
@@ -70,8 +72,16 @@ __device__ __forceinline__ void load_weights(const Given& p, const Launch& l, co
 #pragma unroll
                 for (int i = 0; i < BOXES; ++i) {
                     const int which = i ^ p.fused.up_first, feature = col / 2;
-                    load_box(to + i * BLOCK, w, full, W_K ? k : feature, W_K ? which : k, W_K ? feature : which, group, hint);
+                    const int x = W_K ? k : feature, y = W_K ? which : k, z = W_K ? feature : which;
+                    if (!SPLIT_ROWS) load_box(to + i * BLOCK, w, full, x, y, z, group, hint);
+                    else if (i == rank) multicast_box(to + i * BLOCK, w, full, ALL_BLOCKS, x, y, z, group, hint);
                 }
+#elif SPLIT_ROWS
+                // Each block loads 64 of the columns, for both.
+                const u32 half = to + rank * BLOCK;
+                const int first = col + int(rank) * 64;
+                if (RAGGED_K) multicast_box(half, w, full, ALL_BLOCKS, first, k, t.extra + t.k_len, int(FAR), hint);
+                else multicast_box(half, w, full, ALL_BLOCKS, W_K ? k : first, W_K ? first : k, group, hint);
 #else
 #pragma unroll
                 for (int i = 0; i < BOXES; i += 1 + W_K) {

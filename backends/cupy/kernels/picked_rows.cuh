@@ -4,9 +4,7 @@
 #pragma once
 #include "load.cuh"
 
-#if GATHER == BY_COPIES
-static_assert(CLUSTER == 1, "copies reach no other block");
-#endif
+static_assert(CLUSTER <= 2 && !(CLUSTER == 2 && PICKS_W), "copies reach no other block: a cluster's blocks have rows of their own, and share weights");
 
 #if RAGGED_K
 // Two warps copy 16 bytes per lane, each half of a stage's 64 tokens; the swizzle is done by the address. PICKS_W: they are rows
@@ -42,14 +40,16 @@ __device__ __forceinline__ void copy_picked_tokens(const Given& p, const Launch&
             coming = picked_at((kb + 1) * BK + which * 32 + lane);      // asked early, used late
             const u32 to = stages + ring.at + (PICKS_W ? 0 : W_BYTES) + line * LINE_BYTES;
             room.take(s, s.begins[which ? 2 : PICKS_W ? 0 : 1], ring, bytes);
-#pragma unroll 2
+            int found[8];                                   // all numbers first: a copy is a barrier to the compiler
+#pragma unroll
+            for (int i = 0; i < 8; ++i) found[i] = __shfl_sync(~0u, picked, i * 4 + (lane >> 3));
+#pragma unroll
             for (int i = 0; i < 8; ++i) {
-                const int found = __shfl_sync(~0u, picked, i * 4 + (lane >> 3));
-                const char* const from = base + max(found, 0) * pitch + first * 2;
+                const char* const from = base + max(found[i], 0) * pitch + first * 2;
                 const u32 at = to + i * 4 * LINE_BYTES + ((chunk ^ ((line + i * 4) & 7)) << 4);
 #pragma unroll
                 for (int b = 0; b < (PICKS_W ? COLUMNS : ROWS + 63) / 64; ++b) {
-                    const int count = found < 0 ? 0 : max(min(left - b * 64, 8), 0) * 2;
+                    const int count = found[i] < 0 ? 0 : max(min(left - b * 64, 8), 0) * 2;
                     if (b < wide) copy_async(at + b * BLOCK, count ? from + b * LINE_BYTES : base, count);
                 }
             }
@@ -57,6 +57,7 @@ __device__ __forceinline__ void copy_picked_tokens(const Given& p, const Launch&
             if (kb == ask_at && lane == 0) barrier_arrive_here(shared_address(&s.ask));
         }
     }
+    if (CLUSTER > 1) room.wait_for_all(s, ring);
 }
 #else
 // A row's number, or -1.
@@ -65,48 +66,10 @@ __device__ __forceinline__ int picked_of(const Given& p, const Tile& t, int row)
     return row < t.rows ? int(picked_row(f.a_rows, f.a64, t.x_row + row, f.a_extent)) : -1;
 }
 
-#if GATHER == BY_BOXES
-// The copy engine brings each row as a box of its own; the row -1 lies outside of the map, which fills it with zeros. A
-// cluster's blocks load a part of the rows each, for all of them.
-__device__ __forceinline__ void load_picked_boxes(const Given& p, const Maps& maps, Shared& s, u32 stages, u32 rank) {
-    constexpr int MOST = (ROWS / 8 + CLUSTER - 1) / CLUSTER * 8, EACH = (MOST + 31) / 32;
-    const int lane = threadIdx.x & 31;
-    Ring ring;
-    Room room;
-#pragma unroll 1
-    for (int number = 0;; ++number) {
-        int marks;
-        const Tile t = take_tile_together(s, number, marks);
-        if (t.n == STOP) break;
-        const bool alone = CLUSTER == 1 || (marks & HALVES);
-        const int part = alone ? t.n : (t.n / 8 + CLUSTER - 1) / CLUSTER * 8, first = alone ? 0 : rank * part, height = min(part, t.n - first);
-        int picked[EACH];
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) picked[i] = picked_of(p, t, first + i * 32 + lane);
-        const int blocks = t.n > 0 ? k_blocks(t) : 0;
-        const u32 bytes = stage_bytes(t), rows = stages + W_BYTES + first * LINE_BYTES;
-        if (blocks > 0) ring.fit(bytes);
-#pragma unroll 1
-        for (int kb = 0; kb < blocks; ++kb, ring.next(bytes)) {
-            const u32 full = shared_address(&s.full[ring.place]), to = rows + ring.at;
-            room.take(s, s.begins[1], ring, bytes);
-            if (elected()) barrier_expect(full, t.n * LINE_BYTES);
-            __syncwarp();
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) {
-                const int r = i * 32 + lane;
-                if (r >= height) continue;
-                if (alone) load_box(to + r * LINE_BYTES, &maps.x[0], full, kb * BK, picked[i], 0, EVICT_NORMAL);
-                else multicast_box(to + r * LINE_BYTES, &maps.x[0], full, (1 << CLUSTER) - 1, kb * BK, picked[i], 0, EVICT_NORMAL);
-            }
-        }
-    }
-    if (CLUSTER > 1) room.wait_for_all(s, ring);
-}
-#else
-// Two warps copy 16 bytes per lane, each four of eight rows; the swizzle is done by the address. A block's own rows only. Their
+// Two warps copy 16 bytes per lane, each four of eight rows; the swizzle is done by the address. Their
 // numbers wait in shared memory, of which each lane reads what its own warp wrote: there are too many for registers.
 __device__ __forceinline__ void copy_picked_rows(const Given& p, Shared& s, u32 stages, int which) {
+    constexpr int BATCH = 8;
     const int lane = threadIdx.x & 31, chunk = lane & 7, line = which * 4 + (lane >> 3);
     const i64 pitch = p.a.row * 2;
     const u32 place = W_BYTES + line * LINE_BYTES + ((chunk ^ line) << 4);
@@ -135,14 +98,18 @@ __device__ __forceinline__ void copy_picked_rows(const Given& p, Shared& s, u32 
             const u32 to = stages + ring.at + place;
             const int count = max(min(left, 8), 0) * 2;
             room.take(s, s.begins[1 + which], ring, bytes);
-#pragma unroll 4
-            for (int r = 0; r < t.n; r += 8) {
-                const int found = picked[r];                // what does not exist reads no bytes of the first row
-                copy_async(to + r * LINE_BYTES, from + max(found, 0) * pitch, found < 0 ? 0 : count);
+#pragma unroll 1
+            for (int r = 0; r < t.n; r += 8 * BATCH) {      // all numbers first: a copy is a barrier to the compiler
+                int found[BATCH];
+#pragma unroll
+                for (int i = 0; i < BATCH; ++i) found[i] = picked[min(r + i * 8, ROWS - 8)];
+#pragma unroll
+                for (int i = 0; i < BATCH; ++i)             // what does not exist reads no bytes of the first row
+                    if (r + i * 8 < t.n) copy_async(to + (r + i * 8) * LINE_BYTES, from + max(found[i], 0) * pitch, found[i] < 0 ? 0 : count);
             }
             arrive_when_copied(shared_address(&s.full[ring.place]));
         }
     }
+    if (CLUSTER > 1) room.wait_for_all(s, ring);
 }
-#endif
 #endif

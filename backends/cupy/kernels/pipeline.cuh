@@ -19,8 +19,11 @@
 #ifndef GATE
 #define GATE 0                      // hopper.cu: how a gate's columns come, see gated.cuh
 #endif
+#ifndef ROW_SCALED
+#define ROW_SCALED 0                // hopper.cu: plain results, each row times a number
+#endif
 #ifndef GATHER
-#define GATHER 0                    // hopper.cu: how rows that are picked by index come, see picked_rows.cuh
+#define GATHER 0                    // hopper.cu: rows are picked by index (picked_rows.cuh)
 #endif
 #ifndef W_LINE
 #define W_LINE 128                  // bytes of a column of the weights in a stage
@@ -32,10 +35,8 @@
 #define W_SHIFT 0                   // log2 of the k that one element of their map holds
 #endif
 #ifndef LOADERS
-#define LOADERS (GATHER == BY_COPIES ? 3 : 2)   // warps that fill the stages
+#define LOADERS (GATHER ? 3 : 2)   // warps that fill the stages
 #endif
-#define BY_BOXES 1
-#define BY_COPIES 2
 #define IN_TWO_BOXES 1
 #define SIDE_BY_SIDE 2
 #if FUSED
@@ -48,6 +49,8 @@ typedef Problem Given;
 constexpr int LINE_BYTES = 128;                        // of a stage: the swizzle's width
 constexpr int BK = LINE_BYTES / ELEMENT * DEEP, COLUMNS = 128, CONSUMERS = 2, THREADS = 384;
 constexpr int W_BYTES = COLUMNS * W_LINE, X_BYTES = ROWS * LINE_BYTES * DEEP, STAGE_BYTES = W_BYTES + X_BYTES;
+// Of a cluster's tile.
+constexpr int CLUSTER_ROWS = SPLIT_ROWS ? ROWS * CLUSTER : ROWS, CLUSTER_COLUMNS = SPLIT_ROWS ? COLUMNS : COLUMNS * CLUSTER;
 constexpr int BLOCK = 64 * LINE_BYTES;                 // 64 lines; of 16 bits one box of an operand with contiguous mn
 constexpr int SLOTS = 4;                               // tiles announced ahead
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
@@ -73,7 +76,7 @@ struct Launch {
 struct Shared {
     u64 full[PLACES], empty[PLACES], tile_full[SLOTS], tile_empty[SLOTS];
     u64 ask;                    // the next tile is wanted (hopper.cu)
-#if GATHER == BY_COPIES && !RAGGED_K
+#if GATHER && !RAGGED_K
     int picked[ROWS];           // numbers of a tile's rows (picked_rows.cuh)
 #endif
     u32 begins[LOADERS][PLACES];   // where each stage in flight begins (load.cuh), for each of the warps that load

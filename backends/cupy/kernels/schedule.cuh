@@ -16,6 +16,10 @@
 #define HALVES_LAST 0   // hopper.cu: the last of an odd number of blocks of columns is halved by its rows
 #endif
 
+#ifndef SPLIT_ROWS
+#define SPLIT_ROWS 0    // hopper.cu: every tile is, and its weights are shared
+#endif
+
 #ifndef MOST_GROUPS
 #define MOST_GROUPS (PINGPONG ? 448 : 960)
 #endif
@@ -167,7 +171,7 @@ __device__ __forceinline__ Tile decode(const Problem& p, const Schedule& s, int 
     Tile r;
     r.row0 = piece * height, r.rows = min(height, e.rows - r.row0);
     r.col0 = column * columns;
-    const bool halves = HALVES_LAST && !p.table && e.cols - r.col0 <= columns / CLUSTER;
+    const bool halves = SPLIT_ROWS || (HALVES_LAST && !p.table && e.cols - r.col0 <= columns / CLUSTER);
     r.group = group | (pieces == 1 && !halves ? ONCE : 0) | (halves ? HALVES : 0);
     r.n = (max(r.rows, 0) + 7) & ~7;
     const bool along_rows = p.jagged == JAG_M || p.jagged == JAG_N;

@@ -386,8 +386,8 @@ def test_the_mode_is_gone_after_an_error(fake: Fake, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("form", "planned", "served"),
     [
-        ("ends", [(132, 0)], [(132, 0)]),
-        ("sizes", [(132, 0)], [(132, 0)]),
+        ("ends", [(132, 0)], [(1, 0), (131, 2)]),
+        ("sizes", [(132, 0)], [(1, 0), (131, 2)]),
         ("offsets", [(132, 0), (131, 1)], [(1, 0), (131, 2)]),
         ("a list of sizes", [], []),
     ],
@@ -395,7 +395,8 @@ def test_the_mode_is_gone_after_an_error(fake: Fake, monkeypatch: pytest.MonkeyP
 def test_launches_beside_torchs(
     install: Callable[..., None], fake: Fake, form: str, planned: list[tuple[int, int]], served: list[tuple[int, int]]
 ) -> None:
-    """One clamps the numbers and zeroes rows; another one behind torch's where the device knows a first offset."""
+    """One clamps the numbers and zeroes rows of a given result; another one zeroes behind torch's where torch makes the
+    result, or the device knows a first offset."""
     install(HostCublas("grouped_mm"))
     a, b = ints(ROWS, K), ints(GROUPS, K, N)
     for want in (planned, planned, served):

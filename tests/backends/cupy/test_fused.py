@@ -46,7 +46,7 @@ def kernels(spec: ProblemSpec) -> set[str]:
     return {c.kernel for c in choice.ranked(spec, (9, 0))}
 
 
-HOPPER = {"hopper", "hopper_gather", "generic"}
+HOPPER = {"gathered", "hopper_gather", "generic"}
 
 
 @pytest.mark.parametrize(
@@ -58,13 +58,13 @@ HOPPER = {"hopper", "hopper_gather", "generic"}
         (fused(keywords={"a_rows": None}), {"hopper", "generic"}),
         (fused(b=BF16, n=4096 + 8), {"generic"}),
         (fused(out=OperandSpec(torch.float32)), {"generic"}),
-        (fused(a=replace(BF16, align=2)), {"generic"}),
-        (fused(a=replace(BF16, order="col")), {"generic"}),
+        (fused(a=replace(BF16, align=2)), {"gathered", "generic"}),
+        (fused(a=replace(BF16, order="col")), {"gathered", "generic"}),
         (fused(compute=torch.float32, a=OperandSpec(torch.float32)), {"generic"}),
         (fused(layout="", form="jagged_k", k=None, m=4096, a=replace(BF16, order="col"), b=BF16),
-         {"hopper_gather", "generic"}),
+         {"gathered", "hopper_gather", "generic"}),
         (fused(layout="", form="jagged_k", k=None, m=4096, a=replace(BF16, order="col"), b=BF16,
-               keywords={"b_rows": torch.int32}), {"generic"}),
+               keywords={"b_rows": torch.int32}), {"gathered", "generic"}),
     ],
     ids=["layer", "gather", "gpt-oss", "gate", "odd halves", "float32 results", "unaligned", "turned", "float32",
          "weight gradient", "both picked"],
@@ -236,10 +236,11 @@ def test_picked_rows_of_int8() -> None:
 @pytest.mark.parametrize(
     ("config", "wanted"),
     [
-        (configs.GATED[0], "gate"), (configs.GATED[3], "gate"), (configs.GATHERED[1], "gate"), (configs.WIDE, ""),
-        (configs.GATHERED_TOGETHER[3], "jagged_m"), (configs.GATHERED_TOGETHER[2], "jagged_k"),
+        (configs.GATED[0], "gate"), (configs.GATED[3], "gate"), (configs.GATHERED[2], "gate"),
+        (configs.WIDE, "row_scale"),
+        (configs.GATHERED_TOGETHER[6], "jagged_m"), (configs.GATHERED_TOGETHER[4], "jagged_k"),
     ],
-    ids=["gate in clusters", "gate", "gate and copies", "boxes in clusters", "copies", "weight gradient"],
+    ids=["gate in clusters", "gate", "gate and rows", "row_scale", "rows", "weight gradient"],
 )  # fmt: skip
 def test_cases_of_layers_on_hopper(config: Config, wanted: str) -> None:
     """Of two kernels; threads and copies come in a random order."""
@@ -248,7 +249,8 @@ def test_cases_of_layers_on_hopper(config: Config, wanted: str) -> None:
         case = as_in_layers(seed, replace(LAYERS, longest=140))
         spec = spec_of(case)
         products = products_spec(spec)
-        if products.fused is None or (wanted != case.form and (wanted == "gate") != case.gated):
+        shown = {case.form, "gate" if case.gated else "", "row_scale" if case.fused.row_scale else ""}
+        if products.fused is None or wanted not in shown:
             continue
         if backend.not_supported_reasons(spec, CPU):
             continue

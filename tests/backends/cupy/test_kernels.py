@@ -176,17 +176,18 @@ PREACT = {"keywords": {"preact": OperandSpec(torch.bfloat16)}}
 @pytest.mark.parametrize(
     ("problem", "config"),
     [
-        (fused(), configs.GATED[0]),
-        (fused(**PREACT), configs.GATHERED[1]),
-        (fused("interleaved", b="row", **PREACT), configs.GATHERED[1]),
-        (fused(activation="geglu"), configs.GATHERED[0]),
-        (fused(""), configs.WIDE),
+        (fused(keywords={"a_rows": None}), configs.GATED[0]),
+        (fused(), configs.GATHERED[0]),
+        (fused(**PREACT), configs.GATHERED[2]),
+        (fused("interleaved", b="row", **PREACT), configs.GATHERED[2]),
+        (fused(activation="geglu"), configs.GATHERED[1]),
+        (fused("", keywords={"a_rows": None, "row_scale": torch.float32}), configs.WIDE),
         (fused(""), configs.GATHERED_TOGETHER[0]),
         (fused("", a="col", b="row", form="jagged_k"), configs.GATHERED_TOGETHER[0]),
         (fused("", a="col", b="row", form="jagged_k", keywords={"a_rows": None, "b_rows": torch.int32}),
-         configs.GATHERED[0]),
+         configs.GATHERED[1]),
     ],
-    ids=["boxes", "preact", "gpt-oss", "geglu", "gather boxes", "gather copies", "dW, a_rows", "dW, b_rows"],
+    ids=["gate", "gate and rows", "preact", "gpt-oss", "geglu", "row_scale", "rows", "dW, a_rows", "dW, b_rows"],
 )  # fmt: skip
 def test_fused_hopper_kernel_does_not_spill(problem: ProblemSpec, config: Config) -> None:
     registers, spilled = report(hopper.source(problem, config), "sm_90a")
@@ -203,7 +204,9 @@ def test_fused_hopper_kernel_does_not_spill(problem: ProblemSpec, config: Config
 )  # fmt: skip
 def test_a_plain_product_has_nothing_of_fused_ones(source: Source) -> None:
     """Without the switches, and with all of them off, the same code; and other code with one of them."""
-    off = source._replace(defines=(*source.defines, *((name, 0) for name in ("FUSED", "GATHER", "GATE", "PREACT"))))
+    off = source._replace(
+        defines=(*source.defines, *((name, 0) for name in ("FUSED", "GATHER", "GATE", "PREACT", "ROW_SCALED")))
+    )
     assert "FUSED" not in dict(source.defines) and ptx_of(source, "sm_90a") == ptx_of(off, "sm_90a")
     on = source._replace(defines=(*source.defines, ("FUSED", 1)))
     assert ptx_of(on, "sm_90a") != ptx_of(off, "sm_90a")

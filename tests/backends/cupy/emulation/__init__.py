@@ -295,6 +295,7 @@ KERNELS: dict[str, Any] = {
     "generic": generic.Generic,
     "hopper": hopper.Hopper,
     "hopper_gather": hopper.Hopper,
+    "gathered": hopper.GatheredHopper,
 }
 
 

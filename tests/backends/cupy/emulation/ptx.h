@@ -114,7 +114,10 @@ inline void multicast_box(u32 to, const TensorMap* map, u32 barrier, u16 blocks,
         if (blocks >> rank & 1) load_later(to, map, barrier, rank, x, y, z);
 }
 inline void load_box(u32 to, const TensorMap* map, u32 barrier, int x, int y, int z, int w, u64) { load_later(to, map, barrier, local_block(), x, y, z, w); }
-inline void multicast_box(u32, const TensorMap*, u32, u16, int, int, int, int, u64) { fail("a ragged map"); }
+inline void multicast_box(u32 to, const TensorMap* map, u32 barrier, u16 blocks, int x, int y, int z, int w, u64) {
+    for (int rank = 0; rank < 8; ++rank)
+        if (blocks >> rank & 1) load_later(to, map, barrier, rank, x, y, z, w);
+}
 inline void send_box(bool wanted, u32 from, const TensorMap* map, int x, int y, int z, int w, int v) {
     if (wanted) move_box(map, {x, y, z, w, v}, from, local_block(), true);
 }

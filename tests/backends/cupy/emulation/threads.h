@@ -146,8 +146,8 @@ inline unsigned __ballot_sync(unsigned, bool mine) {
 typedef std::vector<std::function<void()>> Copies;
 struct Groups { Copies open; std::vector<Copies> closed; };
 inline Groups& groups() {
-    static Groups of[1024];
-    return of[self->thread];
+    static Groups of[8][1024];
+    return of[local_block()][self->thread];
 }
 inline void copy_later(char* to, const char* from, int width, int bytes) {
     if (((uint64_t)from | (uint64_t)to) & (width - 1)) fail("a copy that is not aligned");
