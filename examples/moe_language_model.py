@@ -36,11 +36,12 @@ def text(sentences: int = 2000) -> str:
 class PlainMoE(MoE):
     """The same layer, by a loop over experts in plain torch."""
 
-    def forward(self, x: Tensor, return_logits: bool = False) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, return_logits: bool = False) -> Tensor:
         """x [..., H] -> [..., H]."""
         rows = x.reshape(-1, x.shape[-1])
         _, index, weights = self.route(rows)
-        up, down = self.experts.gate_up_proj, self.experts.down_proj
+        held: dict[str, Tensor] = dict(self.experts.named_parameters())
+        up, down = held["gate_up_proj"], held["down_proj"]
         y = torch.zeros_like(rows)
         for expert in range(self.experts.num_experts):
             token, place = (index == expert).nonzero(as_tuple=True)
@@ -62,7 +63,8 @@ class Block(nn.Module):
         """x [batch, length, width]."""
         q, k, v = self.attend(self.norms[0](x)).chunk(3, dim=-1)
         x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.moe(self.norms[1](x))
+        y: Tensor = x + self.moe(self.norms[1](x))
+        return y
 
 
 class LanguageModel(nn.Module):
@@ -99,7 +101,7 @@ def curve(
         logits = model(pieces[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), pieces[:, 1:].flatten())
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
         losses.append(loss.item())
     return losses

@@ -168,8 +168,12 @@ def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
 
 
 def _fused_of_hopper(c: ProblemClass) -> bool:
-    """Gates and picked rows that cupy's Hopper kernel takes: 0.65 to 0.98 of the time of Triton's for the first
-    products of Mixtral, Qwen3-30B and gpt-oss-20b at 64 and 4096 tokens (H200, 2026-11-23). Its generic one is slower."""
+    """Gates and picked rows that cupy's Hopper kernel takes; its generic kernel is slower than Triton's.
+
+    First products of layers, beside Triton (H200, 2026-11-23): 0.93 and 0.98 of the time at 64 tokens (Qwen3-30B,
+    Mixtral); at 4096 the gate's kernel and the step that gathers, measured apart, add up to 0.65 to 0.92 (gpt-oss-20b,
+    Mixtral, Qwen3-30B).
+    """
     same = c.dtype in ("float16", "bfloat16") and c.out.partition("/")[0] == c.dtype
     return same and not c.unaligned and c.form in ("jagged_m", "batched", "masked", "jagged_k")
 

@@ -220,6 +220,8 @@ class Fake:
         runs = self.kernels.get((source, defines))
 
         def bound(blocks: int, threads: int, values: Sequence[Any], keep: object, overlap: bool = False) -> nvrtc.Step:
+            assert overlap == (name == "clamp_offsets"), "only a kernel that waits may begin early"
+
             def step(stream: int, _keep: object = keep) -> None:
                 self.log.append(("kernel", name, stream, blocks, getattr(values[0], "after", 0)))
                 if runs is not None:

@@ -9,6 +9,9 @@
 // alpha * acc in the operands' type; else any epilogue), ROWS, STAGES, CLUSTER, STEP (of n), PINGPONG, SHARED. Of fused problems
 // FUSED, and what they ask for: GATHER (rows are picked by index), GATE with ACT and PREACT.
 #define HALVES_LAST (CLUSTER == 2)
+#ifndef GATHER
+#define GATHER 0        // rows are picked by index (picked_rows.cuh)
+#endif
 #define SPLIT_ROWS (GATHER && CLUSTER == 2)
 #include "announce.cuh"
 #include "consume.cuh"

@@ -189,15 +189,19 @@ def test_a_capture_keeps_the_sides_that_it_uses_and_works_in_other_memory(fake: 
 # --- kernels of our own ---------------------------------------------------------------------------
 
 
-def test_a_kernel_runs_on_the_stream_of_each_call_and_on_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_kernel_runs_on_the_stream_of_each_call_and_on_any_thread(
+    monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
     """A thread without a context gets one."""
     driver = cuda_driver.install(monkeypatch)
     monkeypatch.setattr(nvrtc, "library", lambda: driver)
-    step = nvrtc.Kernel(Kernel(b"cubin", "name", 0)).bound(5, 64, [ctypes.c_int(1)], None)
+    step = nvrtc.Kernel(Kernel(b"cubin", "name", 0)).bound(5, 64, [ctypes.c_int(1)], None, overlap=overlap)
     for stream, context in ((7, cuda_driver.CONTEXT), (0, 0), (7, 0), (9, 0)):
         driver.make_current(context)
         step(stream)
     assert [(x.kernel, x.stream, x.grid) for x in driver.launched] == [("name", s, (5, 1, 1)) for s in (7, 0, 7, 9)]
+    assert {x.early for x in driver.launched} == {overlap}
 
 
 def test_a_launch_that_fails_raises(monkeypatch: pytest.MonkeyPatch) -> None:
