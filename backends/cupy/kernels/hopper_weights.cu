@@ -53,8 +53,7 @@ __device__ __forceinline__ void multiply_stage(u32 stage, int half, u32 place, c
         Codes codes;
         codes.load(stage, half, piece);
         u32 w[4][4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
+        const auto turn = [&](int k) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 w[k][i] = codes.pair(k, i, place);
@@ -62,6 +61,13 @@ __device__ __forceinline__ void multiply_stage(u32 stage, int half, u32 place, c
                 if (ZEROS) w[k][i] = subtract_pairs(w[k][i], numbers.zeros(slot, i & 1, block_of(piece, k)));
                 if (FOLD) w[k][i] = multiply_pairs(w[k][i], factor_of(numbers.scale[i & 1].code(slot, block_of(piece, k))));
             }
+        };
+        // A quarter is multiplied while the next one is turned, but where large scales take another way for all of them.
+        constexpr bool QUARTERS = !AT_ONCE_LIFTED;
+        if (!QUARTERS) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) turn(k);
+        }
         if (large) {
 #pragma unroll
             for (int k = 0; k < 4; ++k)
@@ -76,7 +82,8 @@ __device__ __forceinline__ void multiply_stage(u32 stage, int half, u32 place, c
             // Of a block's sums the first product starts anew, and behind the last one they join the tile's.
             const bool first_half = DEEP == 1 ? !odd : piece == 0;
             const int begins = SCALE_K == 128 ? k == 0 && first_half : SCALE_K == 64 ? k == 0 : (k & 1) == 0;
-            if (k == 0 || (PARTS && SCALE_K == 32 && k == 2)) wgmma_fence();
+            if (QUARTERS) turn(k);
+            if (QUARTERS || k == 0) wgmma_fence();
             if constexpr (PARTS) MmaWeights<N>::run(part, w[k], x + k * (32 >> 4), !begins);
             else MmaWeights<N>::run(total, w[k], x + k * (32 >> 4), 1);
             if (k == 3 || (PARTS && SCALE_K == 32 && k == 1)) {

@@ -63,7 +63,7 @@ def _scale(rng: np.random.Generator, shape: tuple[int, ...]) -> Tensor:
 
 
 def float8_problem(seed: int) -> GroupedGemmProblem:
-    """Whole numbers and powers of two, judged to the last bit, as 1x128 of rows x 128x128 of weights."""
+    """Whole numbers and powers of two, judged to the last bit, as 1x128 of rows x 128x128 or 1x128 of weights."""
     rng = np.random.default_rng(seed)
     form, groups = str(rng.choice(["jagged_m", "masked", "batched"])), int(rng.integers(1, 6))
     k = 16 * int(rng.integers(9, 34))
@@ -75,7 +75,7 @@ def float8_problem(seed: int) -> GroupedGemmProblem:
         options["valid_rows"] = rng.integers(0, m + 1, groups).tolist()
     return GroupedGemmProblem(
         _numbers(rng, (*rows, k)), _numbers(rng, (groups, n, k)).mT, scale_a=_scale(rng, (*rows, blocks)),
-        scale_b=_scale(rng, (groups, blocks, -(-n // 128))), **options,
+        scale_b=_scale(rng, (groups, blocks, n if rng.integers(3) == 0 else -(-n // 128))), **options,
     )  # fmt: skip
 
 

@@ -218,9 +218,20 @@ def test_scales_follow_their_operands(fake: FakeDriver, config: configs.Config) 
     assert not movable.stays_behind([(x.data_ptr(), x.data_ptr() + x.nbytes) for x in scales])
 
 
+@pytest.mark.parametrize("config", [*configs.WEIGHTS[1:], configs.QUANTISED], ids=str)
+def test_scales_and_zero_points_of_weights_follow_their_operands(fake: FakeDriver, config: configs.Config) -> None:
+    zeros = torch.zeros(3, 13, 520, dtype=torch.uint8)
+    problem = weights(b_format="uint4", scale_b=torch.ones(3, 13, 520), zero_b=zeros)
+    movable = bound(config, staged(problem))
+    movable()
+    grids = [cast(Tensor, x) for x in (problem.scale_b, problem.zero_b)]
+    assert not movable.stays_behind([(x.data_ptr(), x.data_ptr() + x.nbytes) for x in grids])
+
+
 @pytest.mark.parametrize(
     ("problem", "words"),
     [
+        (weights(), "codes become numbers in registers"),
         (blocks(), "TMA and wgmma of float8"),
         (blocks(scale_a=torch.ones(300, 13)), "scale_a covers 32 of k"),
         (blocks(batch_invariant=True), "batch invariant: one accumulator, ascending k, mma.sync, 8 products at once"),
@@ -228,7 +239,7 @@ def test_scales_follow_their_operands(fake: FakeDriver, config: configs.Config) 
 )
 def test_plans_say_what_runs_and_why(fake: FakeDriver, problem: GroupedGemmProblem, words: str) -> None:
     recipe = launch.plan(problem.spec, choice.heuristic(problem.spec), GPU)
-    assert words in recipe.why and recipe.kernel in ("hopper_fp8", "quantised")
+    assert words in recipe.why and recipe.kernel in ("hopper_fp8", "hopper_weights", "quantised")
     recipe.bind(staged(problem))()
 
 
