@@ -24,6 +24,7 @@ from multigemm.problem.spec import FusedSpec, OperandSpec, ProblemSpec
 from multigemm.testing import DeviceCase, Subject, check
 from multigemm.testing.placed_case import spec_of
 from tests.backends.cupy import emulation
+from tests.support import host_kernels
 from tests.support.cuda_driver import FakeDriver
 from tests.support.cupy_world import BF16, GPU, SPEC, install
 from tests.support.fused_cases import CPU, FUSED, LAYERS, as_in_layers, fused_cases
@@ -239,11 +240,19 @@ def test_picked_rows_of_int8() -> None:
         (configs.GATED[0], "gate"), (configs.GATED[3], "gate"), (configs.GATHERED[2], "gate"),
         (configs.WIDE, "row_scale"),
         (configs.GATHERED_TOGETHER[6], "jagged_m"), (configs.GATHERED_TOGETHER[4], "jagged_k"),
+        (replace(configs.GATED[2], kernel="gathered"), "gate"),
+        (replace(configs.MIDDLE, kernel="gathered"), "jagged_m"),
+        (replace(configs.MIDDLE, kernel="gathered"), "jagged_k"),
     ],
-    ids=["gate in clusters", "gate", "gate and rows", "row_scale", "rows", "weight gradient"],
+    ids=["gate in clusters", "gate", "gate and rows", "row_scale", "rows", "weight gradient",
+         "gate of copied rows", "copied rows", "weight gradient of copied rows"],
 )  # fmt: skip
-def test_cases_of_layers_on_hopper(config: Config, wanted: str) -> None:
+def test_cases_of_layers_on_hopper(
+    config: Config, wanted: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Of two kernels; threads and copies come in a random order."""
+    host_kernels.install(monkeypatch, tmp_path)
+    sources_of = hopper.gathered_sources if config.kernel == "gathered" else lambda *given: (hopper.source(*given),)
     backend, ran, sources = emulation.EmulatedBackend(config), 0, set[Any]()
     for seed in range(4000):
         case = as_in_layers(seed, replace(LAYERS, longest=140))
@@ -254,7 +263,7 @@ def test_cases_of_layers_on_hopper(config: Config, wanted: str) -> None:
             continue
         if backend.not_supported_reasons(spec, CPU):
             continue
-        source = hopper.source(products, config)
+        (source,) = sources_of(products, config)
         if len(sources) == LAYOUTS and source not in sources:
             continue
         sources.add(source)
