@@ -221,7 +221,9 @@ def sources(spec: ProblemSpec, capability: int, most: int = 2) -> Iterator[tuple
         if spec.fused.scatters:
             yield "sum of rows", sum_source(spec, False)
             return
-        for config in fused_candidates(spec, (capability // 10, capability % 10))[:most]:
+        candidates = fused_candidates(spec, (capability // 10, capability % 10))
+        own = [x for x in candidates if x.kernel != "hopper"]  # else a plain product among steps
+        for config in own[:most]:
             yield from ((f"fused {config}", x) for n, x in fused_sources(spec, config).items() if n != "prefix")
         return
     if spec.quantised:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,15 @@ def test_a_campaign_keeps_what_it_checked(moment: float, tmp_path: Path) -> None
     assert seed and int(seed[1]) >= 3 + summary["problems"]
 
 
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """SIGINT as in a shell's foreground, which its background jobs ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_what_is_held_is_raised_at_the_end() -> None:
     done = []
 
