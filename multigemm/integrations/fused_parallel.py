@@ -76,7 +76,7 @@ def run_fused(
     """
     group, slices = expert_parallel.groups_of(mesh)
     device = expert_parallel.device_of(mesh, x)
-    x, *parameters = in_autocast(x, held.up, held.down, held.up_bias, held.down_bias)
+    *parameters, x = in_autocast(held.up, held.down, held.up_bias, held.down_bias, x)  # x may be on any device
     if slices is not None:
         x, weights = expert_parallel.enter(x, slices), expert_parallel.enter(weights, slices)
     call = _Call(held.experts, parameters[0], group, chunks, device)
