@@ -5,7 +5,10 @@ rank's own tokens first, and a token's pairs of token and expert read the same r
 make of a token, by weight, and sends the sum home, where the sums of all ranks are added (float32, own first, then by
 rank) and rounded once.
 
-Rows are worked on in pieces: this rank's own tokens, which travel nowhere, then those of the others, in `chunks`.
+Rows are worked on in pieces: this rank's own tokens, which travel nowhere, then those of the others, in `chunks`. How
+many rows and pairs a piece has changes with every routing. `room_for` rounds them up, by a sixteenth at most, so that
+the products of a step find the bound launches of an earlier one: what is behind the last row or pair belongs to no
+expert, and no product reads it.
 
     forward     send all; first product of the own piece; for each piece of the others: wait, both products, send the
                 sums home; second product of the own piece; wait, add
@@ -46,7 +49,20 @@ from multigemm.integrations.fused_experts import (
 )
 from multigemm.integrations.layer_ops import add_returned, sort_by_expert, triton_kernels
 from multigemm.integrations.rank_agreement import Input, agree, explained
+from multigemm.problem.spec import bucket
 from multigemm.torch_internals import no_dynamo
+
+ROOM = 16
+"""The least number of rows or pairs that a piece has memory for; a larger one is a multiple of a power of two."""
+NO_EXPERT = 1 << 24
+"""Stands behind the last row of a piece for numbers of experts and for the bits of their weights: as a number it is
+more than there are experts, as bits it is a finite weight."""
+
+
+def room_for(count: int) -> int:
+    """`count` rounded up to one of 16 to 32 numbers in each octave."""
+    step = max(ROOM, bucket(count) // 32)
+    return -(-count // step) * step
 
 
 class Held(NamedTuple):
@@ -97,8 +113,8 @@ class Journeys:
 
     `send[c]` and `receive[c]`: how many rows of chunk c go to and come from each rank. `tokens` [sent rows] says which
     token each row is of, and `place` [chunks, ranks, tokens of a chunk] which row carries a token to a rank, -1 where
-    none does. `pieces`: where each piece lies in X, the own one first, and `pairs`, how many pairs of token and expert
-    it has.
+    none does. `pieces`: where each piece lies in X, the own one first, with room behind what `receive` says; `pairs`:
+    how many pairs of token and expert each has room for.
     """
 
     group: dist.ProcessGroup
@@ -115,11 +131,16 @@ class Journeys:
         ends = list(accumulate(map(sum, self.send), initial=0))
         return [slice(a, b) for a, b in pairwise(ends)]
 
+    @property
+    def arrivals(self) -> list[slice]:
+        """Where the rows of each chunk come to lie in X."""
+        return [slice(at.start, at.start + sum(n)) for at, n in zip(self.pieces[1:], self.receive, strict=True)]
+
     def start(self, rows: Tensor, out: Tensor, chunk: int, home: bool) -> Any:
         """Starts to send the rows of a chunk, there or home."""
         send, receive = self.send[chunk], self.receive[chunk]
         if home:
-            send, receive = receive, send
+            send, receive, rows = receive, send, rows[: sum(receive)]
         with explained(self.group):
             return dist.all_to_all_single(out, rows, receive, send, group=self.group, async_op=True)
 
@@ -127,13 +148,19 @@ class Journeys:
         """Sends rows of each source, [tokens, n]: what becomes X of each, own rows first, and what is under way."""
         whole = [x.new_empty(self.pieces[-1].stop, x.shape[1]) for x in sources]
         under_way: list[list[Any]] = []
-        for chunk, (where, sent) in enumerate(zip(self.pieces[1:], self.departures, strict=True)):
+        for chunk, (where, sent) in enumerate(zip(self.arrivals, self.departures, strict=True)):
             each = zip(sources, whole, strict=True)
             rows = self.tokens[sent]
             under_way.append([self.start(x.index_select(0, rows), to[where], chunk, False) for x, to in each])
         for x, to in zip(sources, whole, strict=True):
-            to[self.pieces[0]].copy_(x)
+            to[: len(x)].copy_(x)
         return whole, under_way
+
+    def empty_rooms(self, routing: Tensor) -> None:
+        """No expert for the rows of X that do not exist."""
+        for piece, came in zip(self.pieces[1:], self.arrivals, strict=True):
+            if came.stop < piece.stop:
+                routing[came.stop : piece.stop].fill_(NO_EXPERT)
 
     def wait(self, works: list[Any]) -> None:
         """What the current stream does next finds the rows of these exchanges."""
@@ -208,11 +235,14 @@ class _Call:
         own = int(sent[here, :, 1].sum())
         others = torch.arange(ranks) != here
         send, receive = (n[:, :, 0].t().tolist() for n in (sent, received))
-        ends = [0, *accumulate(map(sum, receive), initial=len(x))]
+        rooms = [room_for(sum(rows)) for rows in receive]
+        ends = [0, *accumulate(rooms, initial=len(x))]
+        many = [own, *received[others, :, 1].sum(0).tolist()]
+        most = [rows * index.shape[1] for rows in (len(x), *rooms)]
         self.ways = Journeys(
             self.group, send, receive, tokens=layout[0][: sum(map(sum, send))], place=layout[1],
             pieces=[slice(a, b) for a, b in pairwise(ends)],
-            pairs=[own, *received[others, :, 1].sum(0).tolist()],
+            pairs=[min(room_for(pairs), limit) for pairs, limit in zip(many, most, strict=True)],
         )  # fmt: skip
         self.needs_grad = agreed.needs_grad
 
@@ -297,6 +327,7 @@ class _Leave(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, index: Tensor, x: Tensor, weights: Tensor) -> Any:
         call.plan(index, x, weights, call.records and any(ctx.needs_input_grad[2:]))
         (call.x, call.routing), call.arrivals = call.ways.start_all(x, _packed(index, weights))
+        call.ways.empty_rooms(call.routing)
         ctx.call, ctx.dtype = call, weights.dtype
         wide = _weights_of(call.routing[:0]).dtype
         return x.new_empty(()).expand(x.shape), weights.new_empty((), dtype=wide).expand(weights.shape)
@@ -351,9 +382,9 @@ class _Finish(torch.autograd.Function):
 
 
 class _Piece(NamedTuple):
-    """Rows that are worked on together: their pairs of token and expert, sorted by expert.
+    """Rows that are worked on together: their pairs of token and expert, sorted by expert; then some of no expert here.
 
-    `tokens` [pairs]: rows of the piece. `place` [rows, k]: where each pair went, past the end what other ranks have.
+    `tokens` [pairs]: rows of the piece. `place` [rows, k]: where each pair went, those of other ranks to the end.
     `order`: which pair each one was. `preact`: first products before the gate, if they are kept.
     """
 
@@ -460,14 +491,13 @@ class _Layer(NamedTuple):
 
     def _of_weights(self, number: int, piece: _Piece, grad: Tensor, dots: Tensor) -> Tensor:
         """<gradient, row of down> of each pair that is here, and 0 for the others."""
-        pairs = len(piece.tokens)
-        found = torch.cat([dots, dots.new_zeros(1)])[piece.place.clamp(max=pairs)]
+        found = torch.cat([dots, dots.new_zeros(1)])[piece.place.clamp(max=len(dots))]
         if self.down_bias is not None and self.call.here:
             first = self.call.group.rank() * self.call.each
             local = _index_of(self.routing[self.call.ways.pieces[number]]).long() - first
             every = grad.to(dots.dtype) @ self.down_bias.detach().to(dots.dtype).t()
             known = every.gather(1, local.clamp(0, self.call.here - 1))
-            found = found + torch.where(piece.place < pairs, known, 0)
+            found = found + torch.where((local >= 0) & (local < self.call.here), known, 0)
         return found.to(piece.weights.dtype)
 
     def _of_parameters(

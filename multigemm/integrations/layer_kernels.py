@@ -364,7 +364,7 @@ def _pair_backward_kernel(preact, dh, weights, ends, dpreact, weighted, dots, pl
                           MOVED: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
                           LIMIT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """One pair: the gradient of g and u, weight * h, and <dh, h>; zeros where no expert has it. If `MOVED`, the first
-    three go to the pair's place."""
+    three go to the pair's place, and nothing of a pair that no expert has."""
     row = tl.program_id(0).to(tl.int64)
     place = row
     if MOVED:
@@ -393,7 +393,7 @@ def _pair_backward_kernel(preact, dh, weights, ends, dpreact, weighted, dots, pl
         act, slope = _act_parts(g, KIND, ALPHA)
         u = u + BETA
         h = act * u
-        inside = cols < width
+        inside = live if MOVED else cols < width
         to = dpreact.dtype.element_ty
         tl.store(dpreact + to_gate, tl.where(through_g, d * weight * u * slope, 0.0).to(to), mask=inside)
         tl.store(dpreact + to_up, tl.where(through_u, d * weight * act, 0.0).to(to), mask=inside)

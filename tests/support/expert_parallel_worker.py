@@ -193,6 +193,7 @@ def agree() -> None:
         refuse()
         travel_while_multiplying()
         fused_rows_travel_while_multiplying()
+        other_routings_have_the_same_shapes()
         compiled()
 
 
@@ -324,6 +325,32 @@ def fused_rows_travel_while_multiplying() -> None:
         with torch.no_grad():
             assert torch.equal(spread(x), y)
         assert kept == [False, False], "nothing is kept where no gradient is wanted"
+
+
+def other_routings_have_the_same_shapes() -> None:
+    """Steps whose numbers of rows and pairs differ, as every routing has others, make products of few shapes."""
+    spread, _ = layers(mesh_of(1), 1, fused=True, bias=False)
+    tokens, make = 4000, torch.Generator().manual_seed(dist.get_rank())
+    x, weights = torch.ones(tokens, WIDTH).double().requires_grad_(), torch.ones(tokens, TOP).double()
+    counts, shapes, asked = set[int](), set[Any](), 0
+
+    def noted(*operands: Tensor, **keywords: Any) -> Tensor:
+        nonlocal asked
+        asked += 1
+        given = (*operands, *keywords.values(), *(keywords.get("combine") or ()))
+        shapes.add(tuple(t.shape for t in given if isinstance(t, Tensor)))
+        result: Tensor = mg.grouped_gemm(*operands, **keywords)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("multigemm.integrations.fused_experts.grouped_gemm", noted)
+        for _ in range(12):
+            index = torch.rand(tokens, EXPERTS, generator=make).topk(TOP).indices
+            counts.add(int((index < EXPERTS // 2).sum()))
+            spread.experts(x, index, weights).sum().backward()
+    products = 10  # each piece: two, through each back to its rows; and two gradients of weights
+    assert len(counts) > 8 and asked == 12 * products and len(shapes) <= 3 * products, (counts, asked, shapes)
+    assert all(n <= fused_parallel.room_for(n) <= max(n + 15, n * 17 / 16) for n in range(3000))
 
 
 class Noted(torch.nn.Module):
