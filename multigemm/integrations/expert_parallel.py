@@ -111,8 +111,12 @@ def run_experts(
         routings.extend(route(index, experts) for index in top_k_index.tensor_split(chunks))
         ends = torch.stack([routing.ends for routing in routings]).to(torch.int64)
         counts = F.pad(ends.diff(dim=1, prepend=ends.new_zeros(chunks, 1)), (0, here * ranks - experts))
-        by_rank = counts.view(chunks, ranks, here).transpose(0, 1).reshape(ranks, -1)
-        return Input(x.dtype, x.shape[1], top_k_index.shape[1], by_rank, top_k_index.numel() - counts.sum())
+
+        def count(into: Tensor) -> None:
+            into[:, 0] = top_k_index.numel() - counts.sum()
+            into[:, 1:] = counts.view(chunks, ranks, here).transpose(0, 1).reshape(ranks, -1)
+
+        return Input(x.dtype, x.shape[1], top_k_index.shape[1], count)
 
     agreed = agree(read, chunks * here, experts, group, device)
     journeys = _journeys(agreed, chunks, here)
@@ -154,8 +158,9 @@ def check_routing(x: Tensor, index: Tensor, weights: Tensor) -> None:
 
 def _journeys(agreed: Agreed, chunks: int, here: int) -> list[Journey]:
     """The way of each piece, by the counts of [ranks, pieces, experts of a rank]."""
-    ranks = agreed.sent.shape[0]
-    sent, received = (x.view(ranks, chunks, here).sum(2).t().tolist() for x in (agreed.sent, agreed.received))
+    ranks = len(agreed.sent)
+    cuts = [slice(piece * here, (piece + 1) * here) for piece in range(chunks)]
+    sent, received = ([[sum(n[cut]) for n in counts] for cut in cuts] for counts in (agreed.sent, agreed.received))
     arriving = agreed.arriving.reshape(ranks, chunks, here)
     experts = torch.arange(here, device=arriving.device).repeat(ranks)
     return [

@@ -220,29 +220,31 @@ class _Call:
 
     def plan(self, index: Tensor, x: Tensor, weights: Tensor, needs_grad: bool) -> None:
         """Tells the other ranks how many rows will come, and lays out which."""
-        ranks, here, chunks = self.group.size(), self.group.rank(), self.chunks
+        here, chunks = self.group.rank(), self.chunks
+        leave: list[Departures] = []
         layout: list[Tensor] = []
 
         def read() -> Input:
             self._check(x, index, weights)
-            counts, unplaced, goes = self._count(index)
-            layout.extend(_layout(goes))  # this and the next before the host waits for the counts
-            self.own_pairs = self.sorted(index)
-            return Input(x.dtype, x.shape[1], index.shape[1], counts, unplaced, needs_grad)
+            leave.append(Departures(index, self.experts, self.group, chunks))
+            return Input(x.dtype, x.shape[1], index.shape[1], leave[0].count, needs_grad)
 
-        agreed = agree(read, 2 * chunks, self.experts, self.group, self.device)
-        sent, received = (n.view(ranks, chunks, 2) for n in (agreed.sent, agreed.received))
-        own = int(sent[here, :, 1].sum())
-        others = torch.arange(ranks) != here
-        send, receive = (n[:, :, 0].t().tolist() for n in (sent, received))
+        def lay_out() -> None:
+            layout.extend(leave[0].lay_out())
+            self.own_pairs = self.sorted(index)
+
+        agreed = agree(read, 2 * chunks, self.experts, self.group, self.device, lay_out)
+        send, receive = (
+            [[of_rank[2 * c] for of_rank in counts] for c in range(chunks)] for counts in (agreed.sent, agreed.received)
+        )
         rooms = [room_for(sum(rows)) for rows in receive]
         ends = [0, *accumulate(rooms, initial=len(x))]
-        many = [own, *received[others, :, 1].sum(0).tolist()]
-        most = [rows * index.shape[1] for rows in (len(x), *rooms)]
+        others = [of_rank for rank, of_rank in enumerate(agreed.received) if rank != here]
+        many = [sum(agreed.sent[here][1::2]), *(sum(of_rank[2 * c + 1] for of_rank in others) for c in range(chunks))]
         self.ways = Journeys(
             self.group, send, receive, tokens=layout[0][: sum(map(sum, send))], place=layout[1],
             pieces=[slice(a, b) for a, b in pairwise(ends)],
-            pairs=[min(room_for(pairs), limit) for pairs, limit in zip(many, most, strict=True)],
+            pairs=[min(room_for(n), rows * index.shape[1]) for n, rows in zip(many, (len(x), *rooms), strict=True)],
         )  # fmt: skip
         self.needs_grad = agreed.needs_grad
 
@@ -270,35 +272,50 @@ class _Call:
         order, inverse, ends = sort_by_expert(index.reshape(-1), self.here)
         return Sorted((order // max(index.shape[1], 1)).int(), inverse.int().view(index.shape), ends, order)
 
-    def _count(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows and pairs of each chunk to each rank [ranks, 2 chunks]; how many numbers are no experts; and which
-        tokens of a chunk travel to a rank [chunks, ranks, tokens]."""
-        ranks, chunks = self.group.size(), self.chunks
-        known = (index >= 0) & (index < self.experts)
-        owner = torch.where(known, index // max(self.each, 1), ranks).long()
+
+class Departures:
+    """Which tokens travel to which ranks, by chunk: counted first, since the others wait for that, then laid out."""
+
+    def __init__(self, index: Tensor, experts: int, group: dist.ProcessGroup, chunks: int) -> None:
+        self._index, self._experts, self._chunks = index, experts, chunks
+        self._ranks, self._here = group.size(), group.rank()
+        self._each = max(expert_parallel.experts_per_rank(experts, self._ranks), 1)
+        self._kernels = triton_kernels() if index.is_cuda else None
+        self._found: Tensor
+
+    def count(self, into: Tensor) -> None:
+        """Writes to zeros [ranks, 1 + 2 chunks]: how many numbers are no experts; rows and pairs of each chunk."""
+        index, ranks, chunks = self._index, self._ranks, self._chunks
+        if self._kernels is not None:
+            numbers = self._experts, self._each, self._here, chunks
+            self._found = self._kernels.count_departures(index, *numbers, into)
+            return
+        known = (index >= 0) & (index < self._experts)
+        owner = torch.where(known, index // self._each, ranks).long()
         pairs = owner.new_zeros(len(index), ranks + 1).scatter_add_(1, owner, torch.ones_like(owner))
         if missing := -len(index) % chunks:
             pairs = F.pad(pairs, (0, 0, 0, missing))
         pairs = pairs.view(chunks, -1, ranks + 1)
-        goes = (pairs > 0).transpose(1, 2)[:, :ranks].contiguous()
-        goes[:, self.group.rank()] = False
+        self._found = (pairs > 0).transpose(1, 2)[:, :ranks].contiguous()
+        self._found[:, self._here] = False
         many = pairs.sum(1)
-        counts = torch.stack([goes.sum(2), many[:, :ranks]], 2).transpose(0, 1).reshape(ranks, -1)
-        return counts, many[:, ranks].sum(), goes
+        into[:, 0] = many[:, ranks].sum()
+        into[:, 1:] = torch.stack([self._found.sum(2), many[:, :ranks]], 2).transpose(0, 1).reshape(ranks, -1)
 
-
-def _layout(goes: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens of the sent rows, by chunk, by rank, by token, as long as it may be; and where they were put.
-
-    Both `goes` and the latter are [chunks, ranks, tokens of a chunk]; -1 is nowhere.
-    """
-    flat = goes.view(-1)
-    sent = flat.cumsum(0)
-    place = (sent * flat - 1).view(goes.shape)
-    chunks, ranks, tokens = goes.shape
-    found = torch.searchsorted(sent, torch.arange(1, flat.numel() + 1, device=goes.device))
-    rows = found % max(tokens, 1)
-    return (rows if chunks == 1 else rows + found // max(ranks * tokens, 1) * tokens), place
+    def lay_out(self) -> tuple[Tensor, Tensor]:
+        """Tokens of the rows to be sent, by chunk, by rank, by token, as many as there may be; and where they were put,
+        [chunks, ranks, tokens of a chunk], -1 where a token does not travel to a rank."""
+        if self._kernels is not None:
+            numbers = self._experts, self._each, self._here, self._chunks
+            found: tuple[Tensor, Tensor] = self._kernels.lay_out_departures(self._index, *numbers, self._found)
+            return found
+        flat = self._found.view(-1)
+        sent = flat.cumsum(0)
+        place = (sent * flat - 1).view(self._found.shape)
+        chunks, ranks, tokens = self._found.shape
+        found_at = torch.searchsorted(sent, torch.arange(1, flat.numel() + 1, device=flat.device))
+        rows = found_at % max(tokens, 1)
+        return (rows if chunks == 1 else rows + found_at // max(ranks * tokens, 1) * tokens), place
 
 
 def _packed(index: Tensor, weights: Tensor) -> Tensor:
