@@ -34,13 +34,13 @@ SAFETY = 0.95
 
 
 class Input(NamedTuple):
-    """What a rank brings. `count` writes to zeros [ranks, 1 + parts] on the device: how many numbers of experts are
+    """What a rank brings. `write_counts` writes to zeros [ranks, 1 + parts] on the device: how many numbers of experts are
     none, for every rank alike, then the counts of what each rank will be sent."""
 
     dtype: torch.dtype
     features: int
     top_k: int
-    count: Callable[[Tensor], None]
+    write_counts: Callable[[Tensor], None]
     needs_grad: bool = False
 
 
@@ -77,7 +77,7 @@ def agree(
         mine = read()
         known = (0, _number_of(mine.dtype), mine.features, mine.top_k, parts, int(mine.needs_grad))
         both = _message(known, ranks, parts, device)
-        mine.count(both[0, :, facts - 1 :])
+        mine.write_counts(both[0, :, facts - 1 :])
     except Exception as error:  # whatever it is, the other ranks wait for this one
         failure = error
         both = _message((1, *[0] * (facts - 2)), ranks, parts, device)
