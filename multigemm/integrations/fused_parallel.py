@@ -6,9 +6,9 @@ make of a token, by weight, and sends the sum home, where the sums of all ranks 
 rank) and rounded once.
 
 Rows are worked on in pieces: this rank's own tokens, which travel nowhere, then those of the others, in `chunks`. How
-many rows and pairs a piece has changes with every routing. `room_for` rounds them up, by a sixteenth at most, so that
-the products of a step find the bound launches of an earlier one: what is behind the last row or pair belongs to no
-expert, and no product reads it.
+many rows and pairs a piece has changes with every routing. `room_for` rounds them up, so that the products of a step
+find the bound launches of an earlier one: what is behind the last row or pair belongs to no expert, and no product
+reads it.
 
     forward     send all; first product of the own piece; for each piece of the others: wait, both products, send the
                 sums home; second product of the own piece; wait, add
@@ -60,7 +60,9 @@ more than there are experts, as bits it is a finite weight."""
 
 
 def room_for(count: int) -> int:
-    """`count` rounded up to one of 16 to 32 numbers in each octave."""
+    """`count` and a sixty-fourth more, rounded up to one of 16 numbers in each octave: the same number for counts about
+    a round one, which an even routing of a round number of tokens gives."""
+    count += count // 64
     step = max(ROOM, bucket(count) // 32)
     return -(-count // step) * step
 
@@ -145,16 +147,18 @@ class Journeys:
             return dist.all_to_all_single(out, rows, receive, send, group=self.group, async_op=True)
 
     def start_all(self, *sources: Tensor) -> tuple[list[Tensor], list[list[Any]]]:
-        """Sends rows of each source, [tokens, n]: what becomes X of each, own rows first, and what is under way."""
+        """Sends rows of each source, [tokens, n]: X of each, which `add_own` completes, and what is under way."""
         whole = [x.new_empty(self.pieces[-1].stop, x.shape[1]) for x in sources]
         under_way: list[list[Any]] = []
         for chunk, (where, sent) in enumerate(zip(self.arrivals, self.departures, strict=True)):
             each = zip(sources, whole, strict=True)
             rows = self.tokens[sent]
             under_way.append([self.start(x.index_select(0, rows), to[where], chunk, False) for x, to in each])
-        for x, to in zip(sources, whole, strict=True):
-            to[: len(x)].copy_(x)
         return whole, under_way
+
+    def add_own(self, own: Tensor, whole: Tensor) -> None:
+        """Puts this rank's own rows in front of those of the others."""
+        whole[self.pieces[0]].copy_(own)
 
     def empty_rooms(self, routing: Tensor) -> None:
         """No expert for the rows of X that do not exist."""
@@ -203,6 +207,15 @@ class Sorted(NamedTuple):
     order: Tensor
 
 
+class _Own(NamedTuple):
+    """This rank's own tokens and their weights, experts and weights side by side, and their pairs here."""
+
+    x: Tensor
+    weights: Tensor
+    routing: Tensor
+    pairs: Sorted
+
+
 class _Call:
     """What the two halves of one call share: its journeys, and what is under way between them."""
 
@@ -212,10 +225,10 @@ class _Call:
         self.here, self.weight = up.shape[0], (up.dtype, tuple(up.shape[1:]))
         self.records = self.needs_grad = False
         self.ways: Journeys
+        self.own: _Own
         self.x: Tensor
         self.routing: Tensor
         self.arrivals: list[list[Any]]
-        self.own_pairs: Sorted
         self.returns: list[Return] = []
 
     def plan(self, index: Tensor, x: Tensor, weights: Tensor, needs_grad: bool) -> None:
@@ -231,7 +244,8 @@ class _Call:
 
         def lay_out() -> None:
             layout.extend(leave[0].lay_out())
-            self.own_pairs = self.sorted(index)
+            wide = weights.detach().to(torch.promote_types(weights.dtype, torch.float32)).contiguous()
+            self.own = _Own(x.detach(), wide, _packed(index, wide), self.sorted(index))
 
         agreed = agree(read, 2 * chunks, self.experts, self.group, self.device, lay_out)
         send, receive = (
@@ -249,7 +263,7 @@ class _Call:
         self.needs_grad = agreed.needs_grad
 
     def _check(self, x: Tensor, index: Tensor, weights: Tensor) -> None:
-        expert_parallel.check_routing(x, index, weights)
+        expert_parallel.check_routing(x, index, weights, self.device)
         dtype, shape = self.weight
         if not weights.dtype.is_floating_point:
             raise InvalidProblem(f"top_k_weights have dtype {weights.dtype}; they are floating-point numbers")
@@ -257,9 +271,6 @@ class _Call:
             raise InvalidProblem(
                 f"x is {x.dtype} {tuple(x.shape)}, and the experts take {dtype} of {shape[0]} or {shape[1]} features"
             )
-        for name, given in (("x", x), ("top_k_index", index), ("top_k_weights", weights)):
-            if given.device != self.device:
-                raise InvalidProblem(f"{name} is on {given.device}, and the ranks exchange rows on {self.device}")
 
     def sorted(self, index: Tensor) -> Sorted:
         """Pairs of token and expert by this rank's experts, those of others behind them."""
@@ -319,10 +330,9 @@ class Departures:
 
 
 def _packed(index: Tensor, weights: Tensor) -> Tensor:
-    """Experts and the bits of weights side by side, to travel as one [tokens, 2 k]."""
-    wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
-    whole = torch.int64 if wide.dtype is torch.float64 else torch.int32
-    return torch.cat([index.to(whole), wide.contiguous().view(whole)], 1)
+    """Experts and the bits of weights, float32 or float64, side by side, to travel as one [tokens, 2 k]."""
+    whole = torch.int64 if weights.dtype is torch.float64 else torch.int32
+    return torch.cat([index.to(whole), weights.view(whole)], 1)
 
 
 def _index_of(routing: Tensor) -> Tensor:
@@ -343,11 +353,10 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, index: Tensor, x: Tensor, weights: Tensor) -> Any:
         call.plan(index, x, weights, call.records and any(ctx.needs_input_grad[2:]))
-        (call.x, call.routing), call.arrivals = call.ways.start_all(x, _packed(index, weights))
-        call.ways.empty_rooms(call.routing)
+        (call.x, call.routing), call.arrivals = call.ways.start_all(x, call.own.routing)
         ctx.call, ctx.dtype = call, weights.dtype
-        wide = _weights_of(call.routing[:0]).dtype
-        return x.new_empty(()).expand(x.shape), weights.new_empty((), dtype=wide).expand(weights.shape)
+        wide = call.own.weights
+        return x.new_empty(()).expand(x.shape), wide.new_empty(()).expand(weights.shape)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, dweights: Tensor) -> Any:
@@ -365,20 +374,26 @@ class _Finish(torch.autograd.Function):
     ) -> Tensor:
         up, down, up_bias, down_bias = parameters
         layer = _Layer(call, net, up, down, up_bias, down_bias, call.x, call.routing)
-        keep = call.records and any(ctx.needs_input_grad) and not net.recompute
+        differentiable = call.records and any(ctx.needs_input_grad)
+        keep = differentiable and not net.recompute
+        own_hidden, own = layer.first(call.own.x, layer.own_piece(), keep)
+        if differentiable:
+            call.ways.add_own(call.own.x, call.x)
+            call.ways.add_own(call.own.routing, call.routing)
+        call.ways.empty_rooms(call.routing)
         back = Return(call.ways, call.x)
-        own_hidden, own = layer.first(0, layer.arrived(0), keep)
         pieces = [own]
         for chunk, works in enumerate(call.arrivals):
             call.ways.wait(works)
-            hidden, piece = layer.first(chunk + 1, layer.arrived(chunk + 1), keep)
+            x = call.x[call.ways.pieces[chunk + 1]]
+            hidden, piece = layer.first(x, layer.arrived(chunk + 1), keep)
             back.send(chunk, layer.second(piece, hidden))
             pieces.append(piece)
         result = back.added_to(layer.second(own, own_hidden))
         kept = [tensor for piece in pieces for tensor in piece]
         ctx.call, ctx.net = call, net
         ctx.save_for_backward(*parameters, call.x, call.routing, *kept)
-        del call.x, call.routing, call.arrivals, call.own_pairs
+        del call.x, call.routing, call.arrivals, call.own
         return result
 
     @staticmethod
@@ -425,16 +440,21 @@ class _Layer(NamedTuple):
     x: Tensor
     routing: Tensor
 
-    def arrived(self, number: int) -> _Piece:
-        """A piece whose rows are here."""
-        rows, pairs = self.call.ways.pieces[number], self.call.ways.pairs[number]
-        routing = self.routing[rows]
-        tokens, place, ends, order = self.call.sorted(_index_of(routing)) if number else self.call.own_pairs
-        return _Piece(tokens[:pairs], place, ends, order[:pairs], _weights_of(routing), None)
+    def own_piece(self) -> _Piece:
+        """This rank's own rows."""
+        return self._piece(0, self.call.own.pairs, self.call.own.weights)
 
-    def first(self, number: int, piece: _Piece, keep: bool) -> tuple[Tensor, _Piece]:
-        """What the gate gives for each pair; and the piece, with the first products if `keep` them."""
-        x = self.x[self.call.ways.pieces[number]]
+    def arrived(self, number: int) -> _Piece:
+        """A piece of other ranks' rows, which are here."""
+        routing = self.routing[self.call.ways.pieces[number]]
+        return self._piece(number, self.call.sorted(_index_of(routing)), _weights_of(routing))
+
+    def _piece(self, number: int, found: Sorted, weights: Tensor) -> _Piece:
+        pairs = self.call.ways.pairs[number]
+        return _Piece(found.tokens[:pairs], found.place, found.ends, found.order[:pairs], weights, None)
+
+    def first(self, x: Tensor, piece: _Piece, keep: bool) -> tuple[Tensor, _Piece]:
+        """What the gate gives for each pair of rows x; and the piece, with the first products if `keep` them."""
         pairs = Pairs(piece.tokens, piece.place, piece.ends)
         preact = preact_for(self.net, x, pairs, self.up) if keep else None
         if not len(piece.tokens):
@@ -460,6 +480,7 @@ class _Layer(NamedTuple):
         """
         call, ways = self.call, self.call.ways
         (whole,), arrivals = ways.start_all(grad)
+        ways.add_own(grad, whole)
         every = self._every_pair(pieces)
         weights = pieces[0].weights
         of_pairs = grad.new_empty(len(every.tokens), self.up.shape[2 if self.net.stacked else 1])
@@ -496,7 +517,9 @@ class _Layer(NamedTuple):
         net, weights = self.net, piece.weights.view(-1).index_select(0, piece.order)
         if not len(piece.tokens):
             return weights
-        preact = self.first(number, piece, True)[1].preact if piece.preact is None else piece.preact
+        preact = piece.preact
+        if preact is None:
+            preact = self.first(self.x[self.call.ways.pieces[number]], piece, True)[1].preact
         assert preact is not None
         matrix = by_rows(self.down, not net.stacked)
         dh = product(net, grad, matrix, piece.ends, a_rows=piece.tokens)
