@@ -11,9 +11,13 @@ find the bound launches of an earlier one: what is behind the last row or pair b
 reads it.
 
     forward     send all; first product of the own piece; for each piece of the others: wait, both products, send the
-                sums home; second product of the own piece; wait, add
+                sums home; copy the own rows into X; second product of the own piece; wait, add
     backward    send gradients; own piece; for each other one: wait, its gradients, send those of tokens home;
                 the gradients of all weights, over all pieces at once; wait, add
+
+A token travels as one row, [features | experts and weights], since each exchange needs multiprocessors of its own: the
+products are persistent kernels, and an exchange that comes after one of them has begun waits for its end. So a short
+kernel stands between the departure of rows and a product that might otherwise begin at the same time.
 
 So an exchange always has products beside it: the own ones on the way there, and on the way home the second product, or
 the gradients of the weights. The latter read all pairs of an expert side by side: the backward pass of the gate writes
@@ -47,13 +51,15 @@ from multigemm.integrations.fused_experts import (
     product,
     summed_by_expert,
 )
-from multigemm.integrations.layer_ops import add_returned, sort_by_expert, triton_kernels
+from multigemm.integrations.layer_ops import add_returned, copy_rows, sort_by_expert, triton_kernels
 from multigemm.integrations.rank_agreement import Input, agree, explained
 from multigemm.problem.spec import bucket
-from multigemm.torch_internals import no_dynamo
+from multigemm.torch_internals import no_dynamo, pause_stream
 
 ROOM = 16
 """The least number of rows or pairs that a piece has memory for; a larger one is a multiple of a power of two."""
+WORD, LINE = 8, 128
+"""Bytes to which experts and weights are aligned in a row that travels, and rows."""
 NO_EXPERT = 1 << 24
 """Stands behind the last row of a piece for numbers of experts and for the bits of their weights: as a number it is
 more than there are experts, as bits it is a finite weight."""
@@ -146,19 +152,12 @@ class Journeys:
         with explained(self.group):
             return dist.all_to_all_single(out, rows, receive, send, group=self.group, async_op=True)
 
-    def start_all(self, *sources: Tensor) -> tuple[list[Tensor], list[list[Any]]]:
-        """Sends rows of each source, [tokens, n]: X of each, which `add_own` completes, and what is under way."""
-        whole = [x.new_empty(self.pieces[-1].stop, x.shape[1]) for x in sources]
-        under_way: list[list[Any]] = []
-        for chunk, (where, sent) in enumerate(zip(self.arrivals, self.departures, strict=True)):
-            each = zip(sources, whole, strict=True)
-            rows = self.tokens[sent]
-            under_way.append([self.start(x.index_select(0, rows), to[where], chunk, False) for x, to in each])
-        return whole, under_way
-
-    def add_own(self, own: Tensor, whole: Tensor) -> None:
-        """Puts this rank's own rows in front of those of the others."""
-        whole[self.pieces[0]].copy_(own)
+    def start_all(self, rows_of: Callable[[Tensor], Tensor], whole: Tensor) -> list[Any]:
+        """Sends what `rows_of` gives for numbers of tokens, into X; returns what is under way, by chunk."""
+        return [
+            self.start(rows_of(self.tokens[sent]), whole[where], chunk, False)
+            for chunk, (where, sent) in enumerate(zip(self.arrivals, self.departures, strict=True))
+        ]
 
     def empty_rooms(self, routing: Tensor) -> None:
         """No expert for the rows of X that do not exist."""
@@ -166,7 +165,7 @@ class Journeys:
             if came.stop < piece.stop:
                 routing[came.stop : piece.stop].fill_(NO_EXPERT)
 
-    def wait(self, works: list[Any]) -> None:
+    def wait(self, *works: Any) -> None:
         """What the current stream does next finds the rows of these exchanges."""
         with explained(self.group):
             for work in works:
@@ -193,7 +192,7 @@ class Return:
 
     def wait(self) -> None:
         """What the current stream does next finds the rows."""
-        self._ways.wait([work for work, _ in self._under_way])
+        self._ways.wait(*(work for work, _ in self._under_way))
         self._under_way.clear()
 
 
@@ -208,12 +207,34 @@ class Sorted(NamedTuple):
 
 
 class _Own(NamedTuple):
-    """This rank's own tokens and their weights, experts and weights side by side, and their pairs here."""
+    """This rank's own tokens, their weights, experts and weights side by side (`routing`), and their pairs here."""
 
     x: Tensor
     weights: Tensor
     routing: Tensor
     pairs: Sorted
+
+    def empty_rows(self, count: int) -> Rows:
+        """Memory for rows of tokens that travel."""
+        start = -(-self.x.shape[1] * self.x.itemsize // WORD) * WORD
+        size = -(-(start + self.routing.shape[1] * self.routing.itemsize) // LINE) * LINE
+        whole = self.x.new_empty(count, size // self.x.itemsize)
+        numbers = whole.view(self.routing.dtype)[:, start // self.routing.itemsize :][:, : self.routing.shape[1]]
+        return Rows(whole, whole[:, : self.x.shape[1]], numbers)
+
+    def rows_of(self, tokens: Tensor) -> Tensor:
+        """These tokens as rows that travel."""
+        rows = self.empty_rows(len(tokens))
+        copy_rows((self.x, self.routing), tokens, (rows.x, rows.routing))
+        return rows.whole
+
+
+class Rows(NamedTuple):
+    """Rows of tokens as they travel, and what they are made of: features, then experts and weights."""
+
+    whole: Tensor
+    x: Tensor
+    routing: Tensor
 
 
 class _Call:
@@ -226,9 +247,8 @@ class _Call:
         self.records = self.needs_grad = False
         self.ways: Journeys
         self.own: _Own
-        self.x: Tensor
-        self.routing: Tensor
-        self.arrivals: list[list[Any]]
+        self.rows: Rows
+        self.arrivals: list[Any]
         self.returns: list[Return] = []
 
     def plan(self, index: Tensor, x: Tensor, weights: Tensor, needs_grad: bool) -> None:
@@ -353,7 +373,8 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, index: Tensor, x: Tensor, weights: Tensor) -> Any:
         call.plan(index, x, weights, call.records and any(ctx.needs_input_grad[2:]))
-        (call.x, call.routing), call.arrivals = call.ways.start_all(x, call.own.routing)
+        call.rows = call.own.empty_rows(call.ways.pieces[-1].stop)
+        call.arrivals = call.ways.start_all(call.own.rows_of, call.rows.whole)
         ctx.call, ctx.dtype = call, weights.dtype
         wide = call.own.weights
         return x.new_empty(()).expand(x.shape), wide.new_empty(()).expand(weights.shape)
@@ -373,27 +394,29 @@ class _Finish(torch.autograd.Function):
         ctx: Any, call: _Call, net: Network, ticket: Tensor, weights_ticket: Tensor, *parameters: Any
     ) -> Tensor:
         up, down, up_bias, down_bias = parameters
-        layer = _Layer(call, net, up, down, up_bias, down_bias, call.x, call.routing)
+        own_rows, (_, x, routing) = call.own, call.rows
+        layer = _Layer(call, net, up, down, up_bias, down_bias, x, routing)
         differentiable = call.records and any(ctx.needs_input_grad)
         keep = differentiable and not net.recompute
-        own_hidden, own = layer.first(call.own.x, layer.own_piece(), keep)
-        if differentiable:
-            call.ways.add_own(call.own.x, call.x)
-            call.ways.add_own(call.own.routing, call.routing)
-        call.ways.empty_rooms(call.routing)
-        back = Return(call.ways, call.x)
+        own_hidden, own = layer.first(own_rows.x, layer.own_piece(), keep)
+        call.ways.empty_rooms(routing)
+        back = Return(call.ways, own_rows.x)
         pieces = [own]
-        for chunk, works in enumerate(call.arrivals):
-            call.ways.wait(works)
-            x = call.x[call.ways.pieces[chunk + 1]]
-            hidden, piece = layer.first(x, layer.arrived(chunk + 1), keep)
+        for chunk, work in enumerate(call.arrivals):
+            call.ways.wait(work)
+            hidden, piece = layer.first(x[call.ways.pieces[chunk + 1]], layer.arrived(chunk + 1), keep)
             back.send(chunk, layer.second(piece, hidden))
             pieces.append(piece)
+        if differentiable:
+            here = call.ways.pieces[0]
+            copy_rows((own_rows.x, own_rows.routing), None, (x[here], routing[here]))
+        else:
+            pause_stream(x.device)
         result = back.added_to(layer.second(own, own_hidden))
         kept = [tensor for piece in pieces for tensor in piece]
         ctx.call, ctx.net = call, net
-        ctx.save_for_backward(*parameters, call.x, call.routing, *kept)
-        del call.x, call.routing, call.arrivals, call.own
+        ctx.save_for_backward(*parameters, x, routing, *kept)
+        del call.rows, call.arrivals, call.own
         return result
 
     @staticmethod
@@ -479,8 +502,9 @@ class _Layer(NamedTuple):
         What other ranks add to the first two is on the way, in `call.returns`.
         """
         call, ways = self.call, self.call.ways
-        (whole,), arrivals = ways.start_all(grad)
-        ways.add_own(grad, whole)
+        whole = grad.new_empty(ways.pieces[-1].stop, grad.shape[1])
+        arrivals = ways.start_all(lambda tokens: grad.index_select(0, tokens), whole)
+        whole[ways.pieces[0]].copy_(grad)
         every = self._every_pair(pieces)
         weights = pieces[0].weights
         of_pairs = grad.new_empty(len(every.tokens), self.up.shape[2 if self.net.stacked else 1])

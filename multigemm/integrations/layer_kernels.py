@@ -298,6 +298,35 @@ def lay_out_departures(index, experts, each, here, chunks, counts):
     return sent, place
 
 
+@triton.jit
+def _copy_rows_kernel(x, y, rows, to_x, to_y, x_width, y_width, x_stride, y_stride, to_x_stride, to_y_stride,
+                      PICKED: tl.constexpr, BLOCK: tl.constexpr, Y_BLOCK: tl.constexpr):  # fmt: skip
+    """A part of a row of x, and the whole row of y."""
+    row = tl.program_id(0).to(tl.int64)
+    source = tl.load(rows + row).to(tl.int64) if PICKED else row
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(to_x + row * to_x_stride + cols, tl.load(x + source * x_stride + cols, mask=cols < x_width),
+             mask=cols < x_width)  # fmt: skip
+    if tl.program_id(1) == 0:
+        at = tl.arange(0, Y_BLOCK)
+        tl.store(to_y + row * to_y_stride + at, tl.load(y + source * y_stride + at, mask=at < y_width),
+                 mask=at < y_width)  # fmt: skip
+
+
+def copy_rows(sources, rows, to):
+    """Copies `rows` of a wide and of a narrow matrix, all of them where that is None."""
+    (x, y), (to_x, to_y) = map(_lined, sources), to
+    if not to_x.shape[0]:
+        return
+    block = _block(x.shape[1], 16, MOST_COLUMNS)
+    values = {
+        "x": x, "y": y, "rows": x if rows is None else rows, "to_x": to_x, "to_y": to_y, "x_width": x.shape[1],
+        "y_width": y.shape[1], "x_stride": x.stride(0), "y_stride": y.stride(0), "to_x_stride": to_x.stride(0),
+        "to_y_stride": to_y.stride(0), "PICKED": rows is not None, "BLOCK": block, "Y_BLOCK": bucket(y.shape[1]),
+    }  # fmt: skip
+    _run(x, (_copy_rows_kernel, (to_x.shape[0], tiles_of(x.shape[1], block)), _sum_warps(block), values))
+
+
 # --- rows to their experts --------------------------------------------------------------------------
 
 MOST_COLUMNS = 2048

@@ -315,12 +315,12 @@ def fused_rows_travel_while_multiplying() -> None:
         spread, _ = layers(mesh_of(1), 1, fused=True, bias=False, shared_experts=Noted(seen))
         x = torch.randn(20, WIDTH, dtype=torch.float64, requires_grad=True)
         y: Any = spread(x)
-        both = ["start", "start"]  # rows and numbers
-        assert seen == [*both, "shared", "first", "wait", "first", "product", "start", "product", "wait"], seen
+        assert seen == ["start", "shared", "first", "wait", "first", "product", "start", "product", "wait"], seen
         seen.clear()
         y.sum().backward()
         ways = ["product", "product"]  # through down, and to the tokens
-        assert seen == ["start", *ways, "wait", *ways, *both, "weights", "weights", "shared", "wait", "wait"], seen
+        home = ["start", "start"]  # gradients of tokens, and of their weights
+        assert seen == ["start", *ways, "wait", *ways, *home, "weights", "weights", "shared", "wait", "wait"], seen
         kept.clear()
         with torch.no_grad():
             assert torch.equal(spread(x), y)

@@ -20,7 +20,7 @@ from multigemm.backends.triton import BACKEND, Config, choice
 from multigemm.backends.triton.config import problem_with
 from multigemm.integrations import eager, fused_parallel
 from multigemm.integrations.fused_experts import Network, experts_forward, gate_backward
-from multigemm.integrations.layer_ops import add_returned
+from multigemm.integrations.layer_ops import add_returned, copy_rows
 from multigemm.problem.spec import GATES, GLU_LAYOUTS
 from tests.support.fused_cases import FUSED, findings
 
@@ -367,3 +367,18 @@ def test_tokens_that_travel_are_counted_and_laid_out(
         got_rows, got_place = kernels.lay_out_departures(index, experts, each, here, chunks, counts)
         sent = int(want[:, 1::2].sum())
         assert torch.equal(got_place, place) and torch.equal(got_rows[:sent], rows[:sent])
+
+
+@pytest.mark.parametrize("picked", [True, False])
+def test_rows_of_two_matrices_are_copied(picked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    kernels: Any = importlib.import_module("multigemm.integrations.layer_kernels")
+    monkeypatch.setattr(eager, "current_device", lambda: -1)
+    x, y = torch.randn(5, 2100).half(), torch.randint(0, 99, (5, 6), dtype=torch.int32)
+    rows = torch.tensor([4, 0, 4]) if picked else None
+    count = 3 if picked else 5
+    got, want = ((torch.zeros(count, 2112).half()[:, 5:2105], torch.zeros(count, 9).int()[:, 1:7]) for _ in range(2))
+    kernels.copy_rows((x, y), rows, got)
+    copy_rows((x, y), rows, want)
+    for one, other, source in zip(got, want, (x, y), strict=True):
+        assert torch.equal(one, other) and torch.equal(one[1], source[0 if picked else 1])
