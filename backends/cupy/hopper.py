@@ -22,7 +22,16 @@ from multigemm.backends.cupy.arguments import Side, table_of
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import COLUMNS, Config, stages_halves
 from multigemm.backends.cupy.fused import GATE_CODES, problem_argument
-from multigemm.backends.cupy.support import is_swapped, packed_spec, picks_rows, picks_weights, plain_kind, sends
+from multigemm.backends.cupy.support import (
+    hopper_plain_kind,
+    is_swapped,
+    packed_spec,
+    picks_rows,
+    picks_weights,
+    plain_kind,
+    sends,
+    words_of,
+)
 from multigemm.cuda.arguments import Argument, fields, join, slot_of
 from multigemm.cuda.counters import Words, ready
 from multigemm.cuda.device import processors, to_device
@@ -39,8 +48,6 @@ from multigemm.problem.spec import OperandSpec, ProblemSpec
 THREADS = 384
 COUNTERS = 2
 """Words that a launch counts in: the next tile, and clusters that are done."""
-ELEMENT = 2
-"""Bytes of an operand's element."""
 LAUNCH = struct.Struct("<2q4i")
 NO_MAPS = join([BLANK] * 17)
 """In the place of a packed form's maps."""
@@ -122,28 +129,31 @@ def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
 class Layout(NamedTuple):
     """What a kernel is compiled for besides its config."""
 
-    bfloat: bool
+    element: str
+    """Of the operands: BFLOAT, TF32, INT8, or "" for float16."""
     role: Roles
     ragged: bool
     listed: bool
     plain: int
     staged: bool
-    """Whether results lie in the staging in 16 bits."""
+    """Whether results lie in the staging as they are stored."""
     fused: FusedLayout | None = None
 
 
 def layout_of(spec: ProblemSpec) -> Layout:
     """What a kernel for the problems of a spec is compiled for."""
-    bfloat, form = spec.compute == torch.bfloat16, spec.form
-    ragged, listed = form == "jagged_k", form == "per_group"
-    return Layout(bfloat, roles(spec), ragged, listed, plain_kind(spec), stages_halves(spec), fused_layout_of(spec))
+    element = words_of(spec) or ("BFLOAT" if spec.compute == torch.bfloat16 else "")
+    ragged, listed = spec.form == "jagged_k", spec.form == "per_group"
+    plain, staged = hopper_plain_kind(spec), stages_halves(spec)
+    return Layout(element, roles(spec), ragged, listed, plain, staged, fused_layout_of(spec))
 
 
 def defines(layout: Layout, config: Config) -> tuple[tuple[str, int], ...]:
     """Dtype, layouts, whether the epilogue is plain, and the config."""
-    bfloat, role, ragged, listed, plain, staged, _ = layout
+    element, role, ragged, listed, plain, staged, _ = layout
+    operands = (element, 1) if element else ("BFLOAT", 0)
     return (
-        ("BFLOAT", int(bfloat)), ("X_K", int(role.x_k)), ("W_K", int(role.w_k)),
+        operands, ("X_K", int(role.x_k)), ("W_K", int(role.w_k)),
         ("RAGGED_K", int(ragged)), ("LISTED", int(listed)),
         ("PLAIN", plain), ("ROWS", config.rows), ("STAGES", config.stages),
         ("CLUSTER", config.cluster), ("STEP", config.step), ("PINGPONG", int(config.pingpong)),
@@ -157,8 +167,8 @@ def shared_bytes(spec: ProblemSpec, config: Config) -> int:
 
 
 def _side(view: Strided, step: int, mn: int, k: int, groups: int, k_contiguous: bool, dtype: torch.dtype) -> Side:
-    group = ELEMENT * view.group
-    return Side(view.ptr, mn, k, groups if group else 1, ELEMENT * step, group, k_contiguous, dtype)
+    group = dtype.itemsize * view.group
+    return Side(view.ptr, mn, k, groups if group else 1, dtype.itemsize * step, group, k_contiguous, dtype)
 
 
 def results_of(view: Packed, swapped: bool, dtype: torch.dtype) -> Side:
@@ -180,7 +190,7 @@ def sides_of(view: Packed, role: Roles, dtype: torch.dtype) -> tuple[Side, Side]
 def matrix_side(x: Tensor, mn_dim: int, k_contiguous: bool) -> Side:
     """A matrix of a list, whose extent besides k is `mn_dim`."""
     stride = [s if n > 1 else 0 for n, s in zip(x.shape, x.stride(), strict=True)]
-    step = stride[mn_dim if k_contiguous else 1 - mn_dim] * ELEMENT
+    step = stride[mn_dim if k_contiguous else 1 - mn_dim] * x.dtype.itemsize
     return Side(x.data_ptr(), x.shape[mn_dim], x.shape[1 - mn_dim], 1, step, 0, k_contiguous, x.dtype)
 
 
@@ -244,7 +254,7 @@ class Hopper:
     def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
         kernel = load(source(spec, config), index)
         self._clusters, self._config, self._index = Clusters(kernel, spec, config), config, index
-        self._role, self._dtype, self._sends = roles(spec), spec.compute, sends(spec)
+        self._role, self._dtype, self._results, self._sends = roles(spec), spec.compute, spec.out.dtype, sends(spec)
         self._listed, self._ragged = spec.form == "per_group", spec.form == "jagged_k"
         self._fused = fused_layout_of(spec)
 
@@ -288,7 +298,7 @@ class Hopper:
         else:
             maps = (arguments.plain_map(w, COLUMNS), *arguments.row_maps(x))
         if self._sends:
-            return (*maps, arguments.result_map(results_of(view, self._role.swapped, self._dtype)))
+            return (*maps, arguments.result_map(results_of(view, self._role.swapped, self._results)))
         return maps
 
     def _listed_maps(self, ops: Operands) -> Tensor:

@@ -45,7 +45,7 @@ constexpr u16 ALL_BLOCKS = (1 << CLUSTER) - 1;
 
 // This block's columns of the weights. Of the leader block this warp also says when the next tile is wanted.
 __device__ __forceinline__ void load_weights(const Given& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank) {
-    constexpr int AHEAD = 8, BOXES = COLUMNS / 64;          // blocks of k before the end; boxes of 64 columns
+    constexpr int AHEAD = 8, BOXES = W_K ? 1 : COLUMNS / ACROSS;     // blocks of k before the end; boxes of a stage
     constexpr int SHORT_K = 3584;                           // weights read once leave the L2 cache first; with a long k it does not pay
     const bool one_for_all = p.table || (l.swapped ? p.a.group : p.b.group) == 0;
     Ring ring;
@@ -72,7 +72,7 @@ __device__ __forceinline__ void load_weights(const Given& p, const Launch& l, co
 #if GATE == IN_TWO_BOXES
                 // 64 columns of g, then those of u, through a map with an axis for which of the two (arguments.gate_map).
 #pragma unroll
-                for (int i = 0; i < BOXES; ++i) {
+                for (int i = 0; i < COLUMNS / 64; ++i) {
                     const int which = i ^ p.fused.up_first, feature = col / 2;
                     const int x = W_K ? k : feature, y = W_K ? which : k, z = W_K ? feature : which;
 #if SPLIT_ROWS
@@ -89,10 +89,10 @@ __device__ __forceinline__ void load_weights(const Given& p, const Launch& l, co
                 else multicast_box(half, w, full, ALL_BLOCKS, W_K ? k : first, W_K ? first : k, group, hint);
 #else
 #pragma unroll
-                for (int i = 0; i < BOXES; i += 1 + W_K) {
-                    if (W_K) load_box(to + i * BLOCK, w, full, k >> W_SHIFT, col + i * 64, group, hint);
-                    else if (RAGGED_K) load_box(to + i * BLOCK, w, full, col + i * 64, k, t.extra + t.k_len, int(FAR), hint);
-                    else load_box(to + i * BLOCK, w, full, col + i * 64, k, group, hint);
+                for (int i = 0; i < BOXES; ++i) {
+                    if (W_K) load_box(to, w, full, k >> W_SHIFT, col, group, hint);
+                    else if (RAGGED_K) load_box(to + i * ACROSS_BYTES, w, full, col + i * ACROSS, k, t.extra + t.k_len, int(FAR), hint);
+                    else load_box(to + i * ACROSS_BYTES, w, full, col + i * ACROSS, k, group, hint);
                 }
 #endif
                 if (kb == ask_at) barrier_arrive_here(shared_address(&s.ask));

@@ -8,10 +8,10 @@
 #define SEND 0                      // hopper.cu: the copy engine stores the results
 #endif
 #ifndef LATE
-#define LATE (SEND && !PINGPONG)    // while the next tile is multiplied: see consume.cuh
+#define LATE (SEND && !PINGPONG && !WORD_RESULTS)      // while the next tile is multiplied: see consume.cuh
 #endif
 #ifndef ELEMENT
-#define ELEMENT 2                   // bytes of an operand's element
+#define ELEMENT (TF32 ? 4 : INT8 ? 1 : 2)       // bytes of an operand's element
 #endif
 #ifndef FUSED
 #define FUSED 0                     // hopper.cu: more than products and their epilogue (fused.cuh)
@@ -50,7 +50,9 @@ constexpr int LINE_BYTES = 128;                        // of a stage: the swizzl
 constexpr int BK = LINE_BYTES / ELEMENT * DEEP, COLUMNS = 128, CONSUMERS = 2, THREADS = 384;
 constexpr int W_BYTES = COLUMNS * W_LINE, X_BYTES = ROWS * LINE_BYTES * DEEP, STAGE_BYTES = W_BYTES + X_BYTES;
 enum { CLUSTER_ROWS = SPLIT_ROWS ? ROWS * CLUSTER : ROWS, CLUSTER_COLUMNS = SPLIT_ROWS ? COLUMNS : COLUMNS * CLUSTER };      // of a cluster's tile
-constexpr int BLOCK = 64 * LINE_BYTES;                 // 64 lines; of 16 bits one box of an operand with contiguous mn
+constexpr int BLOCK = 64 * LINE_BYTES;                 // 64 lines
+constexpr int ACROSS = LINE_BYTES / ELEMENT, ACROSS_BYTES = BK * LINE_BYTES;      // columns of a box of weights with contiguous mn, and its bytes
+constexpr int RESULT = WORD_RESULTS ? 4 : 2;                  // bytes of a plain result
 constexpr int SLOTS = 4;                               // tiles announced ahead
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int LONG_K = 5120;                           // see stage_bytes

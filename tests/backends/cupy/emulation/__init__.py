@@ -102,6 +102,13 @@ BODIES = {
         "void let_other(int half)": "named_arrive(6 - half, 256);",
         "void wait_for_other(int half)": "named_sync(5 + half, 256);",
         "void clear(float (&d)[COUNT])": "for (float& x : d) x = 0;",
+        "void clear(int (&d)[COUNT])": "for (int& x : d) x = 0;",
+    },
+    "turned_weights.cuh": {
+        "void load_pair(u32& low, u32& high, u32 address)": (
+            "const u64 v = load_shared_as<u64>(address); low = u32(v), high = u32(v >> 32);"
+        ),
+        "void load_transposed(u32 (&v)[4], u32 address)": "load_matrices(v, address);",
     },
     "consume_fp8.cuh": {
         "float4 load_shared_scales(u32 address)": "return load_shared_as<float4>(address);",
@@ -183,7 +190,7 @@ def compiled(source: Source, folder: Path) -> ctypes.CDLL:
     cases = " ".join(f"CASE({n}, products)" for n in range(step, 257, step))
     mma = (HERE / "wgmma.h").read_text()
     (folder / "mma.cuh").write_text(f"{mma}#define CASES(products) {cases}\n")
-    for name in ("mma_fp8.cuh", "mma_weights.cuh"):
+    for name in ("mma_fp8.cuh", "mma_weights.cuh", "fragments.cuh"):
         (folder / name).write_text("#pragma once\n")
     for name, file in (("tensor_cores.cuh", "mma_sync.h"), ("ptx.cuh", "ptx.h")):
         (folder / name).write_text((HERE / file).read_text())
