@@ -266,7 +266,7 @@ def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
         return
     if layout.spec.fused is not None and (layout.hopper or not gathered_reasons(layout.spec)):
         yield _fused_rules(layout, counts)
-    if words_of(layout.spec) and layout.hopper:
+    if words_of(layout.spec) and layout.spec.fused is None:
         yield _words_rules(layout, counts)
     if layout.spec.compute not in HALVES or layout.spec.fused is not None:
         yield list(_generic_rules(layout, counts))
@@ -320,17 +320,20 @@ def _fused_rules(layout: Layout, counts: Counts) -> list[Rule]:
 
 
 def _words_rules(layout: Layout, counts: Counts) -> list[Rule]:
-    """Of tf32 and int8 that TMA can read: the tile whose height the average group needs, from WORDS_WORK products on."""
-    rows = _rows(layout, counts)
+    """Of tf32 and int8: the tile whose height the average group needs, after copies where TMA and wgmma need them."""
+    spec, rows = layout.spec, _rows(layout, counts)
     odd = layout.columns % 2 == 1 and layout.columns <= FEW_COLUMNS
     tall = (ALONE, TURNS, WIDE, MIDDLE) if odd else (TURNS, WIDE, ALONE, MIDDLE)
-    heavy = counts.total * layout.columns * COLUMNS * (layout.k or COLUMNS) >= WORDS_WORK
+    depth = (spec.m if spec.form == "jagged_k" else layout.k) or COLUMNS
+    heavy = counts.total * layout.columns * COLUMNS * depth >= WORDS_WORK
     ladders: tuple[Rule, ...] = (
         (rows <= 64, (SLIM, NARROW) if odd else (NARROW, SLIM)),
         ((rows > 64) & (rows <= 128), (SINGLE, MIDDLE) if odd else (MIDDLE, SINGLE)),
         (rows > 128, tall),
     )
-    return [(holds & heavy, some) for holds, some in ladders]
+    return [
+        (holds & heavy, (*some, *(replace(config, kernel="packed") for config in some))) for holds, some in ladders
+    ]
 
 
 def _somewhere(holds: Condition) -> bool:

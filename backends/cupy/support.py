@@ -115,6 +115,11 @@ def hopper_plain_kind(spec: ProblemSpec) -> int:
     return int(sends(spec)) if words_of(spec) else plain_kind(spec)
 
 
+def pads_rows(spec: ProblemSpec) -> bool:
+    """Whether the row side must be a copy whose groups begin where TMA and wgmma can read them, with zeros behind them."""
+    return bool(words_of(spec)) and spec.form == "jagged_k"
+
+
 def turns_weights(spec: ProblemSpec) -> bool:
     """Whether weights go to the tensor cores through registers: of 4 bytes or one, and contiguous across k."""
     weights, along = (spec.a, "row") if is_swapped(spec) else (spec.b, "col")
@@ -139,22 +144,22 @@ def halves_reasons(spec: ProblemSpec) -> list[str]:
     return [] if spec.compute in HALVES else [f"{spec.compute} operands{precision}: it takes float16 and bfloat16"]
 
 
-def _words_reasons(spec: ProblemSpec) -> list[str]:
+def _words_reasons(spec: ProblemSpec, padded: bool) -> list[str]:
     """What the Hopper kernel has against tf32 and int8, which wgmma takes from shared memory along k only."""
     reasons = []
     name, rows, along = ("b", spec.b, "col") if is_swapped(spec) else ("a", spec.a, "row")
     if rows.order != along:
         reasons.append(f"{name} is contiguous across k: wgmma takes rows of {spec.a.dtype} along k")
-    if spec.form == "jagged_k":
-        reasons.append(f"jagged k of {spec.a.dtype}")
+    if spec.form == "jagged_k" and not padded:
+        reasons.append("jagged k, where a group may begin between the pieces of 16 bytes that TMA reads")
     if spec.fused is not None:
         reasons.append(f"rows picked by index, a gate, preact_out or row_scale of {spec.a.dtype}")
     return reasons
 
 
-def hopper_reasons(spec: ProblemSpec) -> list[str]:
-    """Why the Hopper kernel cannot run a spec; the generic one can."""
-    reasons = _words_reasons(spec) if words_of(spec) else halves_reasons(spec)
+def hopper_reasons(spec: ProblemSpec, padded: bool = False) -> list[str]:
+    """Why the Hopper kernel cannot run a spec; the generic one can. `padded`: rows of a jagged k are a copy."""
+    reasons = _words_reasons(spec, padded) if words_of(spec) else halves_reasons(spec)
     for name, operand in (("a", spec.a), ("b", spec.b)):
         if operand.order == "strided" or operand.align < 16 or not operand.dense:
             reasons.append(
@@ -162,7 +167,7 @@ def hopper_reasons(spec: ProblemSpec) -> list[str]:
             )
     if spec.groups > MAX_GROUPS or spec.groups == 0:
         reasons.append(f"{spec.groups} groups: its schedule holds 1 to {MAX_GROUPS}")
-    if spec.form == "jagged_k" and not (spec.a.order == "col" and spec.b.order == "row"):
+    if spec.form == "jagged_k" and not padded and not (spec.a.order == "col" and spec.b.order == "row"):
         reasons.append("jagged k is the contiguous direction of an operand, where a group may start at any address")
     if spec.form == "masked" and spec.out.order == "col":
         reasons.append("a masked result stored by columns")
@@ -328,12 +333,17 @@ def small_list_reasons(spec: ProblemSpec) -> list[str]:
 @lru_cache(maxsize=1024)
 def packed_spec(spec: ProblemSpec) -> ProblemSpec:
     """The spec after the operands that TMA cannot read have been copied."""
-    a, b = (_packed(spec, spec.a, "col"), _packed(spec, spec.b, "row"))
+    a, b = (_packed(spec, "a", "row", "col"), _packed(spec, "b", "col", "row"))
     return spec if (a, b) == (spec.a, spec.b) else replace(spec, a=a, b=b)
 
 
-def _packed(spec: ProblemSpec, operand: OperandSpec, ragged: Order) -> OperandSpec:
-    order: Order = ragged if spec.form == "jagged_k" else "row" if operand.order == "strided" else operand.order
+def _packed(spec: ProblemSpec, name: Literal["a", "b"], along_k: Order, across_k: Order) -> OperandSpec:
+    operand: OperandSpec = getattr(spec, name)
+    order: Order = "row" if operand.order == "strided" else operand.order
+    if words_of(spec) and is_swapped(spec) == (name == "b"):
+        order = along_k
+    elif spec.form == "jagged_k":
+        order = across_k
     readable = operand.align == 16 and operand.dense and operand.order == order
     return operand if readable else replace(operand, order=order, align=16, dense=True)
 
@@ -341,8 +351,8 @@ def _packed(spec: ProblemSpec, operand: OperandSpec, ragged: Order) -> OperandSp
 def packed_reasons(spec: ProblemSpec) -> list[str]:
     """Why copying first does not help a spec."""
     copied = packed_spec(spec)
-    reasons = [*halves_reasons(spec), *hopper_reasons(copied), *_copy_reasons(spec, copied)]
-    if copied == spec:
+    reasons = [*hopper_reasons(copied, pads_rows(spec)), *_copy_reasons(spec, copied)]
+    if copied == spec and not pads_rows(spec):
         reasons.append("nothing needs copying")
     return reasons
 

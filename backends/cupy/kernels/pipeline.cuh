@@ -161,4 +161,11 @@ __device__ __forceinline__ void wait_until_taken(Shared& s, int last) {
 // Where a block's columns begin, or those of one of two warpgroups that share them.
 __device__ __forceinline__ i64 first_column(const Tile& t, u32 rank, int half) { return t.col0 + i64(rank) * COLUMNS + half * 64; }
 
+// Jagged k: the first k of a tile. Of rows (X_K) or weights (W_K) that lie along k it is that of a copy (pack.cu), where groups
+// begin at multiples of PADDED; else of a ragged map, which counts back from the group's end.
+constexpr int PADDED = BK > 64 ? BK : 64;
+__device__ __forceinline__ int first_k(const Tile& t, bool padded) {
+    return !RAGGED_K ? 0 : padded ? (t.extra / PADDED + t.group) * PADDED : int(FAR) - t.k_len;
+}
+
 __device__ __forceinline__ int k_blocks(const Tile& t) { return (t.k_len + BK - 1) / BK; }

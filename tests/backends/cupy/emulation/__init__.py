@@ -58,6 +58,17 @@ extern "C" void run(const Sum* s, int grid, int threads, const float*) {
     for (int b = 0; b < grid; ++b) run_blocks(b, 1, threads, [=] { sum_rows(*s); });
 }
 """
+RUN_COPIES = """
+inline char* dynamic_shared() { return nullptr; }
+extern "C" void run(ARGUMENTS, int grid, int threads, const float*) {
+    gridDim.x = grid;
+    for (int b = 0; b < grid; ++b) run_blocks(b, 1, threads, [=] { LAUNCH; });
+}
+"""
+COPIES = {
+    "pack": "#define ARGUMENTS const Job* j\n#define LAUNCH pack(*j)\n",
+    "pack_ragged": "#define ARGUMENTS const Problem* p, const Copy* c\n#define LAUNCH pack_ragged(*p, *c)\n",
+}
 RUN_HOPPER = """
 extern "C" void run(
     const Given* p, const Launch* l, PARAMETERS const Maps* m, int grid, int threads, const float* numbers) {
@@ -206,7 +217,8 @@ def compiled(source: Source, folder: Path) -> ctypes.CDLL:
         )
     else:
         of_hopper = shared + HALVES + RUN_HOPPER
-        text += {"generic": RUN_GENERIC, "sum_rows": RUN_SUM, "hopper": of_hopper}.get(source.entry, RUN_QUANTISED)
+        of_copies = COPIES.get(source.entry, "") + RUN_COPIES
+        text += {"pack": of_copies, "pack_ragged": of_copies, "generic": RUN_GENERIC, "sum_rows": RUN_SUM, "hopper": of_hopper}.get(source.entry, RUN_QUANTISED)
     (folder / "kernel.cpp").write_text('#include "threads.h"\n' + text)
     library = folder / "kernel.so"
     defines = [f"-D{name}={value}" for name, value in source.defines]
@@ -286,7 +298,8 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
     for module in (quantised, hopper_fp8, hopper_weights, hopper, generic, fused):
         monkeypatch.setattr(module, "load", load)
-    monkeypatch.setattr(generic, "processors", lambda index: 3)
+    for module in (generic, hopper):
+        monkeypatch.setattr(module, "processors", lambda index: 3)
     monkeypatch.setattr(hopper, "Words", _Words)
     monkeypatch.setattr(hopper, "ready", lambda index, count: None)
     for binder in (hopper, hopper_fp8, hopper_weights):
@@ -301,6 +314,7 @@ KERNELS: dict[str, Any] = {
     "hopper_weights": hopper_weights.HopperWeights,
     "generic": generic.Generic,
     "hopper": hopper.Hopper,
+    "packed": hopper.CopiedHopper,
     "hopper_gather": hopper.Hopper,
     "gathered": hopper.GatheredHopper,
 }
