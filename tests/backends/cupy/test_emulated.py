@@ -199,7 +199,7 @@ WORDS = (
     Config("hopper", rows=64, stages=3, cluster=2),
     Config("hopper", rows=64, stages=4, cluster=1, pingpong=True),
     Config("hopper", rows=128, stages=3, cluster=2, pingpong=True),
-    Config("hopper", rows=192, stages=2, cluster=1, step=32),
+    Config("hopper", rows=192, stages=3, cluster=1, step=32),
 )
 
 
