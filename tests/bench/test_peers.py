@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import types
 from dataclasses import replace
@@ -17,6 +15,7 @@ from multigemm.bench.entries import Refused
 from multigemm.bench.operands import make, reference
 from multigemm.bench.peers import PEERS, _odd_start, peer_entries
 from multigemm.bench.workloads import Workload
+from tests.support.python_process import run_python
 
 LIBRARIES = ("deep_gemm", "quack", "fbgemm", "triton_kernels")
 TUTORIAL = "triton_tutorial"
@@ -125,11 +124,6 @@ tile = {"BM": 128, "BN": 128, "BK": 64, "STAGES": 3}
 source = ASTSource(tutorial_kernel, {**types, **dict.fromkeys(tile, "constexpr")}, constexprs=tile)
 print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "num_stages": 3}).asm["ptx"])
 """
-    # a test before this one may have asked for the interpreter
-    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    made = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False, env=clean
-    )
-    assert made.returncode == 0, made.stderr[-2000:]
+    made = run_python("-c", program)
     assert "wgmma.mma_async" in made.stdout
     assert "cp.async.bulk.tensor" in made.stdout
