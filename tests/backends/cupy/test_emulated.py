@@ -235,14 +235,16 @@ def test_words_after_copies(dtype: torch.dtype, form: str) -> None:
 @pytest.mark.parametrize("config", configs.WEIGHTS, ids=lambda c: f"{c.rows}x{c.cluster}")
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights_by_wgmma(name: str, config: Config) -> None:
-    """Every format, scales of every width along k, both 16-bit dtypes; threads and copies come in a random order."""
-    ran = 0
+    """Every format and scales of every width along k; threads and copies come in a random order. Both 16-bit dtypes
+    take turns, so that each meets every pair of a format and a config, and of a config and a width."""
+    ran, turn = 0, WEIGHTS.index(name) + configs.WEIGHTS.index(config)
     for seed, block in enumerate((0, 32, 64, 128)):
-        for dtype, scale in ((torch.bfloat16, SCALES[seed % 3]), (torch.float16, torch.float32)):
-            problem = weights_problem(seed + len(name), dtype, name, scale, block)
-            if configs.is_valid(config, problem.spec):
-                _is_right(problem, config)
-                ran += 1
+        turn += 1
+        dtype, scale = (torch.bfloat16, SCALES[seed % 3]) if turn % 2 else (torch.float16, torch.float32)
+        problem = weights_problem(seed + len(name), dtype, name, scale, block)
+        if configs.is_valid(config, problem.spec):
+            _is_right(problem, config)
+            ran += 1
     assert ran
 
 
