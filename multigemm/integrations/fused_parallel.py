@@ -559,7 +559,8 @@ class _Layer(NamedTuple):
         if self.down_bias is not None and self.call.here:
             first = self.call.group.rank() * self.call.each
             local = _index_of(self.routing[self.call.ways.pieces[number]]).long() - first
-            every = grad.to(dots.dtype) @ self.down_bias.detach().to(dots.dtype).t()
+            bias = self.down_bias.detach().t().unsqueeze(0)
+            every = product(self.net, grad.unsqueeze(0), bias, None, out_dtype=dots.dtype).squeeze(0)
             known = every.gather(1, local.clamp(0, self.call.here - 1))
             found = found + torch.where((local >= 0) & (local < self.call.here), known, 0)
         return found.to(piece.weights.dtype)
