@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -217,17 +218,23 @@ class _Own(NamedTuple):
 
     def empty_rows(self, count: int) -> Rows:
         """Memory for rows of tokens that travel."""
-        start = -(-self.x.shape[1] * self.x.itemsize // WORD) * WORD
-        size = -(-(start + self.routing.shape[1] * self.routing.itemsize) // LINE) * LINE
-        whole = self.x.new_empty(count, size // self.x.itemsize)
-        numbers = whole.view(self.routing.dtype)[:, start // self.routing.itemsize :][:, : self.routing.shape[1]]
-        return Rows(whole, whole[:, : self.x.shape[1]], numbers)
+        (_, features), (_, numbers), x, kind = self.x.shape, self.routing.shape, self.x, self.routing.dtype
+        width, start = row_layout(features, x.element_size(), numbers, self.routing.element_size())
+        whole = x.new_empty((count, width))
+        return Rows(whole, whole.narrow(1, 0, features), whole.view(kind).narrow(1, start, numbers))
 
     def rows_of(self, tokens: Tensor) -> Tensor:
         """These tokens as rows that travel."""
-        rows = self.empty_rows(len(tokens))
+        rows = self.empty_rows(tokens.shape[0])
         copy_rows((self.x, self.routing), tokens, (rows.x, rows.routing))
         return rows.whole
+
+
+@lru_cache(maxsize=64)
+def row_layout(features: int, size: int, numbers: int, number_size: int) -> tuple[int, int]:
+    """(elements of a row that travels, the number at which its experts and weights begin), by sizes in bytes."""
+    start = -(-features * size // WORD) * WORD
+    return -(-(start + numbers * number_size) // LINE) * LINE // size, start // number_size
 
 
 class Rows(NamedTuple):
@@ -265,21 +272,22 @@ class _Call:
 
         def lay_out() -> None:
             layout.extend(leave[0].lay_out())
-            wide = weights.detach().to(torch.promote_types(weights.dtype, torch.float32)).contiguous()
-            self.own = _Own(x.detach(), wide, _packed(index, wide), self.sorted(index))
+            wide = weights.to(torch.promote_types(weights.dtype, torch.float32)).contiguous()
+            self.own = _Own(x, wide, _packed(index, wide), self.sorted(index))
 
         agreed = agree(read, 2 * chunks, self.experts, self.group, self.device, lay_out)
         send, receive = (
             [[of_rank[2 * c] for of_rank in counts] for c in range(chunks)] for counts in (agreed.sent, agreed.received)
         )
         rooms = [room_for(sum(rows)) for rows in receive]
-        ends = [0, *accumulate(rooms, initial=len(x))]
+        tokens, top_k = index.shape
+        ends = [0, *accumulate(rooms, initial=tokens)]
         others = [of_rank for rank, of_rank in enumerate(agreed.received) if rank != here]
         many = [sum(agreed.sent[here][1::2]), *(sum(of_rank[2 * c + 1] for of_rank in others) for c in range(chunks))]
         self.ways = Journeys(
             self.group, send, receive, tokens=layout[0][: sum(map(sum, send))], place=layout[1],
             pieces=[slice(a, b) for a, b in pairwise(ends)],
-            pairs=[min(room_for(n), rows * index.shape[1]) for n, rows in zip(many, (len(x), *rooms), strict=True)],
+            pairs=[min(room_for(n), rows * top_k) for n, rows in zip(many, (tokens, *rooms), strict=True)],
         )  # fmt: skip
         self.needs_grad = agreed.needs_grad
 
