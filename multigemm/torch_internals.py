@@ -168,7 +168,7 @@ def group_timeout(group: Any, device: torch.device) -> float:
 def pause_stream(device: torch.device) -> None:
     """Keeps the current stream of a GPU busy for some microseconds, so that what waits on another one begins first."""
     if device.type == "cuda":
-        torch.cuda._sleep(PAUSE_CYCLES)
+        torch.cuda._sleep(PAUSE_CYCLES)  # type: ignore[no-untyped-call]
 
 
 # --- torch.compile -----------------------------------------------------------------------------------
