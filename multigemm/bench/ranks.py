@@ -463,7 +463,7 @@ class Plain:
         )
         hidden = call(rows, up, offs=ends)
         if "gate_up_proj_bias" in self.held:
-            hidden = hidden + self.held["gate_up_proj_bias"][experts]
+            hidden = hidden + self._bias_of("gate_up_proj_bias", experts)
         if options.get("glu_layout") == "interleaved":
             gate, value = hidden[:, 0::2], hidden[:, 1::2]
             limit = options["glu_limit"]
@@ -473,7 +473,13 @@ class Plain:
             gate, value = hidden.chunk(2, 1)
             hidden = F.silu(gate) * value
         results: Tensor = call(hidden, down, offs=ends)
-        return results + self.held["down_proj_bias"][experts] if "down_proj_bias" in self.held else results
+        return results + self._bias_of("down_proj_bias", experts) if "down_proj_bias" in self.held else results
+
+    def _bias_of(self, name: str, experts: Tensor) -> Tensor:
+        """The bias of each row; its gradient is summed in float32, for in bfloat16 thousands of rows are some percent
+        off."""
+        bias = self.held[name]
+        return bias.float()[experts].to(bias.dtype)
 
 
 # --- time ---------------------------------------------------------------------------------------------
