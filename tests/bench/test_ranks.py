@@ -54,6 +54,9 @@ def test_the_picture_is_drawn_again_from_what_was_kept(name: str, tmp_path: Path
     words = ["bench", "ranks", "--draw", str(tmp_path / "all.json"), "--picture", str(tmp_path / name)]
     assert main(words) == 0
     assert (tmp_path / name).stat().st_size > 1000
+    if name.endswith("svg"):
+        text = (tmp_path / name).read_text()
+        assert text.count("http") == 1 and "mixtral: a training step" in text, "no other host is named"
 
 
 def test_more_ranks_wait_longer_for_more_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
