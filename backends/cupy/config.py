@@ -354,11 +354,17 @@ def most_weight_rows(spec: ProblemSpec) -> int:
 
 @cache
 def _runs_clusters(config: Config, plain: bool) -> bool:
-    """Whether a config is one of the kernels of resident clusters, and fits with results that are plain or not."""
-    stages = config.weight_stages if config.kernel == "hopper_shift_b" else config.stages
+    """Whether a config is one of the kernels of resident clusters, and fits with results that are plain or not.
+
+    A ring whose stages have many heights (`stage_bytes` in pipeline.cuh) leaves up to one stage unused where it wraps,
+    and consumers hold two: a block, and the one before it.
+    """
+    shifts = config.kernel == "hopper_shift_b"
+    stages = config.weight_stages if shifts else config.stages
+    least = 3 if config.rows > 128 and not shifts else 2
     turns = not config.pingpong or (config.rows <= 192 and plain)
     known = config.rows in (64, 128, 192, 256) and config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64)
-    return turns and known and stages >= 2 and config.shared_bytes(plain) <= SHARED_LIMIT
+    return turns and known and stages >= least and config.shared_bytes(plain) <= SHARED_LIMIT
 
 
 @cache
