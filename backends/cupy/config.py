@@ -19,6 +19,7 @@ from multigemm.backends.cupy.support import (
     hopper_plain_kind,
     hopper_reasons,
     packed_reasons,
+    packed_spec,
     picks_rows,
     picks_weights,
     shift_b_reasons,
@@ -324,6 +325,8 @@ def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -
         return shape_fits(replace(config, kernel="hopper"), gathered_spec(spec), capability)
     if config.kernel == "hopper" and picks_rows(spec):
         return False
+    if config.kernel == "packed":
+        spec = packed_spec(spec)
     if spec.compute not in HALVES and words_of(spec) and not _fits_words(config, spec):
         return False
     if has_gate(spec) and not (config.pingpong and config.rows <= most_gated_rows(spec)):

@@ -244,6 +244,10 @@ def test_words_go_to_the_hopper_kernel_with_copies_of_rows_that_lie_across_k(kin
     assert (copied.a.order, copied.b.order) == ("row", "col")
     assert support.hopper_reasons(ragged) and not support.packed_reasons(ragged)
     assert support.packed_spec(ragged).a.order == "row" and support.packed_spec(ragged).b == ragged.b
+    packed = replace(configs.TURNS, kernel="packed")
+    lines = spec(**across(kind, "a", "b"), form="jagged_k", k=None, m=4096)
+    assert is_valid(packed, rows) and not is_valid(packed, ragged), "weights across k go through registers"
+    assert not is_valid(packed, lines) and is_valid(replace(configs.WIDE, kernel="packed"), lines)
     for problem in (along, turned, rows, ragged):
         heavy = replace(problem, total=1 << 14)
         copies = problem in (rows, ragged)
