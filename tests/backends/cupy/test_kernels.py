@@ -69,13 +69,13 @@ def report(source: Source, arch: str) -> tuple[int, int]:
 
 @cache
 def ptx_of(source: Source, arch: str) -> str:
-    """The PTX text of a kernel."""
+    """The PTX text of a kernel, which a virtual architecture gives without ptxas."""
     from cupy.cuda import nvrtc
 
     names = [(name.encode(), body.encode()) for name, body in headers()]
     text = (SOURCES / source.file).read_text()
     program = nvrtc.createProgram(text, source.file, [body for _, body in names], [name for name, _ in names])
-    nvrtc.compileProgram(program, source.options(arch))
+    nvrtc.compileProgram(program, source.options(arch.replace("sm", "compute")))
     ptx = nvrtc.getPTX(program)
     return ptx.decode() if isinstance(ptx, bytes) else str(ptx)
 
