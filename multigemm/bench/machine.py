@@ -16,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -167,15 +168,16 @@ class EnergyMeter:
         self._call("nvmlDeviceGetTotalEnergyConsumption", self._handle, ctypes.byref(total))
         return total.value / 1e3
 
-    def of_call(self, call: Callable[[], object], us: float) -> float:
-        """Joules of one call that takes about `us` microseconds: the mean over a second of calls back to back."""
+    def of_call(self, call: Callable[[], object], us: float) -> tuple[float, float]:
+        """Joules and microseconds of one call that takes about `us`: means over a second of calls back to back."""
         count = math.ceil(LONG_ENOUGH_US / us)
         torch.cuda.synchronize(self.device)
-        before = self.joules()
+        before, begin = self.joules(), time.perf_counter()
         for _ in range(count):
             call()
         torch.cuda.synchronize(self.device)
-        return (self.joules() - before) / count
+        spent = time.perf_counter() - begin
+        return (self.joules() - before) / count, spent * 1e6 / count
 
 
 # --- ceilings ---------------------------------------------------------------------------------------
