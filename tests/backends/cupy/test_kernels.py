@@ -255,17 +255,27 @@ def test_hopper_shift_b_multiplies_weights_from_registers() -> None:
     text = ptx_of(source, "sm_90a")
     fragment = r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16 \{[^}]*\}, \{%r\d+,%r\d+,%r\d+,%r\d+\}"
     widths = re.findall(fragment, text.replace(", %r", ",%r"))
-    assert {width: widths.count(width) for width in widths} == {str(n): 4 for n in range(8, 65, 8)}
+    of_both = {str(n): 8 for n in range(8, 65, 8)}  # a block of k under way, and one whose weights are being read
+    assert {width: widths.count(width) for width in widths} == of_both
     assert "cp.async.cg" not in text, "the copy engine brings the weights too"
 
 
 @pytest.mark.slow
-def test_nothing_may_take_the_registers_of_products_under_way() -> None:
+@pytest.mark.parametrize("b", ["row", "col"])
+def test_nothing_may_take_the_registers_of_products_under_way(b: Order) -> None:
     """The compiler gave them to the next weights when the wait stood behind the choice of the width."""
-    text = ptx_of(hopper_shift_b.source(spec(b="col"), configs.SHIFT_B_NARROW), "sm_90a")
+    text = ptx_of(hopper_shift_b.source(spec(b=b), configs.SHIFT_B_NARROW), "sm_90a")
     order = re.findall(r"wgmma\.(mma_async|commit_group|wait_group)", text)
-    products = [i for i, name in enumerate(order) if name == "mma_async"]
-    assert order == (["mma_async"] * 4 + ["commit_group", "wait_group"]) * (len(products) // 4)
+    assert order == (["mma_async"] * 4 + ["commit_group", "wait_group"]) * (order.count("wait_group"))
+    loaded = 0
+    for products in re.findall(r"(?s)wgmma\.fence.*?wgmma\.wait_group", text):
+        weights = set(re.findall(r"%r\d+", "".join(re.findall(r"wgmma\.mma_async.*?\}, (\{[^}]*\})", products))))
+        written = set(
+            re.findall(r"(?m)^\s*(?:@!?%p\d+ )?\w+\S*\s+(%r\d+),", products[products.index("commit_group") :])
+        )
+        assert len(weights) == 16 and len(written) > 16 and not weights & written
+        loaded += "ld.shared" in products
+    assert loaded == order.count("wait_group"), "the next weights are read while products are under way"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Cupy's kernels for quantised operands and fused problems on a CPU, from their own sources.
+"""Cupy's kernels for quantised operands, fused problems and unaligned weights on a CPU, from their own sources.
 
 Threads are fibers (threads.h), and the functions that are one PTX instruction each are replaced by functions of C++
 (mma_sync.h, ptx.h).
@@ -23,7 +23,16 @@ import pytest
 import torch
 
 from multigemm.backend import Availability, Recipe
-from multigemm.backends.cupy import arguments, fused, generic, hopper, hopper_fp8, hopper_weights, quantised
+from multigemm.backends.cupy import (
+    arguments,
+    fused,
+    generic,
+    hopper,
+    hopper_fp8,
+    hopper_shift_b,
+    hopper_weights,
+    quantised,
+)
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import SOURCES, Source
 from multigemm.backends.cupy.config import Config
@@ -76,6 +85,17 @@ extern "C" void run(
     }
 }
 """
+RUN_PACK = """
+inline char* dynamic_shared() { return nullptr; }
+extern "C" void run(const Job* job, int grid, int threads, const float*) {
+    gridDim.x = grid;
+    for (int b = 0; b < grid; ++b) run_blocks(b, 1, threads, [=] { pack(*job); });
+}
+"""
+SHIFTED = """
+#define PARAMETERS const Maps* maps, const WeightMaps* weights,
+#define LAUNCH hopper_shift_b(*p, *l, *maps, *weights, *(const Eighths*)m)
+"""
 HALVES = "#define PARAMETERS\n#define LAUNCH hopper(*p, *l, *m)\n"
 BODIES = {
     "common.cuh": {
@@ -121,6 +141,11 @@ BODIES = {
         "u32 load_shared_half(u32 address)": "return load_shared_as<u16>(address);",
     },
     "hopper_weights.cu": {"void settle(float (&d)[COUNT])": "", "void keep_in_register(u32& v)": ""},
+    "hopper_shift_b.cu": {
+        "u32 load_word(u32 address)": "return load_shared_as<u32>(address);",
+        "u32 load_half(u32 address)": "return load_shared_as<u16>(address);",
+        "void keep_in_register(u32& v)": "",
+    },
     "hopper_fp8.cu": {
         "void copy_number(u32 to, const void* from)": "memcpy(at(to), from, 4);",
     },
@@ -183,11 +208,13 @@ def compiled(source: Source, folder: Path) -> ctypes.CDLL:
     cases = " ".join(f"CASE({n}, products)" for n in range(step, 257, step))
     mma = (HERE / "wgmma.h").read_text()
     (folder / "mma.cuh").write_text(f"{mma}#define CASES(products) {cases}\n")
-    for name in ("mma_fp8.cuh", "mma_weights.cuh"):
+    for name in ("mma_fp8.cuh", "mma_weights.cuh", "fragments.cuh"):
         (folder / name).write_text("#pragma once\n")
     for name, file in (("tensor_cores.cuh", "mma_sync.h"), ("ptx.cuh", "ptx.h")):
         (folder / name).write_text((HERE / file).read_text())
     text = _rewritten(SOURCES / source.file).replace("extern __shared__ char raw[];", "char* const raw = at(BASE);")
+    text = text.replace("extern __shared__ char bytes[];", "char* const bytes = at(BASE);")
+    text = text.replace("__shared__ Rings r;", "Rings& r = *(Rings*)at(BASE + SIZE - sizeof(Rings));")
     text = text.replace("extern __shared__ __align__(16) char shared[];", "char* const shared = generic_shared;")
     grids = {"hopper_fp8": "SideGrids", "hopper_weights": "WeightGrids"}.get(source.entry)
     shared = "inline char* dynamic_shared() { return shared_memory[local_block()] - BASE; }\n"
@@ -198,8 +225,11 @@ def compiled(source: Source, folder: Path) -> ctypes.CDLL:
             + RUN_HOPPER
         )
     else:
-        of_hopper = shared + HALVES + RUN_HOPPER
-        text += {"generic": RUN_GENERIC, "sum_rows": RUN_SUM, "hopper": of_hopper}.get(source.entry, RUN_QUANTISED)
+        runs = {
+            "generic": RUN_GENERIC, "sum_rows": RUN_SUM, "pack": RUN_PACK, "hopper": shared + HALVES + RUN_HOPPER,
+            "hopper_shift_b": shared + SHIFTED + RUN_HOPPER,
+        }  # fmt: skip
+        text += runs.get(source.entry, RUN_QUANTISED)
     (folder / "kernel.cpp").write_text('#include "threads.h"\n' + text)
     library = folder / "kernel.so"
     defines = [f"-D{name}={value}" for name, value in source.defines]
@@ -217,7 +247,8 @@ def _encoded(
     """Tensor maps as ptx.h reads them."""
     made = bytearray()
     for box in boxes:
-        assert address % 16 == 0 and all(x % 16 == 0 for x in strides) and box[0] * dtype.itemsize <= 128
+        assert address % 16 == 0 and all(x % 16 == 0 for x in strides)
+        assert box[0] * dtype.itemsize <= (128 if swizzle else 512)
         words = [address, len(extents) | dtype.itemsize << 8 | swizzle << 16]
         for values, count in ((extents, 5), (strides, 4), (box, 5)):
             words += [*(int(x) % 2**64 for x in values), *[1] * (count - len(values))]
@@ -277,12 +308,13 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         own.mkdir()
         return _Kernel(compiled(source, own))
 
-    for module in (quantised, hopper_fp8, hopper_weights, hopper, generic, fused):
+    for module in (quantised, hopper_fp8, hopper_weights, hopper_shift_b, hopper, generic, fused):
         monkeypatch.setattr(module, "load", load)
-    monkeypatch.setattr(generic, "processors", lambda index: 3)
+    for module in (generic, hopper):
+        monkeypatch.setattr(module, "processors", lambda index: 3)
     monkeypatch.setattr(hopper, "Words", _Words)
     monkeypatch.setattr(hopper, "ready", lambda index, count: None)
-    for binder in (hopper, hopper_fp8, hopper_weights):
+    for binder in (hopper, hopper_fp8, hopper_weights, hopper_shift_b):
         monkeypatch.setattr(binder, "on_device", lambda index: nullcontext())
     for target in (hopper_fp8, hopper_weights, arguments):
         monkeypatch.setattr(target, "encode_together", _encoded)
@@ -296,6 +328,7 @@ KERNELS: dict[str, Any] = {
     "hopper": hopper.Hopper,
     "hopper_gather": hopper.Hopper,
     "gathered": hopper.GatheredHopper,
+    "hopper_shift_b": hopper_shift_b.HopperShiftB,
 }
 
 
