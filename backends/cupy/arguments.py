@@ -36,7 +36,7 @@ from multigemm.cuda.arguments import (
     tokens_at,
 )
 from multigemm.cuda.device import to_device
-from multigemm.cuda.tensor_map import BLANK, NO_SWIZZLE, SIZE, encode_together, repeat
+from multigemm.cuda.tensor_map import BLANK, NO_SWIZZLE, PROMOTION_128B, SIZE, encode_together, repeat
 from multigemm.planning.operands import ABSENT, Operands, Packed, group_table
 
 PROBLEM = struct.Struct("<" + "4q" * 5 + "3q2d3q12i")
@@ -119,7 +119,8 @@ def _plain_maps(side: Side, boxes: tuple[tuple[int, ...], ...]) -> Fields:
     strides = side.step if side.step > 16 else 16, side.group if side.group > 16 else 16
     if side.k_contiguous:
         return encode_together(side.dtype, side.ptr, (side.k, side.mn, side.groups), strides, boxes)
-    return encode_together(side.dtype, side.ptr, (side.mn, side.k, side.groups), strides, ((64, 64, 1),))
+    across = (side.mn, side.k, side.groups), strides, ((64, 64, 1),)
+    return encode_together(side.dtype, side.ptr, *across, promotion=PROMOTION_128B)
 
 
 def stacked_maps(side: Side, height: int, count: int) -> Fields:
@@ -148,7 +149,7 @@ def gate_map(side: Side, interleaved: bool) -> Fields:
         extents, box = (side.k, 2, features, side.groups), (64, 1, 64, 1)
         return encode_together(side.dtype, side.ptr, extents, (*apart, group), (box,))
     extents, strides = (features, side.k, 2, side.groups), (step, features * side.dtype.itemsize, group)
-    return encode_together(side.dtype, side.ptr, extents, strides, ((64, 64, 1, 1),))
+    return encode_together(side.dtype, side.ptr, extents, strides, ((64, 64, 1, 1),), promotion=PROMOTION_128B)
 
 
 def ragged_map(side: Side) -> Fields:

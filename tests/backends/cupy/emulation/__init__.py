@@ -242,7 +242,14 @@ def compiled(source: Source, folder: Path) -> ctypes.CDLL:
 
 
 def _encoded(
-    dtype: torch.dtype, address: int, extents: Sequence[int], strides: Sequence[int], boxes: Any, *, swizzle: int = 3
+    dtype: torch.dtype,
+    address: int,
+    extents: Sequence[int],
+    strides: Sequence[int],
+    boxes: Any,
+    *,
+    swizzle: int = 3,
+    promotion: int = 3,
 ) -> Fields:
     """Tensor maps as ptx.h reads them."""
     made = bytearray()
