@@ -61,7 +61,7 @@ class Sample:
 @dataclass
 class Row:
     """One entry on one workload. Times are microseconds; `us` is the better of eager and graph, `loaded_us` the mean of
-    the second of calls back to back, with a warm L2, whose `joules` were counted.
+    the calls back to back, with a warm L2, whose `joules` were counted.
 
     `problem_class` and `fields` (the config), as the tuning table knows them, let a report serve as a tuning.
     """

@@ -39,14 +39,31 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
     return found
 
 
-def test_the_mean_over_a_second_of_calls(nvml: Nvml) -> None:
-    def call() -> None:
-        nvml.millijoules += 7
+def test_whole_steps_of_the_counter_count(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call takes 20 ms and 7 mJ, of which the counter knows every 100 ms; it stands in the middle of a step."""
+    clock, used = [0.0], [5_003.0]
 
-    meter = machine.EnergyMeter(torch.device("cuda"))
-    joules, us = meter.of_call(call, us=2e4)
-    assert joules == pytest.approx(0.007) and 0 < us < 1e4
-    assert nvml.millijoules == 5_000 + 50 * 7
+    def call() -> None:
+        clock[0] += 0.02
+        used[0] += 7
+        nvml.millijoules = int(used[0]) // 35 * 35
+
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
+    nvml.millijoules = 4_970
+    joules, us = machine.EnergyMeter(torch.device("cuda")).of_call(call, us=2e4)
+    assert joules == pytest.approx(0.007) and us == pytest.approx(2e4)
+    assert 0.5 <= clock[0] <= 0.8
+
+
+def test_a_counter_that_stands_still_is_no_energy(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def call() -> None:
+        clock[0] += 0.5
+
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
+    with pytest.raises(LibraryError, match="did not move for 5 s"):
+        machine.EnergyMeter(torch.device("cuda")).of_call(call, us=5e5)
 
 
 @pytest.mark.parametrize("broken", ["nvmlInit_v2", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetTotalEnergyConsumption"])
