@@ -48,7 +48,7 @@ def test_whole_steps_of_the_counter_count(nvml: Nvml, monkeypatch: pytest.Monkey
         used[0] += 7
         nvml.millijoules = int(used[0]) // 35 * 35
 
-    monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     nvml.millijoules = 4_970
     joules, us = machine.EnergyMeter(torch.device("cuda")).of_call(call, us=2e4)
     assert joules == pytest.approx(0.007) and us == pytest.approx(2e4)
@@ -61,7 +61,7 @@ def test_a_counter_that_stands_still_is_no_energy(nvml: Nvml, monkeypatch: pytes
     def call() -> None:
         clock[0] += 0.5
 
-    monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     with pytest.raises(LibraryError, match="did not move for 5 s"):
         machine.EnergyMeter(torch.device("cuda")).of_call(call, us=5e5)
 
