@@ -198,8 +198,9 @@ def weight_maps(lines: Lines, inner: int, height: int) -> tuple[Fields, ...]:
         count = (lines.number - residue + 7) // 8
         start = lines.ptr + (residue * lines.pitch if count > 0 else 0)
         extents = (start % 16 // lines.dtype.itemsize + lines.length, max(count, 1), 1)
-        base = along(lines.ptr, start - start % 16)
-        parts.append(encode_together(lines.dtype, base, extents, strides, ((inner, height, 1),), swizzle=NO_SWIZZLE))
+        base, box = along(lines.ptr, start - start % 16), (inner, height, 1)
+        modes = {"swizzle": NO_SWIZZLE, "promotion": PROMOTION_128B}  # a box's line is 1.5 or 2.5 times 128 bytes
+        parts.append(encode_together(lines.dtype, base, extents, strides, (box,), **modes))
     return tuple(parts)
 
 

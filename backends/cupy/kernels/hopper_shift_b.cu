@@ -77,8 +77,7 @@ struct Place {
     u32 bits;             // contiguous k: by how much a pair lies across words
 };
 
-// For the compiler the value is another one from here on.
-__device__ __forceinline__ void keep_in_register(u32& v) { asm volatile("" : "+r"(v)); }
+__device__ __forceinline__ void keep_in_registers(u32& a, u32& b, u32& c) { asm volatile("" : "+r"(a), "+r"(b), "+r"(c)); }
 
 __device__ __forceinline__ Place place_of(const Lines& lines, int col, int half) {
     const int lane = threadIdx.x & 31, m = half * 64 + ((threadIdx.x >> 5) & 3) * 16 + (lane >> 2), c = lane & 3;
@@ -94,7 +93,7 @@ __device__ __forceinline__ Place place_of(const Lines& lines, int col, int half)
         }
         r.bits = 0;
     }
-    keep_in_register(r.at[0]), keep_in_register(r.at[1]), keep_in_register(r.bits);     // not worked out anew for every block
+    keep_in_registers(r.at[0], r.at[1], r.bits);        // not worked out anew for every block
     return r;
 }
 
@@ -205,63 +204,40 @@ __device__ __forceinline__ void feed_weights(const Problem& p, const Launch& l, 
     }
 }
 
-// A consumer's places in both rings. While the products of a block are under way, the weights of the next one are read
-// into registers of their own.
+// A block's products. Nothing is on its way when it ends: whoever reads the next weights may use the same registers.
+template <int N> __device__ __forceinline__ void multiply_block(float (&d)[ROWS / 2], const u32 (&w)[FRAGMENT], u64 x) {
+    constexpr u32 X_STEP = X_K ? 32 : 2048;             // bytes from one k = 16 to the next
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) MmaFragment<N>::run(d, w + k * 4, x + k * (X_STEP >> 4));
+    wgmma_commit();
+    wgmma_wait<0>();
+}
+
+// A consumer's places in both rings.
 struct Taker {
     Position<WSTAGES> w_ring;
     Position<STAGES> x_ring;
     bool first = true;
 
-    // A block's weights leave their ring for registers, `left` of k of them.
-    __device__ __forceinline__ void take_weights(Rings& r, const Place& place, u32 stages, int left, u32 (&w)[FRAGMENT]) {
-        barrier_wait(shared_address(&r.w_full[w_ring.index]), w_ring.parity);
-        read_fragment(w, place, stages + W_AT + w_ring.index * W_STAGE, left);
-        __syncwarp();
-        if ((threadIdx.x & 31) == 0) barrier_arrive_here(shared_address(&r.w_empty[w_ring.index]));
-        w_ring.next();
-    }
-
-    // Begins the products of the weights `w` and the next block of rows.
-    template <int N> __device__ __forceinline__ void begin(Rings& r, u32 stages, const u32 (&w)[FRAGMENT], float (&d)[ROWS / 2]) {
-        constexpr u32 X_STEP = X_K ? 32 : 2048;         // bytes from one k = 16 to the next
-        barrier_wait(shared_address(&r.x_full[x_ring.index]), x_ring.parity);
-        const u64 x = smem_descriptor(stages + x_ring.index * X_BYTES, BLOCK, 1024);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 4; ++k) MmaFragment<N>::run(d, w + k * 4, x + k * (X_STEP >> 4));
-        wgmma_commit();
-    }
-
-    // Waits for them. Up to here nobody may write to `w`, which the compiler does not know: so it is in use here.
-    __device__ __forceinline__ void end(Rings& r, u32 (&w)[FRAGMENT]) {
-        wgmma_wait<0>();
-#pragma unroll
-        for (int i = 0; i < FRAGMENT; ++i) keep_in_register(w[i]);
+    // All k-blocks of a tile. While one warpgroup takes its weights, the other one multiplies.
+    __device__ __forceinline__ void multiply(Rings& r, const Place& place, u32 stages, const Tile& t, int half, float (&d)[ROWS / 2]) {
         const int lane = threadIdx.x & 31;
-        if (lane < CLUSTER) barrier_arrive(shared_address(&r.x_empty[x_ring.index]), lane);
-        x_ring.next();
-    }
-
-    // All blocks of k of a tile.
-    template <int N> __device__ __forceinline__ void multiply(Rings& r, const Place& place, u32 stages, int left, int half, float (&d)[ROWS / 2]) {
-        u32 even[FRAGMENT], odd[FRAGMENT];
         if (first && half == 1) wait_for_other(half);
-        take_weights(r, place, stages, left, even);
-        if (first && half == 0) let_other(half);
-        first = false;
 #pragma unroll 1
-        while (true) {
-            begin<N>(r, stages, even, d);
-            left -= BK;
-            if (left > 0) take_weights(r, place, stages, left, odd);
-            end(r, even);
-            if (left <= 0) break;
-            begin<N>(r, stages, odd, d);
-            left -= BK;
-            if (left > 0) take_weights(r, place, stages, left, even);
-            end(r, odd);
-            if (left <= 0) break;
+        for (int left = t.k_len; left > 0; left -= BK, w_ring.next(), x_ring.next()) {
+            u32 w[FRAGMENT];
+            barrier_wait(shared_address(&r.w_full[w_ring.index]), w_ring.parity);
+            read_fragment(w, place, stages + W_AT + w_ring.index * W_STAGE, left);
+            __syncwarp();
+            if (lane == 0) barrier_arrive_here(shared_address(&r.w_empty[w_ring.index]));
+            if (first && half == 0 && left == t.k_len) let_other(half);
+            barrier_wait(shared_address(&r.x_full[x_ring.index]), x_ring.parity);
+            const u64 x = smem_descriptor(stages + x_ring.index * X_BYTES, BLOCK, 1024);
+            BY_WIDTH(t.n, multiply_block<WIDTH>(d, w, x));
+            if (lane < CLUSTER) barrier_arrive(shared_address(&r.x_empty[x_ring.index]), lane);
         }
+        first = false;
     }
 };
 
@@ -273,10 +249,7 @@ __device__ __forceinline__ void consume_shifted(const Problem& p, const Launch& 
         if (t.n == STOP) break;
         float d[ROWS / 2];
         clear(d);
-        if (t.n > 0 && t.k_len > 0) {
-            const Place place = place_of(lines_of(p, l, e, maps, t), int(first_column(t, rank, 0)), half);
-            BY_WIDTH(t.n, taker.multiply<WIDTH>(r, place, stages, t.k_len, half, d));
-        }
+        if (t.n > 0 && t.k_len > 0) taker.multiply(r, place_of(lines_of(p, l, e, maps, t), int(first_column(t, rank, 0)), half), stages, t, half, d);
         finish_tile(p, l, t, rank, half, staging, d);
     }
 }

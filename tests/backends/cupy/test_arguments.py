@@ -100,7 +100,7 @@ def test_a_lists_groups_become_the_small_kernels_argument() -> None:
 def test_eight_maps_find_every_line(offset: int, pitch: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Any, ...]] = []
 
-    def encode(*call: Any, swizzle: int) -> Fields:
+    def encode(*call: Any, swizzle: int, promotion: int) -> Fields:
         seen.append((*call, swizzle))
         return fields(b"", ())
 

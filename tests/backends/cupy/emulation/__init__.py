@@ -155,7 +155,7 @@ BODIES = {
     "hopper_shift_b.cu": {
         "u32 load_word(u32 address)": "return load_shared_as<u32>(address);",
         "u32 load_half(u32 address)": "return load_shared_as<u16>(address);",
-        "void keep_in_register(u32& v)": "",
+        "void keep_in_registers(u32& a, u32& b, u32& c)": "",
     },
     "hopper_fp8.cu": {
         "void copy_number(u32 to, const void* from)": "memcpy(at(to), from, 4);",
