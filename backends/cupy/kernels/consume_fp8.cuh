@@ -108,12 +108,140 @@ __device__ __forceinline__ void multiply_fp8(Shared& s, u32 stages, u32 scales, 
     }
 }
 
+// ---- Rows on wgmma's first side ----
+//
+// Every warp reads the scale of every row that it has, into registers that take 128 bytes a cycle: with rows on the side of n
+// all eight warps read those of all rows, which takes half as long as the products do. So where columns share their scale,
+// tiles of many rows trade sides: a thread has two rows then. WIDTH 128: a warpgroup has 64 rows of all columns; 64: all rows,
+// of which there are at most 64, of half of the columns.
+constexpr bool TRADES_SIDES = SEND && BLOCK_SCALES && !W_LINES && ROWS == 128;
+constexpr int MOST_UNTRADED = 32;       // rows of a tile, at most, that stay on the side of n
+
+#if SEND
+// Results of a tile that traded sides, of 64 columns: a thread holds neighbouring columns, so they need not turn.
+__device__ __forceinline__ void lay_rows(u32 staging, const u32* pair) {
+    const int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5;
+    const u32 straight = staging + (warp * 16 + ((lane >> 3) & 1) * 8 + (lane & 7)) * 128;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) store_blocks(straight + (((j * 2 + (lane >> 4)) ^ (lane & 7)) << 4), pair[j * 4], pair[j * 4 + 1], pair[j * 4 + 2], pair[j * 4 + 3]);
+}
+
+// Packed results that leave 64 x 64 at a time, while the next tile is multiplied.
+struct LateOfEither {
+    u32 pair[ACCUMULATORS / 2];
+    Results to;
+    int left = 0, traded = 0;
+
+    __device__ __forceinline__ void keep(const Problem& p, const Tile& t, u32 rank, int half, bool trades, const float (&d)[ACCUMULATORS]) {
+#pragma unroll
+        for (int q = 0; q < ACCUMULATORS / 32; ++q) pack_rows(pair + q * 16, d + q * 32, float(p.alpha));
+        const bool wide = trades && t.n > 64;
+        to = results_of(p, t, first_column(t, rank, wide ? 0 : half));
+        if (wide) to.rows -= half * 64;
+        traded = trades;
+        left = to.rows <= 0 ? 0 : !trades ? (to.rows + 63) / 64 : wide ? 2 : 1;
+    }
+    __device__ __forceinline__ void send(const Maps& maps, int half, u32 staging) {
+        const int tid = threadIdx.x & 127;
+        if (tid < 32) wait_until_read();
+        warpgroup_sync(half);
+        if (traded) lay_rows(staging, pair);
+        else turn_rows(staging, pair);
+        show_to_copy_engine();
+        warpgroup_sync(half);
+        send_box(tid == 0, staging, &maps.out, to.col, int(FAR) - to.rows, to.end, int(FAR), to.group);
+        if (traded) to.col += 64;
+        else to.rows -= 64;
+        --left;
+#pragma unroll
+        for (int i = 0; i + 16 < ACCUMULATORS / 2; ++i) pair[i] = pair[i + 16];
+    }
+};
+#endif
+
+template <int WIDTH, class More, class Beside>
+__device__ __forceinline__ void multiply_traded(Shared& s, u32 stages, u32 scales, Ring& ring, int blocks, u32 bytes, int half, float (&total)[ACCUMULATORS], bool first, More more, Beside beside) {
+    const int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5, row = (WIDTH == 128 ? half * 64 : 0) + warp * 16 + (lane >> 2);
+    const u32 upper = scales + row_slot(row) * 4, lower = scales + row_slot(row + 8) * 4, column = scales + ROWS * 4;
+    const u32 x_at = W_BYTES + (WIDTH == 128 ? half * BLOCK : 0), w_at = WIDTH == 64 ? half * BLOCK : 0;
+    struct Part { float of[WIDTH / 2], scale[2]; };
+    Part a;
+    const auto begin = [&](Part& part) {
+        barrier_wait(shared_address(&s.full[ring.place]), ring.parity);
+        const u32 stage = stages + ring.at, at = ring.place * STAGE_SCALES * 4;
+        const u64 x = smem_descriptor(stage + x_at, BLOCK, 1024), w = smem_descriptor(stage + w_at, BLOCK, 1024);
+        wgmma_fence();
+        MmaFp8<WIDTH>::start_traded(part.of, x, w);
+#pragma unroll
+        for (int k = 1; k < 4; ++k) MmaFp8<WIDTH>::add_traded(part.of, x + k * (32 >> 4), w + k * (32 >> 4));
+        wgmma_commit();
+        const float of_column = load_shared(column + at);
+        part.scale[0] = of_column * load_shared(upper + at), part.scale[1] = of_column * load_shared(lower + at);
+    };
+    const auto promote = [&](Part& part) {
+#pragma unroll
+        for (int i = 0; i < WIDTH / 2; ++i) total[i] = fmaf(part.scale[i >> 1 & 1], part.of[i], total[i]);
+    };
+    const auto hand_back = [&](int place) {
+        __syncwarp();
+        if (lane < CLUSTER) barrier_arrive(shared_address(&s.empty[place]), lane);
+    };
+    if (first && half == 1) wait_for_other(half);
+#if DOUBLE
+    // Of two sets of sums one is promoted while the next block's products go to the other one.
+    Part b;
+    const auto end = [&](Part& part, int place) {
+        settle(part.of, WIDTH / 2);
+        hand_back(place);
+        promote(part);
+        settle(total, WIDTH / 2);
+    };
+    const auto next = [&](Part& part, Part& before) {
+        const int place = ring.place;
+        ring.next(bytes);
+        begin(part);
+        wgmma_wait<1>();
+        end(before, place);
+    };
+    begin(a);
+    if (first && half == 0) let_other(half);
+    int kb = 1;
+#pragma unroll 1
+    for (; kb + 1 < blocks; kb += 2) {
+        next(b, a);
+        next(a, b);
+    }
+    if (kb < blocks) {
+        next(b, a);
+        wgmma_wait<0>();
+        end(b, ring.place);
+    } else {
+        wgmma_wait<0>();
+        end(a, ring.place);
+    }
+    ring.next(bytes);
+#else
+#pragma unroll 1
+    for (int kb = 0; kb < blocks; ++kb) {
+        begin(a);
+        if (first && half == 0 && kb == 0) let_other(half);
+        if (more()) beside();
+        wgmma_wait<0>();
+        settle(a.of, WIDTH / 2);
+        hand_back(ring.place);
+        promote(a);
+        settle(total, WIDTH / 2);
+        ring.next(bytes);
+    }
+#endif
+}
+
 __device__ __forceinline__ void consume_fp8(const Problem& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 scales, u32 staging, u32 rank, int half) {
     Ring ring;
     bool first = true;
 #if LATE
-    Late late;
-    const auto more = [&] { return late.to.rows > 0; };
+    LateOfEither late;
+    const auto more = [&] { return late.left > 0; };
     const auto beside = [&] { late.send(maps, half, staging); };
 #else
     const auto more = [] { return false; };
@@ -128,16 +256,31 @@ __device__ __forceinline__ void consume_fp8(const Problem& p, const Launch& l, c
         if (blocks > 0) ring.fit(bytes);
         float total[ACCUMULATORS];
         clear(total);
+        const bool trades = TRADES_SIDES && t.n > MOST_UNTRADED;
         if (blocks > 0) {
-            BY_WIDTH(t.n, multiply_fp8<WIDTH>(s, stages, scales, ring, blocks, bytes, half, total, first, more, beside));
+            if constexpr (TRADES_SIDES) {
+                if (t.n > 64) multiply_traded<128>(s, stages, scales, ring, blocks, bytes, half, total, first, more, beside);
+                else if (trades) multiply_traded<64>(s, stages, scales, ring, blocks, bytes, half, total, first, more, beside);
+                else if (t.n > 16) multiply_fp8<32>(s, stages, scales, ring, blocks, bytes, half, total, first, more, beside);
+                else multiply_fp8<16>(s, stages, scales, ring, blocks, bytes, half, total, first, more, beside);
+            } else {
+                BY_WIDTH(t.n, multiply_fp8<WIDTH>(s, stages, scales, ring, blocks, bytes, half, total, first, more, beside));
+            }
             first = false;
         }
 #if LATE
 #pragma unroll 1
         while (more()) beside();            // fewer blocks than there were rows to store
-        late.keep(p, t, first_column(t, rank, half), total);
+        late.keep(p, t, rank, half, trades, total);
 #elif SEND
-        send_tile(p, maps, t, rank, half, staging, total);
+        if (trades) {
+            LateOfEither now;
+            now.keep(p, t, rank, half, trades, total);
+#pragma unroll 1
+            while (now.left > 0) now.send(maps, half, staging);
+        } else {
+            send_tile(p, maps, t, rank, half, staging, total);
+        }
 #else
         finish_tile(p, l, t, rank, half, staging, total);
 #endif

@@ -11,7 +11,10 @@
 #define RAGGED_K 0
 #define LISTED 0
 #define PINGPONG 0
-#define LATE (SEND && ROWS <= 128)          // registers for a tile's packed results beside two sets of sums
+#ifndef DOUBLE
+#define DOUBLE 0
+#endif
+#define LATE (SEND && ROWS <= 128 && !DOUBLE)          // registers for a tile's packed results beside two sets of sums
 #define HALVES_LAST (CLUSTER == 2)
 #include "announce.cuh"
 #include "consume_fp8.cuh"

@@ -31,6 +31,12 @@
 #ifndef DEEP
 #define DEEP 1                      // lines of 128 bytes of a row in a stage, whose blocks of rows follow each other
 #endif
+#ifndef FEW
+#define FEW 0                       // hopper_weights.cu: low tiles by few_rows.cuh
+#endif
+#ifndef ARRANGED
+#define ARRANGED 0                  // hopper_weights.cu: rows go through a warp that changes their order
+#endif
 #ifndef W_SHIFT
 #define W_SHIFT 0                   // log2 of the k that one element of their map holds
 #endif
@@ -52,6 +58,8 @@ constexpr int W_BYTES = COLUMNS * W_LINE, X_BYTES = ROWS * LINE_BYTES * DEEP, ST
 enum { CLUSTER_ROWS = SPLIT_ROWS ? ROWS * CLUSTER : ROWS, CLUSTER_COLUMNS = SPLIT_ROWS ? COLUMNS : COLUMNS * CLUSTER };      // of a cluster's tile
 constexpr int BLOCK = 64 * LINE_BYTES;                 // 64 lines; of 16 bits one box of an operand with contiguous mn
 constexpr int SLOTS = 4;                               // tiles announced ahead
+// Tiles of few rows, and how far the blocks of rows of a stage are apart there: lanes that read both meet other banks.
+[[maybe_unused]] constexpr int FEW_ROWS = 16, FEW_APART = ROWS * LINE_BYTES + 2 * LINE_BYTES;
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int LONG_K = 5120;                           // see stage_bytes
 constexpr int PLACES = RING_BYTES / (W_BYTES + STEP * LINE_BYTES) + 1;   // stages at most, each with its two barriers
@@ -75,6 +83,9 @@ struct Launch {
 struct Shared {
     u64 full[PLACES], empty[PLACES], tile_full[SLOTS], tile_empty[SLOTS];
     u64 ask;                    // the next tile is wanted (hopper.cu)
+#if ARRANGED
+    u64 rows_full[PLACES];
+#endif
 #if GATHER && !RAGGED_K
     int picked[ROWS];           // numbers of a tile's rows (picked_rows.cuh)
 #endif

@@ -119,8 +119,10 @@ BODIES = {
             " return f16_of(of[codes & 255]) | f16_of(of[codes >> 8 & 255]) << 16;"
         ),
         "u32 load_shared_half(u32 address)": "return load_shared_as<u16>(address);",
+        "void keep_in_register(u32& v)": "",
+        "void keep_in_register(i64& v)": "",
     },
-    "hopper_weights.cu": {"void settle(float (&d)[COUNT])": "", "void keep_in_register(u32& v)": ""},
+    "hopper_weights.cu": {"void settle(float (&d)[COUNT])": ""},
     "hopper_fp8.cu": {
         "void copy_number(u32 to, const void* from)": "memcpy(at(to), from, 4);",
     },
