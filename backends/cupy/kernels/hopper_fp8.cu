@@ -5,6 +5,7 @@
 // Compile-time choices beside those of hopper.cu: W_E5M2 and X_E5M2 (which float8), BLOCK_SCALES (scales differ from one
 // block of k to the next; else they are applied to a tile's last stage), W_LINES (columns of a tile have scales of their own).
 #define ELEMENT 1
+#define FIRST_K(t) (JAGGED_K ? ((t).extra / BK + (t).group) * BK : 0)     // of a group in copies of a jagged k (k_major.cu)
 #define LOADERS 3
 #define X_K 1
 #define W_K 1
@@ -72,8 +73,8 @@ __device__ __forceinline__ void load_scales(const SideGrids& grids, Shared& s, u
         const i64 col = first_column(t, rank, 0);
         ScaleLines<ROWS> x;
         ScaleLines<W_LINES ? COLUMNS : 1> w;
-        x.begin(grid_of_group(grids.x, t.group, t.x_row, 0), t.rows);
-        w.begin(grid_of_group(grids.w, t.group, col, 0), W_LINES ? int(max64(min64(grids.columns - col, COLUMNS), 0)) : col < grids.columns);
+        x.begin(grid_of_group(grids.x, t.group, t.x_row, JAGGED_K ? t.extra : 0), t.rows);
+        w.begin(grid_of_group(grids.w, t.group, col, JAGGED_K ? t.extra : 0), W_LINES ? int(max64(min64(grids.columns - col, COLUMNS), 0)) : col < grids.columns);
         if (blocks > 0) ring.fit(bytes);
 #pragma unroll 1
         for (int kb = 0; kb < blocks; ++kb, ring.next(bytes)) {

@@ -60,7 +60,7 @@ __device__ __forceinline__ void load_weights(const Given& p, const Launch& l, co
         const int blocks = t.n > 0 ? k_blocks(t) : 0, col = int(first_column(t, rank, 0)), group = one_for_all ? 0 : t.group;
         const TensorMap* const w = LISTED ? l.listed + 2 * t.group : &maps.w;
         if (LISTED && blocks > 0) refresh_map(w);
-        int k = RAGGED_K ? int(FAR) - t.k_len : 0, ask_at = rank == 0 ? max(blocks - AHEAD, 0) : -1;
+        int k = RAGGED_K ? int(FAR) - t.k_len : FIRST_K(t), ask_at = rank == 0 ? max(blocks - AHEAD, 0) : -1;
         if (rank == 0 && blocks == 0 && elected()) barrier_arrive_here(shared_address(&s.ask));
         if (blocks > 0) ring.fit(bytes);
 #pragma unroll 1
@@ -160,7 +160,7 @@ __device__ __forceinline__ void load_rows(const Problem& p, const Launch& l, con
         x.begin(p, l, maps, t, rank, marks & HALVES);
         if (LISTED && blocks > 0) refresh_map(x.map);
         if (blocks > 0) ring.fit(bytes);
-        int k = RAGGED_K ? int(FAR) - t.k_len : 0;
+        int k = RAGGED_K ? int(FAR) - t.k_len : FIRST_K(t);
 #pragma unroll 1
         for (int kb = 0; kb < blocks; ++kb, k += BK, ring.next(bytes)) {
 #if ARRANGED

@@ -31,6 +31,9 @@
 #ifndef DEEP
 #define DEEP 1                      // lines of 128 bytes of a row in a stage, whose blocks of rows follow each other
 #endif
+#ifndef FIRST_K
+#define FIRST_K(t) 0                // where a tile's k begins in the operands, if not with the group
+#endif
 #ifndef FEW
 #define FEW 0                       // hopper_weights.cu: low tiles by few_rows.cuh
 #endif

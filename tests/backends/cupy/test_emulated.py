@@ -79,6 +79,23 @@ def float8_problem(seed: int) -> GroupedGemmProblem:
     )  # fmt: skip
 
 
+def jagged_k_problem(seed: int) -> GroupedGemmProblem:
+    """The same under a jagged k whose groups begin anywhere; operands as a training step has them, or along k."""
+    rng = np.random.default_rng(seed)
+    groups, m, n = int(rng.integers(1, 6)), 8 * int(rng.integers(1, 40)), 8 * int(rng.integers(1, 40))
+    sizes = rng.choice([0, 1, 7, 127, 128, 129, 300], groups).tolist()
+    total = sum(sizes)
+    a, b = _numbers(rng, (total, m)).mT, _numbers(rng, (total, n))
+    if rng.integers(2):
+        a = a.contiguous()
+    if rng.integers(2):
+        b = b.mT.contiguous().mT
+    deep = total // 128 + groups
+    return GroupedGemmProblem(
+        a, b, jagged="k", sizes=sizes, scale_a=_scale(rng, (m, deep)), scale_b=_scale(rng, (deep, n))
+    )
+
+
 WEIGHTS = ("e4m3", "e5m2", "int8", "int4", "uint4", "e2m1")
 SCALES = (torch.float32, torch.float8_e8m0fnu, torch.bfloat16)
 
@@ -156,3 +173,10 @@ def test_float8_by_wgmma(config: Config) -> None:
         assert verdict, (seed, problem, verdict.text)
         forms.add(problem.spec.form)
     assert len(forms) == 3
+
+
+@pytest.mark.parametrize("config", [configs.FP8_ALONE, configs.FP8_MIDDLE], ids=lambda c: f"{c.rows}x{c.cluster}")
+def test_float8_of_a_jagged_k(config: Config) -> None:
+    """Blocks of scales that are counted from each group's start, tails of blocks, empty groups."""
+    for seed in range(PROBLEMS // 2):
+        _is_right(jagged_k_problem(seed), config)

@@ -58,6 +58,13 @@ extern "C" void run(const Sum* s, int grid, int threads, const float*) {
     for (int b = 0; b < grid; ++b) run_blocks(b, 1, threads, [=] { sum_rows(*s); });
 }
 """
+RUN_COPIES = """
+inline char* dynamic_shared() { return nullptr; }
+extern "C" void run(const Problem* p, const KMajor* to, int grid, int threads, const float*) {
+    gridDim.x = grid;
+    for (int b = 0; b < grid; ++b) run_blocks(b, 1, threads, [=] { k_major(*p, *to); });
+}
+"""
 RUN_HOPPER = """
 extern "C" void run(
     const Given* p, const Launch* l, PARAMETERS const Maps* m, int grid, int threads, const float* numbers) {
@@ -201,7 +208,8 @@ def compiled(source: Source, folder: Path) -> ctypes.CDLL:
         )
     else:
         of_hopper = shared + HALVES + RUN_HOPPER
-        text += {"generic": RUN_GENERIC, "sum_rows": RUN_SUM, "hopper": of_hopper}.get(source.entry, RUN_QUANTISED)
+        runs = {"generic": RUN_GENERIC, "sum_rows": RUN_SUM, "hopper": of_hopper, "k_major": RUN_COPIES}
+        text += runs.get(source.entry, RUN_QUANTISED)
     (folder / "kernel.cpp").write_text('#include "threads.h"\n' + text)
     library = folder / "kernel.so"
     defines = [f"-D{name}={value}" for name, value in source.defines]
@@ -281,7 +289,8 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
     for module in (quantised, hopper_fp8, hopper_weights, hopper, generic, fused):
         monkeypatch.setattr(module, "load", load)
-    monkeypatch.setattr(generic, "processors", lambda index: 3)
+    for module in (generic, hopper_fp8):
+        monkeypatch.setattr(module, "processors", lambda index: 3)
     monkeypatch.setattr(hopper, "Words", _Words)
     monkeypatch.setattr(hopper, "ready", lambda index, count: None)
     for binder in (hopper, hopper_fp8, hopper_weights):
