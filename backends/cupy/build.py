@@ -160,9 +160,9 @@ WEIGHTS_HEADER = "mma_weights.cuh"
 WIDTHS = range(8, 257, 8)
 
 
-def _guarded(one: Callable[[int], str]) -> str:
+def _guarded(one: Callable[[int], str], most: str = "ROWS") -> str:
     """The instructions of the widths that a kernel has."""
-    return "".join(f"#if {n} <= ROWS && {n} % STEP == 0\n{one(n)}#endif\n" for n in WIDTHS)
+    return "".join(f"#if {n} <= {most} && {n} % STEP == 0\n{one(n)}#endif\n" for n in WIDTHS)
 
 
 MMA_HEAD = """// Written by build.py: d += W x X for 64 columns, N rows and k = 16, both operands in shared memory.
@@ -305,4 +305,4 @@ def _of_fp8(n: int) -> str:
 
 def fp8_header() -> str:
     """The header for float8 on both sides."""
-    return FP8_HEAD + _guarded(_of_fp8)
+    return FP8_HEAD + _guarded(_of_fp8, "(ROWS > TILE_COLUMNS ? ROWS : TILE_COLUMNS)")

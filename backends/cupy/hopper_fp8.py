@@ -15,7 +15,7 @@ import torch
 from multigemm.backend import Launch
 from multigemm.backends.cupy.arguments import HEIGHTS, Side, problem_bytes, result_map
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import COLUMNS, Config
+from multigemm.backends.cupy.config import Config
 from multigemm.backends.cupy.hopper import Clusters, results_of
 from multigemm.backends.cupy.quantised import grid_bytes
 from multigemm.backends.cupy.support import has_block_scales, is_swapped, plain_kind, sends
@@ -61,7 +61,7 @@ def _source(
     defines = (
         ("W_E5M2", int(e5m2[0])), ("X_E5M2", int(e5m2[1])), ("BLOCK_SCALES", int(blocks)), ("W_LINES", int(lines)),
         ("JAGGED_K", int(jagged_k)), ("BFLOAT", int(bfloat)), ("PLAIN", plain), ("SEND", int(sent)),
-        ("ROWS", config.rows), ("STAGES", config.stages), ("CLUSTER", config.cluster), ("STEP", config.step), ("SHARED", shared),
+        ("ROWS", config.rows), ("TILE_COLUMNS", config.columns), ("STAGES", config.stages), ("CLUSTER", config.cluster), ("STEP", config.step), ("SHARED", shared),
     )  # fmt: skip
     return Source("hopper_fp8.cu", "hopper_fp8", defines, shared)
 
@@ -128,6 +128,7 @@ class HopperFp8:
     def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
         self._clusters, self._index = Clusters(load(source(spec, config), index), spec, config), index
         self._swapped, self._sends, self._out = is_swapped(spec), sends(spec), spec.out.dtype
+        self._columns = config.columns
         self._copy = load(COPY_SOURCE, index) if spec.form == "jagged_k" else None
 
     def bind(self, ops: Operands) -> Launch:
@@ -142,7 +143,7 @@ class HopperFp8:
         """The launch of the products, which reads the operands of `read`."""
         x, w = sides_of(read, self._swapped)
         with on_device(self._index):
-            maps = [line_maps(w, (COLUMNS,)), line_maps(x, tuple(height for _, height, _ in HEIGHTS))]
+            maps = [line_maps(w, (self._columns,)), line_maps(x, tuple(height for _, height, _ in HEIGHTS))]
             if self._sends:
                 maps.append(result_map(results_of(view, self._swapped, self._out)))
         more: list[Argument] = [side_grids(ops, w.mn), tuple(maps)]

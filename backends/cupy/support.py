@@ -189,6 +189,12 @@ def has_block_scales(spec: ProblemSpec) -> bool:
     return any(x.scale is not None and x.scale.k for x in (spec.a, spec.b))
 
 
+def trades_sides(spec: ProblemSpec) -> bool:
+    """Whether `hopper_fp8` has the rows on wgmma's first side: columns share scales that change along k."""
+    columns = (spec.a if is_swapped(spec) else spec.b).scale
+    return has_block_scales(spec) and sends(spec) and (columns is None or columns.rows != 1)
+
+
 def fp8_reasons(spec: ProblemSpec) -> list[str]:
     """Why the Hopper kernel for float8 cannot run a spec; the one for any quantised operands can."""
     reasons = [] if spec.quantised == "float8" else [f"{spec.a.dtype} x {spec.b.dtype}: it takes float8 on both sides"]

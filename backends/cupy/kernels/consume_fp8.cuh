@@ -4,6 +4,8 @@
 #include "consume.cuh"
 #include "mma_fp8.cuh"
 
+// Columns that share a scale, and how many scales those of a tile have.
+constexpr int SCALED_COLUMNS = W_LINES ? 1 : COLUMNS == 128 ? 128 : 64, COLUMN_SCALES = COLUMNS / SCALED_COLUMNS;
 // The scales of a stage: those of its rows, in the order of `row_slot`, and those of its columns.
 constexpr int STAGE_SCALES = ROWS + COLUMNS;
 
@@ -112,10 +114,13 @@ __device__ __forceinline__ void multiply_fp8(Shared& s, u32 stages, u32 scales, 
 //
 // Every warp reads the scale of every row that it has, into registers that take 128 bytes a cycle: with rows on the side of n
 // all eight warps read those of all rows, which takes half as long as the products do. So where columns share their scale,
-// tiles of many rows trade sides: a thread has two rows then. WIDTH 128: a warpgroup has 64 rows of all columns; 64: all rows,
-// of which there are at most 64, of half of the columns.
-constexpr bool TRADES_SIDES = SEND && BLOCK_SCALES && !W_LINES && ROWS == 128;
-constexpr int MOST_UNTRADED = 32;       // rows of a tile, at most, that stay on the side of n
+// tiles of many rows trade sides: a thread has two rows then. A warpgroup has 64 rows of all columns, or of at
+// most 64 rows its part of the columns.
+#define TRADES_SIDES (SEND && BLOCK_SCALES && !W_LINES && ROWS == 128)
+static_assert(COLUMNS == 128 || TRADES_SIDES, "tiles of more columns have their rows on the first side");
+constexpr int SUMS = TRADES_SIDES ? COLUMNS / 2 : ACCUMULATORS;        // registers of a thread
+constexpr int FIRST_PART = COLUMNS == 128 ? 64 : 128;                  // columns of the first warpgroup, of a tile of at most 64 rows
+constexpr int MOST_UNTRADED = COLUMNS == 128 ? 32 : 0;         // rows of a tile, at most, that stay on the side of n
 
 #if SEND
 // Results of a tile that traded sides, of 64 columns: a thread holds neighbouring columns, so they need not turn.
@@ -128,18 +133,18 @@ __device__ __forceinline__ void lay_rows(u32 staging, const u32* pair) {
 
 // Packed results that leave 64 x 64 at a time, while the next tile is multiplied.
 struct LateOfEither {
-    u32 pair[ACCUMULATORS / 2];
+    u32 pair[SUMS / 2];
     Results to;
     int left = 0, traded = 0;
 
-    __device__ __forceinline__ void keep(const Problem& p, const Tile& t, u32 rank, int half, bool trades, const float (&d)[ACCUMULATORS]) {
+    __device__ __forceinline__ void keep(const Problem& p, const Tile& t, u32 rank, int half, bool trades, const float (&d)[SUMS]) {
 #pragma unroll
-        for (int q = 0; q < ACCUMULATORS / 32; ++q) pack_rows(pair + q * 16, d + q * 32, float(p.alpha));
+        for (int q = 0; q < SUMS / 32; ++q) pack_rows(pair + q * 16, d + q * 32, float(p.alpha));
         const bool wide = trades && t.n > 64;
-        to = results_of(p, t, first_column(t, rank, wide ? 0 : half));
+        to = results_of(p, t, first_column(t, rank, 0) + (wide ? 0 : half * FIRST_PART));
         if (wide) to.rows -= half * 64;
         traded = trades;
-        left = to.rows <= 0 ? 0 : !trades ? (to.rows + 63) / 64 : wide ? 2 : 1;
+        left = to.rows <= 0 ? 0 : !trades ? (to.rows + 63) / 64 : (wide ? COLUMNS : half ? COLUMNS - FIRST_PART : FIRST_PART) / 64;
     }
     __device__ __forceinline__ void send(const Maps& maps, int half, u32 staging) {
         const int tid = threadIdx.x & 127;
@@ -154,39 +159,51 @@ struct LateOfEither {
         else to.rows -= 64;
         --left;
 #pragma unroll
-        for (int i = 0; i + 16 < ACCUMULATORS / 2; ++i) pair[i] = pair[i + 16];
+        for (int i = 0; i + 16 < SUMS / 2; ++i) pair[i] = pair[i + 16];
     }
 };
 #endif
 
+// WIDTH columns from `first_column` on, of 64 rows from `first_row` on.
 template <int WIDTH, class More, class Beside>
-__device__ __forceinline__ void multiply_traded(Shared& s, u32 stages, u32 scales, Ring& ring, int blocks, u32 bytes, int half, float (&total)[ACCUMULATORS], bool first, More more, Beside beside) {
-    const int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5, row = (WIDTH == 128 ? half * 64 : 0) + warp * 16 + (lane >> 2);
-    const u32 upper = scales + row_slot(row) * 4, lower = scales + row_slot(row + 8) * 4, column = scales + ROWS * 4;
-    const u32 x_at = W_BYTES + (WIDTH == 128 ? half * BLOCK : 0), w_at = WIDTH == 64 ? half * BLOCK : 0;
-    struct Part { float of[WIDTH / 2], scale[2]; };
+__device__ __forceinline__ void multiply_traded(Shared& s, u32 stages, u32 scales, Ring& ring, int blocks, u32 bytes, int half, int first_row, int first_column, float (&total)[SUMS], bool first, More more, Beside beside) {
+    constexpr int PARTS = COLUMN_SCALES == 1 ? 1 : WIDTH / SCALED_COLUMNS;          // of the columns, with a scale each
+    const int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5, row = first_row + warp * 16 + (lane >> 2);
+    const u32 upper = scales + row_slot(row) * 4, lower = scales + row_slot(row + 8) * 4, column = scales + (ROWS + first_column / SCALED_COLUMNS) * 4;
+    const u32 x_at = W_BYTES + first_row * LINE_BYTES, w_at = first_column * LINE_BYTES;
+    struct Part { float of[WIDTH / 2], scale[PARTS][2]; };
     Part a;
+    bool begins = first;
     const auto begin = [&](Part& part) {
         barrier_wait(shared_address(&s.full[ring.place]), ring.parity);
         const u32 stage = stages + ring.at, at = ring.place * STAGE_SCALES * 4;
         const u64 x = smem_descriptor(stage + x_at, BLOCK, 1024), w = smem_descriptor(stage + w_at, BLOCK, 1024);
+        if (ORDERED && !(begins && half == 0)) wait_for_other(half);
+        begins = false;
         wgmma_fence();
         MmaFp8<WIDTH>::start_traded(part.of, x, w);
 #pragma unroll
-        for (int k = 1; k < 4; ++k) MmaFp8<WIDTH>::add_traded(part.of, x + k * (32 >> 4), w + k * (32 >> 4));
+        for (int k = 1; k < 4; ++k) {
+            if (ORDERED && k == 3) wgmma_commit();
+            MmaFp8<WIDTH>::add_traded(part.of, x + k * (32 >> 4), w + k * (32 >> 4));
+        }
         wgmma_commit();
-        const float of_column = load_shared(column + at);
-        part.scale[0] = of_column * load_shared(upper + at), part.scale[1] = of_column * load_shared(lower + at);
+        const float of_upper = load_shared(upper + at), of_lower = load_shared(lower + at);
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) {
+            const float of_column = load_shared(column + at + i * 4);
+            part.scale[i][0] = of_column * of_upper, part.scale[i][1] = of_column * of_lower;
+        }
     };
     const auto promote = [&](Part& part) {
 #pragma unroll
-        for (int i = 0; i < WIDTH / 2; ++i) total[i] = fmaf(part.scale[i >> 1 & 1], part.of[i], total[i]);
+        for (int i = 0; i < WIDTH / 2; ++i) total[i] = fmaf(part.scale[PARTS == 1 ? 0 : i / 32][i >> 1 & 1], part.of[i], total[i]);
     };
     const auto hand_back = [&](int place) {
-        __syncwarp();
+        __syncwarp();                                   // all lanes have their scales
         if (lane < CLUSTER) barrier_arrive(shared_address(&s.empty[place]), lane);
     };
-    if (first && half == 1) wait_for_other(half);
+    if (!ORDERED && first && half == 1) wait_for_other(half);
 #if DOUBLE
     // Of two sets of sums one is promoted while the next block's products go to the other one.
     Part b;
@@ -224,8 +241,12 @@ __device__ __forceinline__ void multiply_traded(Shared& s, u32 stages, u32 scale
 #pragma unroll 1
     for (int kb = 0; kb < blocks; ++kb) {
         begin(a);
-        if (first && half == 0 && kb == 0) let_other(half);
+        if (!ORDERED && first && half == 0 && kb == 0) let_other(half);
         if (more()) beside();
+        if (ORDERED) {
+            wgmma_wait<1>();                            // the last product is under way: the other warpgroup's may queue behind it
+            let_other(half);
+        }
         wgmma_wait<0>();
         settle(a.of, WIDTH / 2);
         hand_back(ring.place);
@@ -254,18 +275,23 @@ __device__ __forceinline__ void consume_fp8(const Problem& p, const Launch& l, c
         const int blocks = t.n > 0 ? k_blocks(t) : 0;
         const u32 bytes = stage_bytes(t);
         if (blocks > 0) ring.fit(bytes);
-        float total[ACCUMULATORS];
+        float total[SUMS];
         clear(total);
         const bool trades = TRADES_SIDES && t.n > MOST_UNTRADED;
         if (blocks > 0) {
-            if constexpr (TRADES_SIDES) {
-                if (t.n > 64) multiply_traded<128>(s, stages, scales, ring, blocks, bytes, half, total, first, more, beside);
-                else if (trades) multiply_traded<64>(s, stages, scales, ring, blocks, bytes, half, total, first, more, beside);
-                else if (t.n > 16) multiply_fp8<32>(s, stages, scales, ring, blocks, bytes, half, total, first, more, beside);
-                else multiply_fp8<16>(s, stages, scales, ring, blocks, bytes, half, total, first, more, beside);
-            } else {
-                BY_WIDTH(t.n, multiply_fp8<WIDTH>(s, stages, scales, ring, blocks, bytes, half, total, first, more, beside));
-            }
+#if TRADES_SIDES
+#define TRADED(width, row, column) multiply_traded<width>(s, stages, scales, ring, blocks, bytes, half, row, column, total, first, more, beside)
+            if (t.n > 64) TRADED(COLUMNS, half * 64, 0);
+            else if (COLUMNS != 128 && half == 0) TRADED(FIRST_PART, 0, 0);
+            else if (trades) TRADED(64, 0, half * FIRST_PART);
+#undef TRADED
+#if TILE_COLUMNS == 128
+            else if (t.n > 16) multiply_fp8<32>(s, stages, scales, ring, blocks, bytes, half, total, first, more, beside);
+            else multiply_fp8<16>(s, stages, scales, ring, blocks, bytes, half, total, first, more, beside);
+#endif
+#else
+            BY_WIDTH(t.n, multiply_fp8<WIDTH>(s, stages, scales, ring, blocks, bytes, half, total, first, more, beside));
+#endif
             first = false;
         }
 #if LATE
@@ -273,14 +299,15 @@ __device__ __forceinline__ void consume_fp8(const Problem& p, const Launch& l, c
         while (more()) beside();            // fewer blocks than there were rows to store
         late.keep(p, t, rank, half, trades, total);
 #elif SEND
-        if (trades) {
-            LateOfEither now;
-            now.keep(p, t, rank, half, trades, total);
-#pragma unroll 1
-            while (now.left > 0) now.send(maps, half, staging);
-        } else {
-            send_tile(p, maps, t, rank, half, staging, total);
-        }
+#if TRADES_SIDES
+        LateOfEither now;
+        now.keep(p, t, rank, half, trades, total);
+#pragma unroll
+        for (int i = 0; i < SUMS / 32; ++i)
+            if (now.left > 0) now.send(maps, half, staging);
+#else
+        send_tile(p, maps, t, rank, half, staging, total);
+#endif
 #else
         finish_tile(p, l, t, rank, half, staging, total);
 #endif

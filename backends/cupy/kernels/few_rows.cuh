@@ -9,7 +9,7 @@
 #include "tensor_cores.cuh"
 #include "weights.cuh"
 
-constexpr int FEW_AHEAD = 2;                            // stages whose scales and zero points are held or on their way
+constexpr int FEW_AHEAD = SCALE_K ? 4 : 1;              // stages whose scales and zero points are held or on their way
 constexpr int CHUNKS = FOUR_BITS ? 4 : 2;               // pieces of 16 bytes of a row that a lane has of a stage
 constexpr int LANE_K = BK / 4;
 constexpr int STAGE_BLOCKS = SCALE_K && BK > SCALE_K ? BK / SCALE_K : 1;     // blocks from a lane's to its next
@@ -23,9 +23,18 @@ __device__ __forceinline__ uint4 arranged(uint4 v) {
 }
 
 #if ARRANGED
-// One warp: rows that have come, of low tiles in another order, are handed on to those who multiply.
+// The rows of one stage, eight or sixteen.
+template <int EIGHTS> __device__ __forceinline__ void arrange_stage(u32 rows) {
+    uint4 v[EIGHTS][DEEP][2];
+#pragma unroll
+    for (int i = 0; i < EIGHTS * DEEP * 2; ++i) v[i / (DEEP * 2)][i / 2 % DEEP][i & 1] = load_shared16(rows + i / (DEEP * 2) * 1024 + i / 2 % DEEP * FEW_APART + (i & 1) * 512);
+#pragma unroll
+    for (int i = 0; i < EIGHTS * DEEP * 2; ++i) store_shared16(rows + i / (DEEP * 2) * 1024 + i / 2 % DEEP * FEW_APART + (i & 1) * 512, arranged(v[i / (DEEP * 2)][i / 2 % DEEP][i & 1]));
+}
+
+// One warp: rows that have come, of low tiles in another order, are handed on to those who multiply. (load_rows puts a proxy fence
+// between what is written here and the next stage there.)
 __device__ __forceinline__ void arrange_rows(Shared& s, u32 stages) {
-    constexpr int AT_ONCE = DEEP == 2 ? 4 : 2;          // pieces of 16 bytes that a lane has in hand
     const int lane = threadIdx.x & 31;
     Ring ring;
 #pragma unroll 1
@@ -38,18 +47,9 @@ __device__ __forceinline__ void arrange_rows(Shared& s, u32 stages) {
 #pragma unroll 1
         for (int kb = 0; kb < blocks; ++kb, ring.next(bytes)) {
             barrier_wait(shared_address(&s.rows_full[ring.place]), ring.parity);
-            if (t.n <= FEW_ROWS) {
-                const u32 rows = stages + ring.at + W_BYTES + lane * 16;
-#pragma unroll 1
-                for (u32 first = 0; first < u32(t.n) * LINE_BYTES; first += 8 * LINE_BYTES) {
-                    uint4 v[AT_ONCE];
-#pragma unroll
-                    for (int i = 0; i < AT_ONCE; ++i) v[i] = load_shared16(rows + first + (i >> 1) * FEW_APART + (i & 1) * 512);
-#pragma unroll
-                    for (int i = 0; i < AT_ONCE; ++i) store_shared16(rows + first + (i >> 1) * FEW_APART + (i & 1) * 512, arranged(v[i]));
-                }
-                show_to_copy_engine();                  // which writes the next stage over them
-            }
+            const u32 rows = stages + ring.at + W_BYTES + lane * 16;
+            if (t.n <= 8) arrange_stage<1>(rows);
+            else if (t.n <= FEW_ROWS) arrange_stage<2>(rows);
             __syncwarp();
             if (lane == 0) barrier_arrive_here(shared_address(&s.full[ring.place]));
         }
@@ -198,7 +198,7 @@ __device__ __forceinline__ void multiply_few(Shared& s, u32 stages, Ring& ring, 
     for (int begin = 0; begin < blocks; begin += FEW_AHEAD) {
 #pragma unroll
         for (int slot = 0; slot < FEW_AHEAD; ++slot) {
-            const int kb = begin + slot;
+            const int kb = begin + slot, held = SCALE_K ? slot : 0;
             if (kb >= blocks) break;
             barrier_wait(shared_address(&s.full[ring.place]), ring.parity);
             const u32 stage = stages + ring.at;
@@ -211,10 +211,10 @@ __device__ __forceinline__ void multiply_few(Shared& s, u32 stages, Ring& ring, 
             __syncwarp();                               // all lanes have what they need of the stage
             if (lane == 0) barrier_arrive(shared_address(&s.empty[ring.place]), 0);
             ring.next(bytes);
-            if (AT_ONCE_LIFTED && __ballot_sync(~0u, numbers.large(slot))) multiply_words<EIGHTS, AT_ONCE_LIFTED>(line, x, numbers, slot, d);
-            else multiply_words<EIGHTS, false>(line, x, numbers, slot, d);
+            if (AT_ONCE_LIFTED && __any_sync(~0u, numbers.large(held))) multiply_words<EIGHTS, AT_ONCE_LIFTED>(line, x, numbers, held, d);
+            else multiply_words<EIGHTS, false>(line, x, numbers, held, d);
             if (PARTS) {                                // a stage lies in one block of scales
-                const float scale[2] = {numbers.factor(slot, 0), numbers.factor(slot, 1)};
+                const float scale[2] = {numbers.factor(held, 0), numbers.factor(held, 1)};
 #pragma unroll
                 for (int t = 0; t < EIGHTS; ++t)
 #pragma unroll

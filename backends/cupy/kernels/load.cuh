@@ -89,7 +89,7 @@ __device__ __forceinline__ void load_weights(const Given& p, const Launch& l, co
                 else multicast_box(half, w, full, ALL_BLOCKS, W_K ? k : first, W_K ? first : k, group, hint);
 #else
 #pragma unroll
-                for (int i = 0; i < BOXES; i += 1 + W_K) {
+                for (int i = 0; i < (W_K ? 1 : BOXES); ++i) {
                     if (W_K) load_box(to + i * BLOCK, w, full, k >> W_SHIFT, col + i * 64, group, hint);
                     else if (RAGGED_K) load_box(to + i * BLOCK, w, full, col + i * 64, k, t.extra + t.k_len, int(FAR), hint);
                     else load_box(to + i * BLOCK, w, full, col + i * 64, k, group, hint);
@@ -170,6 +170,7 @@ __device__ __forceinline__ void load_rows(const Problem& p, const Launch& l, con
 #endif
             room.take(s, s.begins[1], ring, bytes);
             if (elected()) {
+                if (ARRANGED) show_to_copy_engine();    // the last stage here was written by others, too
                 const u32 apart = FEW && t.n <= FEW_ROWS ? FEW_APART : ROWS * LINE_BYTES;
 #pragma unroll
                 for (int d = 0; d < DEEP; ++d) x.load(to + d * apart, full, rank, k + d * (BK / DEEP), t.extra + t.k_len);

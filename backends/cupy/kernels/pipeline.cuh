@@ -25,6 +25,9 @@
 #ifndef GATHER
 #define GATHER 0                    // hopper.cu: rows are picked by index (picked_rows.cuh)
 #endif
+#ifndef TILE_COLUMNS
+#define TILE_COLUMNS 128            // columns of a tile that one block has (hopper_fp8.cu: or 192)
+#endif
 #ifndef W_LINE
 #define W_LINE 128                  // bytes of a column of the weights in a stage
 #endif
@@ -56,13 +59,14 @@ typedef Problem Given;
 #endif
 
 constexpr int LINE_BYTES = 128;                        // of a stage: the swizzle's width
-constexpr int BK = LINE_BYTES / ELEMENT * DEEP, COLUMNS = 128, CONSUMERS = 2, THREADS = 384;
+constexpr int BK = LINE_BYTES / ELEMENT * DEEP, COLUMNS = TILE_COLUMNS, CONSUMERS = 2, THREADS = 384;
 constexpr int W_BYTES = COLUMNS * W_LINE, X_BYTES = ROWS * LINE_BYTES * DEEP, STAGE_BYTES = W_BYTES + X_BYTES;
 enum { CLUSTER_ROWS = SPLIT_ROWS ? ROWS * CLUSTER : ROWS, CLUSTER_COLUMNS = SPLIT_ROWS ? COLUMNS : COLUMNS * CLUSTER };      // of a cluster's tile
 constexpr int BLOCK = 64 * LINE_BYTES;                 // 64 lines; of 16 bits one box of an operand with contiguous mn
 constexpr int SLOTS = 4;                               // tiles announced ahead
-// Tiles of few rows, and how far the blocks of rows of a stage are apart there: lanes that read both meet other banks.
-[[maybe_unused]] constexpr int FEW_ROWS = 16, FEW_APART = ROWS * LINE_BYTES + 2 * LINE_BYTES;
+// Tiles of few rows: how far the blocks of rows of a stage are apart, where lanes that read both meet other banks, and its bytes.
+[[maybe_unused]] constexpr int FEW_ROWS = 16, FEW_APART = (FEW_ROWS + 2) * LINE_BYTES;
+[[maybe_unused]] constexpr int FEW_BYTES = (W_BYTES + (DEEP - 1) * FEW_APART + FEW_ROWS * LINE_BYTES + 1023) / 1024 * 1024;
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int LONG_K = 5120;                           // see stage_bytes
 constexpr int PLACES = RING_BYTES / (W_BYTES + STEP * LINE_BYTES) + 1;   // stages at most, each with its two barriers
@@ -104,6 +108,7 @@ static_assert(SHARED_BYTES <= 232448, "more shared memory than a thread block ma
 // sooner, but the memory answers just as late. Not so where the memory bounds most tiles (low pieces, a long k): there
 // more would only queue, and hold up the tiles that wait for little.
 __device__ __forceinline__ u32 stage_bytes(const Tile& t) {
+    if (FEW && t.n <= FEW_ROWS) return FEW_BYTES;
     if (ROWS <= 128 || t.k_len > LONG_K) return STAGE_BYTES;
     const int rows = LISTED ? max(t.n, t.extra * CLUSTER) : t.n;
     return W_BYTES + (X_K ? (rows + STEP - 1) / STEP * STEP : (rows + 63) & ~63) * LINE_BYTES;

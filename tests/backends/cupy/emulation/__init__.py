@@ -214,7 +214,7 @@ def compiled(source: Source, folder: Path) -> ctypes.CDLL:
     library = folder / "kernel.so"
     defines = [f"-D{name}={value}" for name, value in source.defines]
     subprocess.run(
-        ["g++", "-std=gnu++20", "-O1", "-w", "-shared", "-fPIC", f"-I{HERE}", f"-I{folder}", *defines,
+        ["g++", "-std=gnu++20", "-O1", "-w", "-ftrivial-auto-var-init=pattern", "-shared", "-fPIC", f"-I{HERE}", f"-I{folder}", *defines,
          str(folder / "kernel.cpp"), "-o", str(library)],
         check=True,
     )  # fmt: skip
