@@ -89,7 +89,7 @@ class Config:
         """Dynamic shared memory of the Hopper kernel, and of the one that shifts its weights."""
         line = CODE_LINE if self.kernel == "hopper_weights" else 128
         weights = self.weight_stages * ODD_WEIGHTS if self.kernel == "hopper_shift_b" else self.stages * self.columns * line
-        staging = 2 * (8192 if plain else 9216)
+        staging = 2 * (8192 if plain else 9216) * (1 if self.columns == COLUMNS else self.columns // 64)
         return self.stages * self.rows * 128 + weights + staging + self._scales + self._bookkeeping
 
     @property
@@ -116,7 +116,7 @@ class Config:
     @property
     def groups_at_most(self) -> int:
         """What its share of the shared memory lets the schedule hold."""
-        full = self.pingpong or (self.kernel == "hopper_shift_b" and self.rows == SHIFT_B.rows)
+        full = self.pingpong or self.columns != COLUMNS or (self.kernel == "hopper_shift_b" and self.rows == SHIFT_B.rows)
         return TURNS_GROUPS if full else MAX_GROUPS
 
 

@@ -161,6 +161,20 @@ struct LateOfEither {
 #pragma unroll
         for (int i = 0; i + 16 < SUMS / 2; ++i) pair[i] = pair[i + 16];
     }
+#if BROAD
+    // All at once: there is staging for it, so that nothing waits for a store of the same tile.
+    __device__ __forceinline__ void send_all(const Maps& maps, int half, u32 staging) const {
+        const int tid = threadIdx.x & 127;
+        if (tid < 32) wait_until_read();
+        warpgroup_sync(half);
+#pragma unroll
+        for (int i = 0; i < SUMS / 32; ++i) lay_rows(staging + i * 8192, pair + i * 16);
+        show_to_copy_engine();
+        warpgroup_sync(half);
+#pragma unroll
+        for (int i = 0; i < SUMS / 32; ++i) send_box(tid == 0 && i < left, staging + i * 8192, &maps.out, to.col + i * 64, int(FAR) - to.rows, to.end, int(FAR), to.group);
+    }
+#endif
 };
 #endif
 
@@ -204,40 +218,6 @@ __device__ __forceinline__ void multiply_traded(Shared& s, u32 stages, u32 scale
         if (lane < CLUSTER) barrier_arrive(shared_address(&s.empty[place]), lane);
     };
     if (!ORDERED && first && half == 1) wait_for_other(half);
-#if DOUBLE
-    // Of two sets of sums one is promoted while the next block's products go to the other one.
-    Part b;
-    const auto end = [&](Part& part, int place) {
-        settle(part.of, WIDTH / 2);
-        hand_back(place);
-        promote(part);
-        settle(total, WIDTH / 2);
-    };
-    const auto next = [&](Part& part, Part& before) {
-        const int place = ring.place;
-        ring.next(bytes);
-        begin(part);
-        wgmma_wait<1>();
-        end(before, place);
-    };
-    begin(a);
-    if (first && half == 0) let_other(half);
-    int kb = 1;
-#pragma unroll 1
-    for (; kb + 1 < blocks; kb += 2) {
-        next(b, a);
-        next(a, b);
-    }
-    if (kb < blocks) {
-        next(b, a);
-        wgmma_wait<0>();
-        end(b, ring.place);
-    } else {
-        wgmma_wait<0>();
-        end(a, ring.place);
-    }
-    ring.next(bytes);
-#else
 #pragma unroll 1
     for (int kb = 0; kb < blocks; ++kb) {
         begin(a);
@@ -254,7 +234,6 @@ __device__ __forceinline__ void multiply_traded(Shared& s, u32 stages, u32 scale
         settle(total, WIDTH / 2);
         ring.next(bytes);
     }
-#endif
 }
 
 __device__ __forceinline__ void consume_fp8(const Problem& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 scales, u32 staging, u32 rank, int half) {
@@ -285,7 +264,7 @@ __device__ __forceinline__ void consume_fp8(const Problem& p, const Launch& l, c
             else if (COLUMNS != 128 && half == 0) TRADED(FIRST_PART, 0, 0);
             else if (trades) TRADED(64, 0, half * FIRST_PART);
 #undef TRADED
-#if TILE_COLUMNS == 128
+#if !BROAD
             else if (t.n > 16) multiply_fp8<32>(s, stages, scales, ring, blocks, bytes, half, total, first, more, beside);
             else multiply_fp8<16>(s, stages, scales, ring, blocks, bytes, half, total, first, more, beside);
 #endif
@@ -299,12 +278,10 @@ __device__ __forceinline__ void consume_fp8(const Problem& p, const Launch& l, c
         while (more()) beside();            // fewer blocks than there were rows to store
         late.keep(p, t, rank, half, trades, total);
 #elif SEND
-#if TRADES_SIDES
+#if BROAD
         LateOfEither now;
         now.keep(p, t, rank, half, trades, total);
-#pragma unroll
-        for (int i = 0; i < SUMS / 32; ++i)
-            if (now.left > 0) now.send(maps, half, staging);
+        now.send_all(maps, half, staging);
 #else
         send_tile(p, maps, t, rank, half, staging, total);
 #endif

@@ -15,10 +15,8 @@
 #ifndef ORDERED
 #define ORDERED 0
 #endif
-#ifndef DOUBLE
-#define DOUBLE 0
-#endif
-#define LATE (SEND && ROWS <= 128 && TILE_COLUMNS == 128 && !DOUBLE)          // registers for a tile's packed results beside two sets of sums
+#define MOST_GROUPS (TILE_COLUMNS > 128 ? 448 : 960)
+#define LATE (SEND && ROWS <= 128 && TILE_COLUMNS == 128)          // registers for a tile's packed results beside two sets of sums
 #define HALVES_LAST (CLUSTER == 2)
 #include "announce.cuh"
 #include "consume_fp8.cuh"

@@ -28,6 +28,7 @@
 #ifndef TILE_COLUMNS
 #define TILE_COLUMNS 128            // columns of a tile that one block has (hopper_fp8.cu: or 192)
 #endif
+#define BROAD (TILE_COLUMNS > 128)
 #ifndef W_LINE
 #define W_LINE 128                  // bytes of a column of the weights in a stage
 #endif
@@ -71,7 +72,7 @@ constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int LONG_K = 5120;                           // see stage_bytes
 constexpr int PLACES = RING_BYTES / (W_BYTES + STEP * LINE_BYTES) + 1;   // stages at most, each with its two barriers
 [[maybe_unused]] constexpr int PITCH = 68;              // floats per row of the general epilogue's staging
-constexpr int STAGING_BYTES = PLAIN || GATE ? 64 * 128 : 9216; // per consumer warpgroup
+constexpr int STAGING_BYTES = BROAD ? 64 * 2 * COLUMNS : PLAIN || GATE ? 64 * 128 : 9216; // per consumer warpgroup
 constexpr i64 FAR = 1 << 30;                           // ragged maps: see arguments.py
 
 struct Maps {
