@@ -12,7 +12,13 @@
 constexpr int FEW_AHEAD = SCALE_K ? 4 : 1;              // stages whose scales and zero points are held or on their way
 constexpr int CHUNKS = FOUR_BITS ? 4 : 2;               // pieces of 16 bytes of a row that a lane has of a stage
 constexpr int LANE_K = BK / 4;
-constexpr int STAGE_BLOCKS = SCALE_K && BK > SCALE_K ? BK / SCALE_K : 1;     // blocks from a lane's to its next
+#ifndef FEW_TURNS
+#define FEW_TURNS 1
+#endif
+// Warpgroups take every second stage each, of all columns: a warp has 16 of each half of them, so that what it does once a stage,
+// the rows included, serves twice as many. In the end each gives its sums of the other half to the other one.
+constexpr int HALVES_HERE = FEW_TURNS ? 2 : 1, EVERY = FEW_TURNS ? 2 : 1;
+constexpr int STAGE_BLOCKS = SCALE_K && EVERY * BK > SCALE_K ? EVERY * BK / SCALE_K : 1;     // blocks from a lane's to its next
 
 // ---- Rows ----
 
@@ -76,21 +82,22 @@ template <int CODE> struct LaneQueue {
 };
 
 struct LaneNumbers {
-    LaneQueue<SCALE_CODE> scale[2];
-    LaneQueue<ZEROS ? ZERO_CODE : CODE_U8> zero[2];
+    static constexpr int COUNT = 2 * HALVES_HERE;       // columns
+    LaneQueue<SCALE_CODE> scale[COUNT];
+    LaneQueue<ZEROS ? ZERO_CODE : CODE_U8> zero[COUNT];
     int block, blocks;              // of this lane's k of the stage that was asked for last, and how many there are
 
     // Stages behind the last block's end have zeros, whichever number of their column these meet.
-    __device__ __forceinline__ void begin(const GroupGrid& scales, const GroupGrid& zeros, i64 column, i64 columns, int k) {
-        blocks = SCALE_K ? (k + SCALE_K - 1) / (SCALE_K ? SCALE_K : 1) : 1, block = min(lane_block(0), blocks - 1);
+    __device__ __forceinline__ void begin(const GroupGrid& scales, const GroupGrid& zeros, i64 column, i64 columns, int k, int stage) {
+        blocks = SCALE_K ? (k + SCALE_K - 1) / (SCALE_K ? SCALE_K : 1) : 1, block = min(lane_block(stage), blocks - 1);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const i64 known = min64(column + i * 8, columns - 1);
+        for (int i = 0; i < COUNT; ++i) {
+            const i64 known = min64(column + (i & 1) * 8 + (i >> 1) * 64, columns - 1);
             scale[i].begin(scales, known, block, one_of(SCALE_CODE));
             if (ZEROS) zero[i].begin(zeros, known, block, 0);
         }
 #pragma unroll
-        for (int i = 0; i < (SCALE_K ? FEW_AHEAD : 0); ++i) load(i, i > 0 && next_block(i));
+        for (int i = 0; i < (SCALE_K ? FEW_AHEAD : 0); ++i) load(i, i > 0 && next_block(stage + i * EVERY));
     }
     __device__ __forceinline__ void ask(int slot, int stage) {
         if (SCALE_K) load(slot, next_block(stage));
@@ -98,20 +105,25 @@ struct LaneNumbers {
     __device__ __forceinline__ static int lane_block(int stage) { return (stage * BK + int(threadIdx.x & 3) * LANE_K) / (SCALE_K ? SCALE_K : 1); }
     // Whether there is a block for a stage behind the one before it.
     __device__ __forceinline__ bool next_block(int stage) {
-        const int next = BK % (SCALE_K ? SCALE_K : 1) == 0 ? block + STAGE_BLOCKS : lane_block(stage);
+        const int next = EVERY * BK % (SCALE_K ? SCALE_K : 1) == 0 ? block + STAGE_BLOCKS : lane_block(stage);
         const bool further = next < blocks && next > block;
         if (further) block = next;
         return further;
     }
     __device__ __forceinline__ void load(int slot, bool further) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < COUNT; ++i) {
             scale[i].ask(slot, further);
             if (ZEROS) zero[i].ask(slot, further);
         }
     }
     __device__ __forceinline__ float factor(int slot, int column) const { return decode<SCALE_CODE>(scale[column].held[slot]); }
-    __device__ __forceinline__ bool large(int slot) const { return AT_ONCE_LIFTED && ((scale[0].held[slot] | scale[1].held[slot]) & 0x80) != 0; }
+    __device__ __forceinline__ bool large(int slot) const {
+        u32 codes = 0;
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) codes |= scale[i].held[slot];
+        return AT_ONCE_LIFTED && (codes & 0x80) != 0;
+    }
 };
 
 // ---- Codes ----
@@ -136,51 +148,86 @@ __device__ __forceinline__ void two_pairs(u32 word, bool upper, u32& first, u32&
     }
 }
 
-// The products of one stage of 16 bytes of codes per lane and column.
+// The products of one stage: 16 bytes of codes of each of a lane's columns.
 template <int EIGHTS, bool LARGE>
-__device__ __forceinline__ void multiply_words(const uint4 (&line)[2], const uint4 (&x)[EIGHTS][CHUNKS], const LaneNumbers& numbers, int slot, float (&d)[2][EIGHTS][4]) {
-    u32 factor[2] = {}, rest[2] = {}, zero[2] = {};
+__device__ __forceinline__ void multiply_words(const uint4 (&line)[2 * HALVES_HERE], const uint4 (&x)[EIGHTS][CHUNKS], const LaneNumbers& numbers, int slot, float (&d)[HALVES_HERE][2][EIGHTS][4]) {
+    u32 factor[2 * HALVES_HERE] = {}, rest[2 * HALVES_HERE] = {}, zero[2 * HALVES_HERE] = {};
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < 2 * HALVES_HERE; ++i) {
         const u32 code = numbers.scale[i].held[slot];
         if (FOLD) factor[i] = factor_of(LARGE ? min(code, 127u) : code);
         if (LARGE) rest[i] = rest_of(code);
-        if (ZEROS) zero[i] = pair_of(decode<ZEROS ? ZERO_CODE : CODE_U8>(numbers.zero[i].held[slot]), decode<ZEROS ? ZERO_CODE : CODE_U8>(numbers.zero[i].held[slot]));
+        if (ZEROS) {
+            const float z = decode<ZEROS ? ZERO_CODE : CODE_U8>(numbers.zero[i].held[slot]);
+            zero[i] = pair_of(z, z);
+        }
     }
 #pragma unroll
     for (int j = 0; j < CHUNKS; ++j)
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int word = FOUR_BITS ? j : j * 2 + h;
-            u32 w[4];
+        for (int h = 0; h < 2; ++h)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const u32 codes = word == 0 ? line[i].x : word == 1 ? line[i].y : word == 2 ? line[i].z : line[i].w;
-                two_pairs(codes, h, w[i], w[2 + i]);
+            for (int side = 0; side < HALVES_HERE; ++side) {
+                const int word = FOUR_BITS ? j : j * 2 + h;
+                u32 w[4];
 #pragma unroll
-                for (int e = i; e < 4; e += 2) {
-                    if (W_CODE == CODE_E2M1 && !AT_ONCE_LIFTED) w[e] = multiply_pairs(w[e], LIFT);
-                    if (ZEROS) w[e] = subtract_pairs(w[e], zero[i]);
-                    if (FOLD) w[e] = multiply_pairs(w[e], factor[i]);
-                    if (LARGE) w[e] = multiply_pairs(w[e], rest[i]);
+                for (int i = 0; i < 2; ++i) {
+                    const int column = side * 2 + i;
+                    const u32 codes = word == 0 ? line[column].x : word == 1 ? line[column].y : word == 2 ? line[column].z : line[column].w;
+                    two_pairs(codes, h, w[i], w[2 + i]);
+#pragma unroll
+                    for (int e = i; e < 4; e += 2) {
+                        if (W_CODE == CODE_E2M1 && !AT_ONCE_LIFTED) w[e] = multiply_pairs(w[e], LIFT);
+                        if (ZEROS) w[e] = subtract_pairs(w[e], zero[column]);
+                        if (FOLD) w[e] = multiply_pairs(w[e], factor[column]);
+                        if (LARGE) w[e] = multiply_pairs(w[e], rest[column]);
+                    }
+                }
+#pragma unroll
+                for (int t = 0; t < EIGHTS; ++t) {
+                    const u32 rows[2] = {h ? x[t][j].z : x[t][j].x, h ? x[t][j].w : x[t][j].y};
+#if BFLOAT
+                    mma_bf16(d[side][h][t], w, rows);
+#else
+                    mma_f16(d[side][h][t], w, rows);
+#endif
                 }
             }
-#pragma unroll
-            for (int t = 0; t < EIGHTS; ++t) {
-                const u32 rows[2] = {h ? x[t][j].z : x[t][j].x, h ? x[t][j].w : x[t][j].y};
-#if BFLOAT
-                mma_bf16(d[h][t], w, rows);
-#else
-                mma_f16(d[h][t], w, rows);
+}
+
+__device__ __forceinline__ void sync_both() { asm volatile("bar.sync 7, 256;" ::: "memory"); }
+
+// Both warpgroups have sums of all columns: each keeps those of its half, and adds what the other one has of them.
+template <int EIGHTS>
+__device__ __forceinline__ void join_halves(u32 staging, int half, const float (&sums)[HALVES_HERE][EIGHTS * 4], float (&total)[ACCUMULATORS]) {
+    const int tid = threadIdx.x & 127;
+    const u32 mine = staging + tid * 16, others = mine + (half ? -STAGING_BYTES : STAGING_BYTES);
+#if SEND
+    if (tid < 32) wait_until_read();                    // the last tile's results have left
 #endif
-            }
-        }
+    sync_both();
+#pragma unroll
+    for (int t = 0; t < EIGHTS; ++t) {
+        float v[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[i] = half ? sums[0][t * 4 + i] : sums[HALVES_HERE - 1][t * 4 + i];
+        store_shared16(mine + t * 2048, make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3])));
+    }
+    sync_both();
+#pragma unroll
+    for (int t = 0; t < EIGHTS; ++t) {
+        const uint4 v = load_shared16(others + t * 2048);
+        const u32 w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) total[t * 4 + i] = (half ? sums[HALVES_HERE - 1][t * 4 + i] : sums[0][t * 4 + i]) + __uint_as_float(w[i]);
+    }
+    sync_both();
 }
 
 // All k-blocks of a tile of at most EIGHTS * 8 rows.
 template <int EIGHTS>
-__device__ __forceinline__ void multiply_few(Shared& s, u32 stages, Ring& ring, int blocks, u32 bytes, int half, float (&total)[ACCUMULATORS], LaneNumbers& numbers) {
-    const int lane = threadIdx.x & 31, row = lane >> 2, c = lane & 3, column = half * 64 + ((threadIdx.x & 127) >> 5) * 16 + row;
+__device__ __forceinline__ void multiply_few(Shared& s, u32 stages, u32 staging, Ring& ring, int blocks, u32 bytes, int half, float (&total)[ACCUMULATORS], LaneNumbers& numbers) {
+    const int lane = threadIdx.x & 31, row = lane >> 2, c = lane & 3, column = (FEW_TURNS ? 0 : half * 64) + ((threadIdx.x & 127) >> 5) * 16 + row;
     u32 codes = column * W_LINE + ((c ^ (column >> 1 & 3)) << 4);
     keep_in_register(codes);
     // A lane's k begin in the second line of a row for the upper two of four lanes, where four bits have two lines.
@@ -193,43 +240,55 @@ __device__ __forceinline__ void multiply_few(Shared& s, u32 stages, Ring& ring, 
         piece[j] = rows + (((first + j) ^ turn) << 4);
         keep_in_register(piece[j]);
     }
-    float d[2][EIGHTS][4] = {};
+    float d[HALVES_HERE][2][EIGHTS][4] = {}, sums[HALVES_HERE][EIGHTS * 4] = {};
+    if (FEW_TURNS && half == 1) ring.next(bytes);
 #pragma unroll 1
-    for (int begin = 0; begin < blocks; begin += FEW_AHEAD) {
+    for (int begin = FEW_TURNS ? half : 0; begin < blocks; begin += FEW_AHEAD * EVERY) {
 #pragma unroll
         for (int slot = 0; slot < FEW_AHEAD; ++slot) {
-            const int kb = begin + slot, held = SCALE_K ? slot : 0;
+            const int kb = begin + slot * EVERY, held = SCALE_K ? slot : 0;
             if (kb >= blocks) break;
             barrier_wait(shared_address(&s.full[ring.place]), ring.parity);
             const u32 stage = stages + ring.at;
-            uint4 line[2], x[EIGHTS][CHUNKS];
-            line[0] = load_shared16(codes + stage), line[1] = load_shared16(codes + stage + 8 * W_LINE);
+            uint4 line[2 * HALVES_HERE], x[EIGHTS][CHUNKS];
+#pragma unroll
+            for (int i = 0; i < 2 * HALVES_HERE; ++i) line[i] = load_shared16(codes + stage + ((i & 1) * 8 + (i >> 1) * 64) * W_LINE);
 #pragma unroll
             for (int t = 0; t < EIGHTS; ++t)
 #pragma unroll
                 for (int j = 0; j < CHUNKS; ++j) x[t][j] = load_shared16(piece[j] + stage + t * 8 * LINE_BYTES);
             __syncwarp();                               // all lanes have what they need of the stage
-            if (lane == 0) barrier_arrive(shared_address(&s.empty[ring.place]), 0);
+            if (lane < EVERY) barrier_arrive(shared_address(&s.empty[ring.place]), 0);     // for the other warpgroup, too
             ring.next(bytes);
+            if (FEW_TURNS && kb + 1 < blocks) ring.next(bytes);
             if (AT_ONCE_LIFTED && __any_sync(~0u, numbers.large(held))) multiply_words<EIGHTS, AT_ONCE_LIFTED>(line, x, numbers, held, d);
             else multiply_words<EIGHTS, false>(line, x, numbers, held, d);
             if (PARTS) {                                // a stage lies in one block of scales
-                const float scale[2] = {numbers.factor(held, 0), numbers.factor(held, 1)};
 #pragma unroll
-                for (int t = 0; t < EIGHTS; ++t)
+                for (int side = 0; side < HALVES_HERE; ++side)
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        total[t * 4 + i] = fmaf(scale[i >> 1], d[0][t][i] + d[1][t][i], total[t * 4 + i]);
-                        d[0][t][i] = d[1][t][i] = 0.0f;
-                    }
+                    for (int t = 0; t < EIGHTS; ++t)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) {
+                            sums[side][t * 4 + i] = fmaf(numbers.factor(held, side * 2 + (i >> 1)), d[side][0][t][i] + d[side][1][t][i], sums[side][t * 4 + i]);
+                            d[side][0][t][i] = d[side][1][t][i] = 0.0f;
+                        }
             }
-            numbers.ask(slot, kb + FEW_AHEAD);
+            numbers.ask(slot, kb + FEW_AHEAD * EVERY);
         }
     }
     if (!PARTS) {
 #pragma unroll
-        for (int t = 0; t < EIGHTS; ++t)
+        for (int side = 0; side < HALVES_HERE; ++side)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) total[t * 4 + i] = (d[0][t][i] + d[1][t][i]) * (SCALE_K == 0 ? numbers.factor(0, i >> 1) : 1.0f);
+            for (int t = 0; t < EIGHTS; ++t)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sums[side][t * 4 + i] = (d[side][0][t][i] + d[side][1][t][i]) * (SCALE_K == 0 ? numbers.factor(0, side * 2 + (i >> 1)) : 1.0f);
+    }
+    if (FEW_TURNS) {
+        join_halves<EIGHTS>(staging, half, sums, total);
+    } else {
+#pragma unroll
+        for (int i = 0; i < EIGHTS * 4; ++i) total[i] = sums[0][i];
     }
 }

@@ -5,7 +5,6 @@
 // Compile-time choices beside those of hopper.cu: W_E5M2 and X_E5M2 (which float8), BLOCK_SCALES (scales differ from one
 // block of k to the next; else they are applied to a tile's last stage), W_LINES (columns of a tile have scales of their own).
 #define ELEMENT 1
-#define FIRST_K(t) (JAGGED_K ? ((t).extra / BK + (t).group) * BK : 0)     // of a group in copies of a jagged k (k_major.cu)
 #define LOADERS 3
 #define X_K 1
 #define W_K 1
