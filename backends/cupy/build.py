@@ -165,7 +165,7 @@ def _guarded(one: Callable[[int], str], most: str = "ROWS") -> str:
     return "".join(f"#if {n} <= {most} && {n} % STEP == 0\n{one(n)}#endif\n" for n in WIDTHS)
 
 
-MMA_HEAD = """// Written by build.py: d += W x X for 64 columns, N rows and 32 bytes of k, both operands in shared memory.
+MMA_HEAD = """// Written by build.py: d += W x X for 64 columns, N rows, 32 bytes of k, both in shared memory.
 #pragma once
 #include "ptx.cuh"
 // Registers of one thread: ROWS by 64 columns per warpgroup, or by 128 where warpgroups take turns.
@@ -175,8 +175,8 @@ template <int N, int FIRST> struct Mma;   // FIRST: the accumulator's first regi
 
 
 class Element(NamedTuple):
-    """What wgmma multiplies: when a kernel is compiled for it, what an instruction of `n` rows is called, the constraint
-    of a sum, and whether operands may lie across k in shared memory."""
+    """What wgmma multiplies: the define of kernels for it, the name of the instruction for `n` rows, the constraint of a
+    sum, and whether operands may lie across k in shared memory."""
 
     condition: str
     instruction: str
@@ -263,7 +263,7 @@ def mma_header() -> str:
     return MMA_HEAD + _guarded(_from_shared) + _cases()
 
 
-FRAGMENT_HEAD = """// Written by build.py: d += W x X, 64 columns, N rows, 32 bytes of k; W in registers, X in shared memory.
+FRAGMENT_HEAD = """// Written by build.py: d += W x X, 64 columns, N rows, 32 bytes of k; W in registers, X not.
 #pragma once
 #include "ptx.cuh"
 template <int N> struct MmaFragment;

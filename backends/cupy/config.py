@@ -32,7 +32,7 @@ from multigemm.backends.cupy.support import (
 from multigemm.cuda.summation import INTEGERS, Summation, difference
 from multigemm.planning.fused import products_spec
 from multigemm.planning.fused_steps import gathered_spec
-from multigemm.problem.spec import ProblemSpec
+from multigemm.problem.spec import HALVES, ProblemSpec
 
 COLUMNS = 128
 """Columns of a result that one thread block of the Hopper kernel owns."""
@@ -332,11 +332,16 @@ def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -
         return shape_fits(replace(config, kernel="hopper"), gathered_spec(spec), capability)
     if config.kernel == "hopper" and picks_rows(spec):
         return False
-    if words_of(spec) and (config.step < 16 or (config.pingpong and turns_weights(spec))):
+    if spec.compute not in HALVES and words_of(spec) and not _fits_words(config, spec):
         return False
     if has_gate(spec) and not (config.pingpong and config.rows <= most_gated_rows(spec)):
         return False
     return _runs_clusters(config, stages_halves(spec)) and spec.groups <= config.groups_at_most
+
+
+def _fits_words(config: Config, spec: ProblemSpec) -> bool:
+    """Whether wgmma has the widths of a config for int8, and a thread registers for weights that it turns."""
+    return config.step >= 16 and not (config.pingpong and turns_weights(spec))
 
 
 def most_gated_rows(spec: ProblemSpec) -> int:

@@ -212,7 +212,7 @@ def pairs_of(index: Tensor, experts: int) -> Pairs:
     return Pairs((order // max(top_k, 1)).int(), inverse.int().view(index.shape), ends)
 
 
-def product(net: Network, a: Tensor, b: Tensor, ends: Tensor, **keywords: Any) -> Tensor:
+def product(net: Network, a: Tensor, b: Tensor, ends: Tensor | None, **keywords: Any) -> Tensor:
     """A grouped product that autograd does not see: a call like an earlier one finds its launch."""
     if torch.is_grad_enabled():
         a, b = a.detach(), b.detach()

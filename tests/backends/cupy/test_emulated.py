@@ -160,7 +160,7 @@ def words_problem(seed: int, dtype: torch.dtype, form: str, w_k: bool) -> Groupe
     high = 128 if dtype is torch.int8 else 2048
 
     def matrix(*shape: int) -> Tensor:
-        return torch.from_numpy(rng.integers(-high + 1, high, shape).astype(np.int64) // 2 ** int(rng.integers(3))).to(dtype)
+        return torch.from_numpy(rng.integers(-high + 1, high, shape) // 2 ** int(rng.integers(3))).to(dtype)
 
     def weights(*shape: int) -> Tensor:
         return matrix(*shape[:-2], shape[-1], shape[-2]).mT if w_k else matrix(*shape)
@@ -175,7 +175,8 @@ def words_problem(seed: int, dtype: torch.dtype, form: str, w_k: bool) -> Groupe
     if form == "jagged_n":
         total, options["bias"] = sum(sizes), None
         a = matrix(groups, n, k) if w_k else matrix(groups, k, n).mT
-        return GroupedGemmProblem(a, matrix(total, k).mT, sizes=sizes, jagged="n", out=_by_columns(n, total, dtype), **options)
+        options |= {"jagged": "n", "out": _by_columns(n, total, dtype)}
+        return GroupedGemmProblem(a, matrix(total, k).mT, sizes=sizes, **options)
     rows = (sum(sizes),) if form == "jagged_m" else (groups, 150)
     options |= {"sizes": sizes} if form == "jagged_m" else {}
     if form == "masked":
@@ -186,7 +187,7 @@ def words_problem(seed: int, dtype: torch.dtype, form: str, w_k: bool) -> Groupe
 def odd_words_problem(seed: int, dtype: torch.dtype, form: str) -> GroupedGemmProblem:
     """The same, where rows lie across k, or lines begin anywhere; jagged k."""
     rng = np.random.default_rng(seed)
-    groups, k, n, m = int(rng.integers(1, 6)), int(rng.integers(1, 300)), int(rng.integers(1, 200)), int(rng.integers(1, 200))
+    groups, (k, n, m) = int(rng.integers(1, 6)), (int(extent) for extent in rng.integers(1, 250, 3))
     sizes = rng.choice([0, 1, 7, 31, 64, 129, 200], groups).tolist()
     options: dict[str, Any] = {"precision": "tf32"} if dtype is torch.float32 else {}
 
@@ -196,9 +197,8 @@ def odd_words_problem(seed: int, dtype: torch.dtype, form: str) -> GroupedGemmPr
 
     if form == "jagged_k":
         a, b = matrix(m, sum(sizes)), matrix(sum(sizes), n)
-        offsets = torch.tensor([3, *np.cumsum(sizes[:-1]).clip(3).tolist(), sum(sizes)]) if groups > 1 and sum(sizes) > 9 else None
-        where: dict[str, Any] = {"sizes": sizes} if offsets is None else {"offsets": offsets.cummax(0).values}
-        return GroupedGemmProblem(a, b, jagged="k", **where, **options)
+        offsets = np.minimum(sum(sizes), np.cumsum([min(sum(sizes), 3), *sizes]))  # the first three belong to no group
+        return GroupedGemmProblem(a, b, jagged="k", offsets=torch.from_numpy(offsets), **options)
     if form == "per_group":
         return GroupedGemmProblem([matrix(s, k) for s in sizes], [matrix(k, n) for _ in sizes], **options)
     if form == "jagged_n":

@@ -226,7 +226,12 @@ def compiled(source: Source, folder: Path) -> ctypes.CDLL:
     else:
         of_hopper = shared + HALVES + RUN_HOPPER
         of_copies = COPIES.get(source.entry, "") + RUN_COPIES
-        text += {**dict.fromkeys(COPIES, of_copies), "generic": RUN_GENERIC, "sum_rows": RUN_SUM, "hopper": of_hopper}.get(source.entry, RUN_QUANTISED)
+        text += {
+            **dict.fromkeys(COPIES, of_copies),
+            "generic": RUN_GENERIC,
+            "sum_rows": RUN_SUM,
+            "hopper": of_hopper,
+        }.get(source.entry, RUN_QUANTISED)
     (folder / "kernel.cpp").write_text('#include "threads.h"\n' + text)
     library = folder / "kernel.so"
     if source not in LIBRARIES:
