@@ -90,7 +90,9 @@ class Config:
     def shared_bytes(self, plain: bool) -> int:
         """Dynamic shared memory of the Hopper kernel, and of the one that shifts its weights."""
         line = CODE_LINE if self.kernel == "hopper_weights" else 128
-        weights = self.weight_stages * ODD_WEIGHTS if self.kernel == "hopper_shift_b" else self.stages * self.columns * line
+        weights = self.stages * self.columns * line
+        if self.kernel == "hopper_shift_b":
+            weights = self.weight_stages * ODD_WEIGHTS
         staging = 2 * (8192 if plain else 9216) * (1 if self.columns == COLUMNS else self.columns // 64)
         return self.stages * self.rows * 128 + weights + staging + self._scales + self._bookkeeping
 
@@ -118,8 +120,8 @@ class Config:
     @property
     def groups_at_most(self) -> int:
         """What its share of the shared memory lets the schedule hold."""
-        full = self.pingpong or self.columns != COLUMNS or (self.kernel == "hopper_shift_b" and self.rows == SHIFT_B.rows)
-        return TURNS_GROUPS if full else MAX_GROUPS
+        high = self.kernel == "hopper_shift_b" and self.rows == SHIFT_B.rows
+        return TURNS_GROUPS if self.pingpong or self.columns != COLUMNS or high else MAX_GROUPS
 
 
 F16, BF16, TF32, I8, F64, F32 = range(6)

@@ -1,7 +1,7 @@
 """Binds the Hopper kernel for float8: maps of bytes, and the scales of the row side and of the weight side.
 
-Its sides are those of `hopper`, and k is contiguous in both. Operands of a jagged k are copied first, so that it is, and so that
-each group begins at a multiple of 128.
+Its sides are those of `hopper`, and k is contiguous in both. Operands of a jagged k are copied first, so that it is,
+and so that each group begins at a multiple of 128.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def _source(
     defines = (
         ("W_E5M2", int(e5m2[0])), ("X_E5M2", int(e5m2[1])), ("BLOCK_SCALES", int(blocks)), ("W_LINES", int(lines)),
         ("JAGGED_K", int(jagged_k)), ("BFLOAT", int(bfloat)), ("PLAIN", plain), ("SEND", int(sent)),
-        ("ROWS", config.rows), ("TILE_COLUMNS", config.columns), ("STAGES", config.stages), ("CLUSTER", config.cluster), ("STEP", config.step), ("SHARED", shared),
+        ("ROWS", config.rows), ("TILE_COLUMNS", config.columns), ("STAGES", config.stages),
+        ("CLUSTER", config.cluster), ("STEP", config.step), ("SHARED", shared),
     )  # fmt: skip
     return Source("hopper_fp8.cu", "hopper_fp8", defines, shared)
 
@@ -94,8 +95,8 @@ def line_maps(side: Side, heights: tuple[int, ...]) -> Fields:
 def side_grids(ops: Operands, columns: int) -> Fields:
     """The scales of the row side and of the weight side, and how many columns the latter has (`SideGrids`)."""
     given: Any = [("scale_a", ops.scale_a, ops.spec.a.scale), ("scale_b", ops.scale_b, ops.spec.b.scale)]
-    jagged_k = ops.spec.form == "jagged_k"
-    grids = [grid_bytes(*each, jagged_k=jagged_k) for each in (reversed(given) if is_swapped(ops.spec) else given)]
+    jagged_k, ordered = ops.spec.form == "jagged_k", reversed(given) if is_swapped(ops.spec) else given
+    grids = [grid_bytes(name, grid, of, jagged_k=jagged_k) for name, grid, of in ordered]
     return join([*grids, columns.to_bytes(8, "little")])
 
 

@@ -185,54 +185,33 @@ __device__ __forceinline__ void multiply_traded(Shared& s, u32 stages, u32 scale
     const int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5, row = first_row + warp * 16 + (lane >> 2);
     const u32 upper = scales + row_slot(row) * 4, lower = scales + row_slot(row + 8) * 4, column = scales + (ROWS + first_column / SCALED_COLUMNS) * 4;
     const u32 x_at = W_BYTES + first_row * LINE_BYTES, w_at = first_column * LINE_BYTES;
-    struct Part { float of[WIDTH / 2], scale[PARTS][2]; };
-    Part a;
-    bool begins = first;
-    const auto begin = [&](Part& part) {
+    if (first && half == 1) wait_for_other(half);
+#pragma unroll 1
+    for (int kb = 0; kb < blocks; ++kb, ring.next(bytes)) {
+        float part[WIDTH / 2], scale[PARTS][2];
         barrier_wait(shared_address(&s.full[ring.place]), ring.parity);
         const u32 stage = stages + ring.at, at = ring.place * STAGE_SCALES * 4;
         const u64 x = smem_descriptor(stage + x_at, BLOCK, 1024), w = smem_descriptor(stage + w_at, BLOCK, 1024);
-        if (ORDERED && !(begins && half == 0)) wait_for_other(half);
-        begins = false;
         wgmma_fence();
-        MmaFp8<WIDTH>::start_traded(part.of, x, w);
+        MmaFp8<WIDTH>::start_traded(part, x, w);
 #pragma unroll
-        for (int k = 1; k < 4; ++k) {
-            if (ORDERED && k == 3) wgmma_commit();
-            MmaFp8<WIDTH>::add_traded(part.of, x + k * (32 >> 4), w + k * (32 >> 4));
-        }
+        for (int k = 1; k < 4; ++k) MmaFp8<WIDTH>::add_traded(part, x + k * (32 >> 4), w + k * (32 >> 4));
         wgmma_commit();
+        if (first && half == 0 && kb == 0) let_other(half);
         const float of_upper = load_shared(upper + at), of_lower = load_shared(lower + at);
 #pragma unroll
         for (int i = 0; i < PARTS; ++i) {
             const float of_column = load_shared(column + at + i * 4);
-            part.scale[i][0] = of_column * of_upper, part.scale[i][1] = of_column * of_lower;
+            scale[i][0] = of_column * of_upper, scale[i][1] = of_column * of_lower;
         }
-    };
-    const auto promote = [&](Part& part) {
-#pragma unroll
-        for (int i = 0; i < WIDTH / 2; ++i) total[i] = fmaf(part.scale[PARTS == 1 ? 0 : i / 32][i >> 1 & 1], part.of[i], total[i]);
-    };
-    const auto hand_back = [&](int place) {
-        __syncwarp();                                   // all lanes have their scales
-        if (lane < CLUSTER) barrier_arrive(shared_address(&s.empty[place]), lane);
-    };
-    if (!ORDERED && first && half == 1) wait_for_other(half);
-#pragma unroll 1
-    for (int kb = 0; kb < blocks; ++kb) {
-        begin(a);
-        if (!ORDERED && first && half == 0 && kb == 0) let_other(half);
         if (more()) beside();
-        if (ORDERED) {
-            wgmma_wait<1>();                            // the last product is under way: the other warpgroup's may queue behind it
-            let_other(half);
-        }
         wgmma_wait<0>();
-        settle(a.of, WIDTH / 2);
-        hand_back(ring.place);
-        promote(a);
+        settle(part, WIDTH / 2);
+        __syncwarp();                                   // all lanes have their scales
+        if (lane < CLUSTER) barrier_arrive(shared_address(&s.empty[ring.place]), lane);
+#pragma unroll
+        for (int i = 0; i < WIDTH / 2; ++i) total[i] = fmaf(scale[PARTS == 1 ? 0 : i / 32][i >> 1 & 1], part[i], total[i]);
         settle(total, WIDTH / 2);
-        ring.next(bytes);
     }
 }
 

@@ -11,9 +11,6 @@
 #define RAGGED_K 0
 #define LISTED 0
 #define PINGPONG 0
-#ifndef ORDERED
-#define ORDERED 0
-#endif
 #define MOST_GROUPS (TILE_COLUMNS > 128 ? 448 : 960)
 #define LATE (SEND && ROWS <= 128 && TILE_COLUMNS == 128)          // registers for a tile's packed results beside two sets of sums
 #define HALVES_LAST (CLUSTER == 2)

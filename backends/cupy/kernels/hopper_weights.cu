@@ -152,7 +152,7 @@ __device__ __forceinline__ void consume_weights(const Problem& p, const Launch& 
 #if FEW
             if (t.n <= FEW_ROWS) {
                 LaneNumbers numbers;
-                numbers.begin(scales, zeros, column - (FEW_TURNS ? half * 64 : 0), grids.columns, t.k_len, FEW_TURNS ? half : 0);
+                numbers.begin(scales, zeros, column - (BY_STAGES ? half * 64 : 0), grids.columns, t.k_len, BY_STAGES ? half : 0);
                 if (t.n <= 8) multiply_few<1>(s, stages, staging, ring, blocks, bytes, half, total, numbers);
                 else multiply_few<2>(s, stages, staging, ring, blocks, bytes, half, total, numbers);
             } else

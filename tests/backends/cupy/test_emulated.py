@@ -271,7 +271,7 @@ def test_float8_by_wgmma(config: Config) -> None:
     subject, forms = Subject(emulation.EmulatedBackend(config)), set[str]()
     for seed in range(PROBLEMS):
         problem = float8_problem(seed)
-        if not configs.is_valid(config, problem.spec):      # columns with scales of their own have no broad tiles
+        if not configs.is_valid(config, problem.spec):  # columns with scales of their own have no broad tiles
             continue
         out = allocate(problem)
         choice = Choice("emulated", subject.recipe(problem.spec, CPU), problem.spec, "")

@@ -76,17 +76,33 @@ def test_hopper_takes_float8_whose_k_is_contiguous(changes: dict[str, Any], reas
     [
         ("blocks", 4, configs.FP8_SINGLE),
         ("rows", 4, configs.FP8_SINGLE),
-        ("blocks", 64, configs.FP8_ALONE),
-        ("blocks", 1024, configs.FP8_ALONE),
+        ("blocks", 64, configs.FP8_BROAD),
+        ("blocks", 1024, configs.FP8_BROAD),
+        ("columns in blocks", 1024, configs.FP8_ALONE),
         ("rows", 64, configs.FP8_WIDE),
         ("rows", 1024, configs.FP8_WIDE),
     ],
 )
 def test_high_tiles_but_for_few_rows(scales: str, rows: int, config: configs.Config) -> None:
-    """What was fastest, or within 7 % of it, on an H200: clusters of two do not pay where scales change along k."""
-    by_rows = {"scale_a": torch.ones(300, 1), "scale_b": torch.ones(3, 1, 520)}
-    spec = replace(blocks(**(by_rows if scales == "rows" else {})).spec, groups=8, total=8 * rows, n=4096)
+    """What was fastest, or within 7 % of it, on an H200."""
+    changes = {
+        "rows": {"scale_a": torch.ones(300, 1), "scale_b": torch.ones(3, 1, 520)},
+        "columns in blocks": {"scale_b": torch.ones(3, 4, 520)},
+    }
+    spec = replace(blocks(**changes.get(scales, {})).spec, groups=8, total=8 * rows, n=4096)
     assert choice.heuristic(spec) == config
+
+
+def test_broad_tiles_only_where_they_cover_few_columns_in_vain() -> None:
+    """And where the schedule of their groups leaves the shared memory for them, and the copy engine stores results."""
+    spec = replace(blocks().spec, groups=8, total=8192, n=4096)
+    assert choice.heuristic(replace(spec, n=512)) == configs.FP8_SINGLE
+    assert choice.heuristic(replace(spec, groups=449, total=449 * 64)) == configs.FP8_SINGLE
+    assert choice.heuristic(replace(spec, total=(1 << 30) + 1)).columns == configs.COLUMNS
+    for config in (configs.FP8_BROAD, configs.FP8_BROAD_ALONE):
+        assert configs.is_valid(config, spec)
+        assert not configs.is_valid(config, blocks(scale_b=torch.ones(3, 4, 520)).spec)
+        assert not configs.is_valid(config, blocks(out_dtype=torch.float32).spec)
 
 
 def weights(**changes: Any) -> GroupedGemmProblem:
@@ -150,7 +166,7 @@ def test_other_float8_runs_on_the_kernel_for_any_quantised_operands() -> None:
 
 
 def test_float8_of_a_jagged_k_is_copied_first(fake: FakeDriver) -> None:
-    """Whatever its strides; each group of the copies begins at a block of its own, so their extent follows from shapes."""
+    """Whatever its strides; groups of the copies begin at blocks of their own, so that their extent is known."""
     scales = {"scale_a": torch.ones(64, 300 // 128 + 3), "scale_b": torch.ones(300 // 128 + 3, 72)}
     for a, b in ((float8(64, 301)[:, 1:], float8(300, 72)), (float8(300, 64).mT, float8(72, 300).mT)):
         problem = GroupedGemmProblem(a, b, sizes=[100, 0, 200], jagged="k", **scales)
