@@ -421,7 +421,11 @@ def _spilled(source: build.Source, arch: str) -> tuple[int, str]:
     return sum(int(n) for n in re.findall(r"(\d+) bytes spill", log)), log
 
 
-ANY_KINDS = [(E4M3, E5M2, ""), (torch.bfloat16, torch.int8, ""), (torch.float16, torch.uint8, "uint4")]
+ANY_KINDS: list[tuple[torch.dtype, torch.dtype, Any]] = [
+    (E4M3, E5M2, ""),
+    (torch.bfloat16, torch.int8, ""),
+    (torch.float16, torch.uint8, "uint4"),
+]
 
 
 @pytest.mark.slow
