@@ -75,6 +75,7 @@ extern "C" void run(ARGUMENTS, int grid, int threads, const float*) {
 }
 """
 COPIES = {
+    "k_major": "#define ARGUMENTS const Problem* p, const KMajor* to\n#define LAUNCH k_major(*p, *to)\n",
     "pack": "#define ARGUMENTS const Job* j\n#define LAUNCH pack(*j)\n",
     "pack_ragged": "#define ARGUMENTS const Problem* p, const Copy* c\n#define LAUNCH pack_ragged(*p, *c)\n",
 }
@@ -138,6 +139,7 @@ BODIES = {
         "float4 load_shared_scales(u32 address)": "return load_shared_as<float4>(address);",
         "void settle(float (&d)[COUNT], int count)": "",
     },
+    "few_rows.cuh": {"void sync_both()": "named_sync(7, 256);"},
     "gated.cuh": {
         "float power_of_2(float x)": "return exp2f(x);",
         "float reciprocal(float x)": "return 1.0f / x;",
@@ -150,8 +152,10 @@ BODIES = {
             " return f16_of(of[codes & 255]) | f16_of(of[codes >> 8 & 255]) << 16;"
         ),
         "u32 load_shared_half(u32 address)": "return load_shared_as<u16>(address);",
+        "void keep_in_register(u32& v)": "",
+        "void keep_in_register(i64& v)": "",
     },
-    "hopper_weights.cu": {"void settle(float (&d)[COUNT])": "", "void keep_in_register(u32& v)": ""},
+    "hopper_weights.cu": {"void settle(float (&d)[COUNT])": ""},
     "hopper_shift_b.cu": {
         "u32 load_word(u32 address)": "return load_shared_as<u32>(address);",
         "u32 load_half(u32 address)": "return load_shared_as<u16>(address);",
@@ -251,7 +255,8 @@ def compiled(source: Source, folder: Path) -> ctypes.CDLL:
     if source not in LIBRARIES:
         defines = [f"-D{name}={value}" for name, value in source.defines]
         subprocess.run(
-            ["g++", "-std=gnu++20", "-Og", "-w", "-Wno-psabi", "-shared", "-fPIC", f"-I{HERE}", f"-I{folder}", *defines,
+            ["g++", "-std=gnu++20", "-Og", "-w", "-Wno-psabi", "-ftrivial-auto-var-init=pattern",
+             "-shared", "-fPIC", f"-I{HERE}", f"-I{folder}", *defines,
              str(folder / "kernel.cpp"), "-o", str(library)],
             check=True,
         )  # fmt: skip
@@ -336,7 +341,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
     for module in (quantised, hopper_fp8, hopper_weights, hopper_shift_b, hopper, generic, fused):
         monkeypatch.setattr(module, "load", load)
-    for module in (generic, hopper):
+    for module in (generic, hopper, hopper_fp8):
         monkeypatch.setattr(module, "processors", lambda index: 3)
     monkeypatch.setattr(hopper, "Words", _Words)
     monkeypatch.setattr(hopper, "ready", lambda index, count: None)
