@@ -77,6 +77,16 @@ def tiles_per_consumer(config: Config) -> int:
     return config.block_m // STRIP // consumers(config)
 
 
+def is_float8(spec: ProblemSpec) -> bool:
+    return spec.quantised == "float8"
+
+
+def piece_of(config: Config, spec: ProblemSpec) -> int:
+    """Columns of one wgmma: with three consumers, or with a block's part beside the sums, registers do not suffice for
+    256 at once."""
+    return min(config.block_n, 128) if consumers(config) == 3 or is_float8(spec) else config.block_n
+
+
 def part_of(config: Config, spec: ProblemSpec) -> int:
     """Columns that one part of the epilogue takes: what the staging buffer holds, 256 bytes a row; or a consumer's."""
     return STRIP if config.shift_b else min(config.block_n, 256 // max(2, spec.out.dtype.itemsize))
@@ -157,6 +167,8 @@ def hopper_problem(config: Config, spec: ProblemSpec) -> str:
         return (
             f"splits={config.splits}, programs={config.programs}: one program per multiprocessor, tiles unshared; use 1"
         )
+    if spec.quantised:
+        return float8_problem(config, spec) or _ring_problem(config, spec)
     shifted = shift_b_problem(config, spec) if config.shift_b else ""
     return _kind_problem(spec) or shifted or _maps_problem(config, spec) or _ring_problem(config, spec)
 
@@ -261,6 +273,29 @@ def _ring_problem(config: Config, spec: ProblemSpec) -> str:
 
 
 # --- quantised operands -------------------------------------------------------------------------------
+
+
+def float8_problem(config: Config, spec: ProblemSpec) -> str:
+    """Why the warp-specialised kernel does not take these quantised operands, or ''."""
+    if not is_float8(spec) or spec.form in ("per_group", "jagged_k"):
+        return f"{spec.form} of {spec.a.dtype} x {spec.b.dtype}: kernel='hopper' multiplies stacks and jagged rows of float8"
+    if 0 in (spec.m, spec.n, spec.k) or spec.total > 2**30:
+        return f"m={spec.m} n={spec.n} k={spec.k} T<={spec.total}: tensor maps need 1 to 2^30 rows and columns"
+    if spec.alpha == "zero" or config.pack or config.shift_b:
+        return f"alpha={spec.alpha}, pack={config.pack}, shift_b={config.shift_b}: float8 is multiplied as it lies"
+    if config.block_m == 3 * STRIP or config.block_n < 128:
+        return f"tile {config.block_m}x{config.block_n}: two warpgroups multiply float8, by 128 columns"
+    for name, x, order in (("a", spec.a, "row"), ("b", spec.b, "col")):
+        if not mappable(x) or x.order != order:
+            seen = f"{name} is {x.order}, {x.align}-byte aligned, dense={x.dense}"
+            return f"{seen}: wgmma multiplies float8 along K, in aligned rows of it; kernel='quantised' takes all"
+        if x.scale is not None and x.scale.k not in (0, PROMOTION):
+            return f"scale_{name} covers {x.scale.k} of K: products start anew after {PROMOTION} of it"
+    rows, columns = (spec.b.scale, spec.a.scale) if spec.form == "jagged_n" else (spec.a.scale, spec.b.scale)
+    blocked = any(x is not None and x.k for x in (rows, columns))
+    if blocked and columns is not None and columns.rows == 1:
+        return "a scale for each column beside blocks of K: one number for 128 columns or for all"
+    return ""
 
 
 NARROW = 64
@@ -376,13 +411,12 @@ def problem_with(config: Config, spec: ProblemSpec) -> str:
     spec = products_spec(spec)
     if spec.fused is not None and ((reason := fused_problem(config, spec)) or config.kernel == "hopper"):
         return reason
-    if bool(spec.quantised) != (config.kernel == "quantised"):
-        held = "quantised" if spec.quantised else "plain"
-        return f"kernel={config.kernel!r}: {held} operands have {'one' if spec.quantised else 'kernels'} of their own"
-    if spec.quantised:
-        return quantised_problem(config, spec)
-    found = hopper_problem(config, spec) if config.kernel == "hopper" else pointer_problem(config, spec)
-    return found or variance(config, spec)
+    if config.kernel == "pointer" if spec.quantised else config.kernel == "quantised":
+        return (
+            f"kernel={config.kernel!r}: {'quantised' if spec.quantised else 'plain'} operands have kernels of their own"
+        )
+    problems = {"hopper": hopper_problem, "quantised": quantised_problem, "pointer": pointer_problem}
+    return problems[config.kernel](config, spec) or variance(config, spec)
 
 
 INVARIANT = Config(block_m=64, block_n=64, block_k=16)
@@ -394,7 +428,8 @@ def summation_of(config: Config, spec: ProblemSpec) -> Summation:
     if spec.compute == torch.int8:
         return INTEGERS
     if spec.quantised:
-        return Summation("mma.sync", 32 if spec.quantised == "float8" else 16)
+        unit = "wgmma" if config.kernel == "hopper" else "mma.sync"
+        return Summation(unit, 32 if spec.quantised == "float8" else 16)
     tensor_cores = spec.compute.itemsize == 2 or is_tf32(spec)
     if not tensor_cores:
         return Summation("fused multiply-add", padded=config.block_k, parts=config.splits > 1)

@@ -63,6 +63,15 @@ def byte_types(spec: ProblemSpec, capability: int) -> bool:
     return not native(capability) or spec.b.dtype not in FLOAT8
 
 
+def by_bits(spec: ProblemSpec, capability: int) -> bool:
+    """Whether weights become bfloat16 by instructions on four bytes at once; the interpreter has none.
+
+    Zero points take int8 past what bfloat16 holds. float8 has instructions of its own, whose NaN no bits express.
+    """
+    integers = spec.b.dtype is torch.int8 and (spec.b.scale is None or spec.b.scale.zero is None)
+    return capability > 0 and spec.compute is torch.bfloat16 and (bool(spec.b.packed) or integers)
+
+
 def _types(spec: ProblemSpec, capability: int) -> dict[str, str]:
     """The types of the arguments, in the order in which the kernel takes them."""
     found = argument_types(spec)
@@ -92,6 +101,7 @@ def quantised_constants(
         "A_FORMAT": FORMATS.get(spec.a.dtype, ""),
         "B_FORMAT": spec.b.packed or FORMATS[spec.b.dtype],
         "NATIVE": not byte_types(spec, capability),
+        "BITS": by_bits(spec, capability),
         "PACKED": bool(spec.b.packed),
         "SWAPPED": swapped(config),
         "PROMOTED": spec.quantised == "float8" and spec.accumulate == "promoted",

@@ -15,6 +15,7 @@ import struct
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from multigemm.backends.triton.generic import (
     prefix_source,
 )
 from multigemm.backends.triton.hopper import cut_of, hopper_source, pack_source, records_source
+from multigemm.backends.triton.hopper_float8 import float8_sources
 from multigemm.backends.triton.lists import SLOTS, few_slots, few_source, hopper_list_sources, list_chunks
 from multigemm.backends.triton.quantised import quantised_sources
 from multigemm.problem.spec import GLU_LAYOUTS, Form, FusedSpec, OperandSpec, Order, ProblemSpec, ScaleSpec
@@ -228,9 +230,12 @@ def sources(spec: ProblemSpec, capability: int, most: int = 2) -> Iterator[tuple
         return
     if spec.quantised:
         for config in quantised_candidates(spec, (capability // 10, capability % 10))[:most]:
-            for name, source in quantised_sources(spec, config, capability).items():
+            sources_of = (
+                float8_sources if config.kernel == "hopper" else partial(quantised_sources, capability=capability)
+            )
+            for name, source in sources_of(spec, config).items():
                 if name != "prefix":
-                    yield f"quantised {name} {config}", source
+                    yield f"{config.kernel} {name} {config}", source
         return
     multiple = multiple_of(spec) if spec.a.align == 16 else 1
     for config in pointer_candidates(spec, (capability // 10, capability % 10))[:most]:

@@ -24,7 +24,8 @@ BLANK = fields(bytes(SIZE), ())
 """The map of an operand through which nothing is loaded."""
 NO_SWIZZLE, SWIZZLE_64B, SWIZZLE_128B, PROMOTION_256B, ZERO_FILL = 0, 2, 3, 3, 0
 TYPES = {
-    torch.uint8: 0, torch.int32: 3, torch.int64: 5, torch.float16: 6, torch.float32: 7, torch.float64: 8,
+    torch.uint8: 0, torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.int32: 3, torch.int64: 5, torch.float16: 6,
+    torch.float32: 7, torch.float64: 8,
     torch.bfloat16: 9,
 }  # fmt: skip  # CU_TENSOR_MAP_DATA_TYPE_*
 MOST_DIMS, MOST_BOXES = 5, 16
