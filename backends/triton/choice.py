@@ -488,7 +488,7 @@ def fused_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) ->
 
 
 def quantised_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> list[Config]:
-    """Valid configs for quantised operands, the best guess first: of the warp-specialised kernel where it takes them."""
+    """Valid configs for quantised operands, the best guess first: the warp-specialised kernel where it takes them."""
     fast = float8_candidates(spec) if capability[0] == 9 else []
     return [*fast, *portable_quantised(spec, capability)]
 

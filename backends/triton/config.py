@@ -278,7 +278,8 @@ def _ring_problem(config: Config, spec: ProblemSpec) -> str:
 def float8_problem(config: Config, spec: ProblemSpec) -> str:
     """Why the warp-specialised kernel does not take these quantised operands, or ''."""
     if not is_float8(spec) or spec.form in ("per_group", "jagged_k"):
-        return f"{spec.form} of {spec.a.dtype} x {spec.b.dtype}: kernel='hopper' multiplies stacks and jagged rows of float8"
+        kind = f"{spec.form} of {spec.a.dtype} x {spec.b.dtype}"
+        return f"{kind}: kernel='hopper' multiplies stacks and jagged rows of float8"
     if 0 in (spec.m, spec.n, spec.k) or spec.total > 2**30:
         return f"m={spec.m} n={spec.n} k={spec.k} T<={spec.total}: tensor maps need 1 to 2^30 rows and columns"
     if spec.alpha == "zero" or config.pack or config.shift_b:
@@ -291,6 +292,8 @@ def float8_problem(config: Config, spec: ProblemSpec) -> str:
             return f"{seen}: wgmma multiplies float8 along K, in aligned rows of it; kernel='quantised' takes all"
         if x.scale is not None and x.scale.k not in (0, PROMOTION):
             return f"scale_{name} covers {x.scale.k} of K: products start anew after {PROMOTION} of it"
+        if x.scale is not None and x.scale.align < x.scale.dtype.itemsize:
+            return f"scale_{name} is {x.scale.align}-byte aligned"
     rows, columns = (spec.b.scale, spec.a.scale) if spec.form == "jagged_n" else (spec.a.scale, spec.b.scale)
     blocked = any(x is not None and x.k for x in (rows, columns))
     if blocked and columns is not None and columns.rows == 1:
@@ -412,9 +415,8 @@ def problem_with(config: Config, spec: ProblemSpec) -> str:
     if spec.fused is not None and ((reason := fused_problem(config, spec)) or config.kernel == "hopper"):
         return reason
     if config.kernel == "pointer" if spec.quantised else config.kernel == "quantised":
-        return (
-            f"kernel={config.kernel!r}: {'quantised' if spec.quantised else 'plain'} operands have kernels of their own"
-        )
+        held = "quantised" if spec.quantised else "plain"
+        return f"kernel={config.kernel!r}: {held} operands have kernels of their own"
     problems = {"hopper": hopper_problem, "quantised": quantised_problem, "pointer": pointer_problem}
     return problems[config.kernel](config, spec) or variance(config, spec)
 
@@ -423,18 +425,20 @@ INVARIANT = Config(block_m=64, block_n=64, block_k=16)
 """What batch-invariant problems are summed like: blocks of K as short as any, so that all are padded alike."""
 
 
+def _tensor_unit(config: Config) -> Literal["mma.sync", "wgmma"]:
+    return "wgmma" if config.kernel == "hopper" else "mma.sync"
+
+
 def summation_of(config: Config, spec: ProblemSpec) -> Summation:
     """How a config sums. In the pointer kernel mma.sync stands for either instruction, between which Triton chooses."""
     if spec.compute == torch.int8:
         return INTEGERS
     if spec.quantised:
-        unit = "wgmma" if config.kernel == "hopper" else "mma.sync"
-        return Summation(unit, 32 if spec.quantised == "float8" else 16)
+        return Summation(_tensor_unit(config), 32 if spec.quantised == "float8" else 16)
     tensor_cores = spec.compute.itemsize == 2 or is_tf32(spec)
     if not tensor_cores:
         return Summation("fused multiply-add", padded=config.block_k, parts=config.splits > 1)
-    unit: Literal["mma.sync", "wgmma"] = "wgmma" if config.kernel == "hopper" else "mma.sync"
-    return Summation(unit, 8 if is_tf32(spec) else 16, parts=config.splits > 1)
+    return Summation(_tensor_unit(config), 8 if is_tf32(spec) else 16, parts=config.splits > 1)
 
 
 def variance(config: Config, spec: ProblemSpec) -> str:

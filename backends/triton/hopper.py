@@ -202,11 +202,7 @@ def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
     module, name = ("hopper_shift_b", "shift_b_kernel") if config.shift_b else ("hopper", "hopper_kernel")
     types = argument_types(spec, config)
     arguments = tuple((argument, types[argument]) for argument in names_of(config))
-    constants = {
-        **cut_constants(spec, config),
-        **end_constants(spec, config, given.form),
-        **role_constants(spec, config),
-    }
+    constants = kernel_constants(spec, config, given.form)
     if config.shift_b:
         del constants["PIECE"], constants["MASKED"], constants["LATE"]
         # two rings leave no room for rows of 32 bits to turn in
@@ -214,6 +210,11 @@ def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
     room = raw_bytes(config, spec) if config.shift_b else 0
     return KernelSource(f"multigemm.backends.triton.kernels.{module}", name, arguments, tuple(constants.items()),
                         gluon=True, room=room)  # fmt: skip
+
+
+def kernel_constants(spec: ProblemSpec, config: Config, form: Form) -> dict[str, Any]:
+    """The constexpr arguments; `form` is that of the problem as it was given."""
+    return {**_cut(spec, config), **_end(spec, config, form), **_roles(spec, config)}
 
 
 def argument_types(spec: ProblemSpec, config: Config) -> dict[str, str]:
@@ -233,7 +234,7 @@ def argument_types(spec: ProblemSpec, config: Config) -> dict[str, str]:
     }
 
 
-def cut_constants(spec: ProblemSpec, config: Config) -> dict[str, Any]:
+def _cut(spec: ProblemSpec, config: Config) -> dict[str, Any]:
     """How work is cut into tiles, and how operands lie."""
     return {
         "FORM": "search" if searched(spec, config) else cut_of(spec),
@@ -252,7 +253,7 @@ def cut_constants(spec: ProblemSpec, config: Config) -> dict[str, Any]:
     }
 
 
-def end_constants(spec: ProblemSpec, config: Config, form: Form) -> dict[str, Any]:
+def _end(spec: ProblemSpec, config: Config, form: Form) -> dict[str, Any]:
     """What becomes of a sum, and how it is stored."""
     return {
         "STORE": store_of(spec),
@@ -272,7 +273,7 @@ def _zeroed(spec: ProblemSpec) -> str | None:
     return "masked" if spec.form == "masked" else "rows"
 
 
-def role_constants(spec: ProblemSpec, config: Config) -> dict[str, int]:
+def _roles(spec: ProblemSpec, config: Config) -> dict[str, int]:
     """The registers of each role."""
     if config.shift_b:
         # of low tiles: lines along k take the warps that load them more registers, those along n the others

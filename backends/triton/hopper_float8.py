@@ -1,4 +1,4 @@
-"""The warp-specialised kernel for float8: the plain one's maps, and the scales of rows and columns behind its arguments."""
+"""The warp-specialised kernel for float8: the plain one's maps, and behind its arguments the scales of both sides."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from multigemm.backends.triton.hopper import (
     HopperPlan,
     argument_types,
     canonical,
-    cut_constants,
-    end_constants,
+    kernel_constants,
     listed,
     names_of,
     records_source,
-    role_constants,
     sums_sizes,
 )
 from multigemm.backends.triton.quantised import scale_strides
@@ -41,10 +39,8 @@ def float8_source(given: ProblemSpec, config: Config) -> KernelSource:
     types = argument_types(spec, config) | dict.fromkeys(STRIDES, "i64")
     types |= {name: "*" + TYPES[torch.float32 if x is None else x.dtype] for name, x in scales.items()}
     arguments = tuple((name, types[name]) for name in (*names_of(config), *SCALES, *STRIDES))
-    constants = {
-        **cut_constants(spec, config), **end_constants(spec, config, given.form), **role_constants(spec, config),
-        **_covers("SA", spec.a.scale), **_covers("SB", spec.b.scale),
-    }  # fmt: skip
+    covers = {**_covers("SA", spec.a.scale), **_covers("SB", spec.b.scale)}
+    constants = {**kernel_constants(spec, config, given.form), **covers}
     for name in PLAIN_ALONE:
         del constants[name]
     return KernelSource("multigemm.backends.triton.kernels.hopper_float8", "float8_kernel", arguments,

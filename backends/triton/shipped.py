@@ -15,7 +15,6 @@ import struct
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -230,10 +229,9 @@ def sources(spec: ProblemSpec, capability: int, most: int = 2) -> Iterator[tuple
         return
     if spec.quantised:
         for config in quantised_candidates(spec, (capability // 10, capability % 10))[:most]:
-            sources_of = (
-                float8_sources if config.kernel == "hopper" else partial(quantised_sources, capability=capability)
-            )
-            for name, source in sources_of(spec, config).items():
+            hopper = config.kernel == "hopper"
+            found = float8_sources(spec, config) if hopper else quantised_sources(spec, config, capability)
+            for name, source in found.items():
                 if name != "prefix":
                     yield f"{config.kernel} {name} {config}", source
         return

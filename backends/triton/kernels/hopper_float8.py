@@ -126,9 +126,8 @@ def scaled(acc, spot, scales, n, SA: gl.constexpr, SB: gl.constexpr):
     scale_a, scale_b = scales
     g, row, rows, _, _, col = spot
     if SA[0]:
-        of_rows = scale_of(
-            read_rows(row_scale(scale_a, g, row, SA), scale_a[2].to(gl.int32), rows, rows > 0, layout, SA), SA[3]
-        )
+        at = row_scale(scale_a, g, row, SA)
+        of_rows = scale_of(read_rows(at, scale_a[2].to(gl.int32), rows, rows > 0, layout, SA), SA[3])
         if SA[1] == 1:
             of_rows = of_rows[:, None]
     if SB[0]:

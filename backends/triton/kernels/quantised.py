@@ -233,14 +233,15 @@ def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, 
                      EVEN_K: tl.constexpr, MULTIPLE: tl.constexpr, HAS_C: tl.constexpr, HAS_BIAS: tl.constexpr,
                      ALPHA: tl.constexpr, ACTIVATION: tl.constexpr, ZERO: tl.constexpr, CHUNK: tl.constexpr,
                      SIZES: tl.constexpr, INTERPRETED: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr,
-                     NATIVE: tl.constexpr, BITS: tl.constexpr, PACKED: tl.constexpr, SWAPPED: tl.constexpr, PROMOTED: tl.constexpr,
-                     FOLDED: tl.constexpr, SA: tl.constexpr, SB: tl.constexpr, ZB: tl.constexpr, SA_E8M0: tl.constexpr,
-                     SB_E8M0: tl.constexpr, SA_ROWS: tl.constexpr, SA_K: tl.constexpr, SB_ROWS: tl.constexpr,
-                     SB_K: tl.constexpr):  # fmt: skip
+                     NATIVE: tl.constexpr, BITS: tl.constexpr, PACKED: tl.constexpr, SWAPPED: tl.constexpr,
+                     PROMOTED: tl.constexpr, FOLDED: tl.constexpr, SA: tl.constexpr, SB: tl.constexpr,
+                     ZB: tl.constexpr, SA_E8M0: tl.constexpr, SB_E8M0: tl.constexpr, SA_ROWS: tl.constexpr,
+                     SA_K: tl.constexpr, SB_ROWS: tl.constexpr, SB_K: tl.constexpr):  # fmt: skip
     """One persistent program: tiles program_id, + num_programs, ... of the concatenation of all groups.
 
-    A_FORMAT is "" for 16-bit activations. SA, SB and ZB: there are scales of a, of b, and zero points; ROWS and K are
-    what one number covers, as in `ScaleSpec`. BK divides every block along K, but those that are FOLDED.
+    A_FORMAT is "" for 16-bit activations. BITS: weights become bfloat16 by their bits. SA, SB and ZB: there are scales
+    of a, of b, and zero points; ROWS and K are what one number covers, as in `ScaleSpec`. BK divides every block along
+    K, but those that are FOLDED.
     """
     UNIFORM: tl.constexpr = FORM == "batched" or FORM == "jagged_k" or (FORM == "masked" and ZERO)
     JAGGED_K: tl.constexpr = FORM == "jagged_k"
