@@ -77,7 +77,7 @@ SHIFTED = 1.6
 """How many times as long products of shifted weights take."""
 POINTER_STEP_US, POINTER_DEPTH, POINTER_PROGRAMS = 0.3, 64, 2
 """A block of K, its depth, and programs on a multiprocessor: those of an ordinary config of the pointer kernel."""
-STEP_US = {(192, 256): 0.64, (256, 128): 0.51, (128, 256): 0.51, (128, 128): 0.40}
+STEP_US = {(192, 256): 0.64, (256, 128): 0.51, (128, 256): 0.51, (192, 128): 0.45, (128, 128): 0.40}
 """A block of K through the ring, one program alone: bound by how many stages are on their way."""
 
 
@@ -498,7 +498,8 @@ def float8_candidates(spec: ProblemSpec) -> list[Config]:
     tall = Config("hopper", block_m=256, block_n=128, block_k=depth_of(spec), stages=4, warps=4)
     wide = replace(tall, block_m=128, block_n=256)
     flat = replace(tall, block_m=128, block_n=128, stages=6)
-    ranked = [wide, flat, tall] if typical_rows(spec) <= STRIP else [tall, wide, flat]
+    three = replace(tall, block_m=192, stages=5)
+    ranked = [wide, flat, tall] if typical_rows(spec) <= STRIP else [three, tall, wide, flat]
     found = [config for config in ranked if not problem_with(config, spec)]
     return _ordered(found, spec) if found else []
 

@@ -89,7 +89,8 @@ def piece_of(config: Config, spec: ProblemSpec) -> int:
 
 def part_of(config: Config, spec: ProblemSpec) -> int:
     """Columns that one part of the epilogue takes: what the staging buffer holds, 256 bytes a row; or a consumer's."""
-    return STRIP if config.shift_b else min(config.block_n, 256 // max(2, spec.out.dtype.itemsize))
+    narrow = config.shift_b or is_float8(spec)
+    return STRIP if narrow else min(config.block_n, 256 // max(2, spec.out.dtype.itemsize))
 
 
 def depth_of(spec: ProblemSpec) -> int:
@@ -284,8 +285,8 @@ def float8_problem(config: Config, spec: ProblemSpec) -> str:
         return f"m={spec.m} n={spec.n} k={spec.k} T<={spec.total}: tensor maps need 1 to 2^30 rows and columns"
     if spec.alpha == "zero" or config.pack or config.shift_b:
         return f"alpha={spec.alpha}, pack={config.pack}, shift_b={config.shift_b}: float8 is multiplied as it lies"
-    if config.block_m == 3 * STRIP or config.block_n < 128:
-        return f"tile {config.block_m}x{config.block_n}: two warpgroups multiply float8, by 128 columns"
+    if config.block_n < 128 or (consumers(config) == 3 and config.block_n > 128):
+        return f"tile {config.block_m}x{config.block_n}: float8 is multiplied by 128 columns, by three warpgroups once"
     for name, x, order in (("a", spec.a, "row"), ("b", spec.b, "col")):
         if not mappable(x) or x.order != order:
             seen = f"{name} is {x.order}, {x.align}-byte aligned, dense={x.dense}"

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from multigemm.backends.triton.kernels.hopper import (
     barriers,
+    halves,
     moved,
     oriented,
     pass_by,
@@ -132,7 +133,7 @@ def scaled(acc, spot, scales, n, SA: gl.constexpr, SB: gl.constexpr):
             of_rows = of_rows[:, None]
     if SB[0]:
         if SB[1] == 1:
-            j = gl.arange(0, PIECE, gl.SliceLayout(0, layout))
+            j = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
             at = scale_b[0] + g.to(gl.int64) * scale_b[1] + (col + j).to(gl.int64) * scale_b[2]
             of_columns = scale_of(gl.load(at, mask=j < n - col, other=0), SB[3])[None, :]
         else:
@@ -145,6 +146,20 @@ def scaled(acc, spot, scales, n, SA: gl.constexpr, SB: gl.constexpr):
         return acc * of_columns
     else:
         return acc
+
+
+@gluon.jit
+def write_scaled(acc, out, spot, scales, PART: gl.constexpr, END: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr,
+                 BLOCKED: gl.constexpr):  # fmt: skip
+    """Scales that a sum does not have yet, the epilogue and the store, part by part."""
+    if acc.shape[1] > PART:
+        left, right = halves(acc)
+        write_scaled(left, out, spot, scales, PART, END, SA, SB, BLOCKED)
+        write_scaled(right, out, moved(spot, 0, acc.shape[1] // 2), scales, PART, END, SA, SB, BLOCKED)
+    elif BLOCKED:
+        write(acc, out, spot, PART, END)
+    else:
+        write(scaled(acc, spot, scales, out[4], SA, SB), out, spot, PART, END)
 
 
 @gluon.jit
@@ -219,28 +234,24 @@ def multiply(ring, stage, phase, k_length, first, out, spot, scales, STRIPS: gl.
             mbarrier.arrive(empty.index(stage))
             sum1 = joined(sum1, part, scale, SA, BLOCKED)
         stage, phase = after(stage, phase, STAGES)
-    if not BLOCKED:
-        sum0 = scaled(sum0, spot, scales, n, SA, SB)
-    write(sum0, out, spot, PART, END)
+    write_scaled(sum0, out, spot, scales, PART, END, SA, SB, BLOCKED)
     if TWO:
-        if not BLOCKED:
-            sum1 = scaled(sum1, other, scales, n, SA, SB)
-        write(sum1, out, other, PART, END)
+        write_scaled(sum1, out, other, scales, PART, END, SA, SB, BLOCKED)
     return stage, phase
 
 
 @gluon.jit
-def consume_float8(WHICH: gl.constexpr, out, unowned, ring, mail, scales, BN: gl.constexpr, PART: gl.constexpr,
+def consume_float8(WHICH: gl.constexpr, CONSUMERS: gl.constexpr, out, unowned, ring, mail, scales, BN: gl.constexpr, PART: gl.constexpr,
                    MOST: gl.constexpr, STAGES: gl.constexpr, END: gl.constexpr, ZERO: gl.constexpr,
                    SIZES: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr):  # fmt: skip
-    """One of two warpgroups: its share of each tile's strips."""
-    if ZERO is not None and WHICH == 1:
+    """One warpgroup: its share of each tile's strips."""
+    if ZERO is not None and WHICH == CONSUMERS - 1:
         zero_unowned(out, unowned[0], unowned[1], END[0], ZERO, SIZES)
     stage = 0
     phase = 0
     slot = 0
     turn = 0
-    FIRST: gl.constexpr = WHICH * (MOST // 2)
+    FIRST: gl.constexpr = WHICH * (MOST // CONSUMERS)
     g, row, rows, col, low, k_length = take(mail, slot, turn)
     while rows > 0:
         strips = (rows + STRIP - 1) // STRIP
@@ -276,9 +287,9 @@ def float8_kernel(
     ZERO: gl.constexpr, SIZES: gl.constexpr,
     HAS_SA: gl.constexpr, SA_ROWS: gl.constexpr, SA_K: gl.constexpr, SA_E8M0: gl.constexpr,
     HAS_SB: gl.constexpr, SB_ROWS: gl.constexpr, SB_K: gl.constexpr, SB_E8M0: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Roles: two warpgroups multiply and write, one more warp loads. K is contiguous on both sides.
+    """Roles: CONSUMERS warpgroups multiply and write, one more warp loads. K is contiguous on both sides.
 
     SA and SB: whether there are scales, how many rows (columns) and how much of K one covers, whether they are e8m0.
     """
@@ -290,11 +301,11 @@ def float8_kernel(
     staged: gl.constexpr = gl.NVMMASharedLayout(128, out_type.primitive_bitwidth, 2)
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * MOST, STRIP, DEEP], swizzled)
     b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES * PIECES, PIECE, DEEP], swizzled)
-    held: gl.constexpr = [2, STRIP, PART] if STORE == "tma" else [2, 8, 64]
+    held: gl.constexpr = [CONSUMERS, STRIP, PART] if STORE == "tma" else [CONSUMERS, 8, 64]
     staging = gl.allocate_shared_memory(out_type, held, staged)
     tickets = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ring = (a_smem, b_smem, barriers(STAGES, 1), barriers(STAGES, 2))
-    mail = (tickets, barriers(2, 1), barriers(2, 2))
+    ring = (a_smem, b_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
+    mail = (tickets, barriers(2, 1), barriers(2, CONSUMERS))
     tiles_n = (n + BN - 1) // BN
     total = tiles_of_launch(records, m, groups, tiles_n, FORM, MOST)
     extents = (m, n, k, groups, head)
@@ -306,13 +317,32 @@ def float8_kernel(
     unowned = (ends, extents) if ZERO is not None else ()
     out0 = (out_desc, staging.index(0), tensors, strides, n)
     out1 = (out_desc, staging.index(1), tensors, strides, n)
-    gl.warp_specialize(
-        [
-            (consume_float8, (0, out0, unowned, ring, mail, scales, BN, PART, MOST, STAGES, END, ZERO, SIZES, SA, SB)),
-            (consume_float8, (1, out1, unowned, ring, mail, scales, BN, PART, MOST, STAGES, END, ZERO, SIZES, SA, SB)),
-            (produce, ((a_desc, b_desc), ring, mail, records, ends, extents, tiles_n, total, a_rows, b_step, FORM,
-                       BN, PIECES, PIECE, MOST, STAGES, WIDTH, ORDER, 1, MASKED, SIZES, "row", "col")),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    if CONSUMERS == 3:
+        out2 = (out_desc, staging.index(2), tensors, strides, n)
+        gl.warp_specialize(
+            [
+                (consume_float8, (0, CONSUMERS, out0, unowned, ring, mail, scales, BN, PART, MOST, STAGES, END, ZERO,
+                                  SIZES, SA, SB)),
+                (consume_float8, (1, CONSUMERS, out1, unowned, ring, mail, scales, BN, PART, MOST, STAGES, END, ZERO,
+                                  SIZES, SA, SB)),
+                (consume_float8, (2, CONSUMERS, out2, unowned, ring, mail, scales, BN, PART, MOST, STAGES, END, ZERO,
+                                  SIZES, SA, SB)),
+                (produce, ((a_desc, b_desc), ring, mail, records, ends, extents, tiles_n, total, a_rows, b_step, FORM,
+                           BN, PIECES, PIECE, MOST, STAGES, WIDTH, ORDER, 1, MASKED, SIZES, "row", "col")),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consume_float8, (0, CONSUMERS, out0, unowned, ring, mail, scales, BN, PART, MOST, STAGES, END, ZERO,
+                                  SIZES, SA, SB)),
+                (consume_float8, (1, CONSUMERS, out1, unowned, ring, mail, scales, BN, PART, MOST, STAGES, END, ZERO,
+                                  SIZES, SA, SB)),
+                (produce, ((a_desc, b_desc), ring, mail, records, ends, extents, tiles_n, total, a_rows, b_step, FORM,
+                           BN, PIECES, PIECE, MOST, STAGES, WIDTH, ORDER, 1, MASKED, SIZES, "row", "col")),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
