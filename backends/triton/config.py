@@ -162,7 +162,7 @@ def light(spec: ProblemSpec) -> bool:
 
 def hopper_problem(config: Config, spec: ProblemSpec) -> str:
     """Why the warp-specialised kernel cannot run this spec with this config, or ''."""
-    if spec.form == "per_group":
+    if spec.form == "per_group" and not spec.quantised:
         return list_problem(config, spec)
     if (config.splits, config.programs) != (1, 1):
         return (
@@ -283,6 +283,8 @@ def float8_problem(config: Config, spec: ProblemSpec) -> str:
         return f"{kind}: kernel='hopper' multiplies stacks and jagged rows of float8"
     if 0 in (spec.m, spec.n, spec.k) or spec.total > 2**30:
         return f"m={spec.m} n={spec.n} k={spec.k} T<={spec.total}: tensor maps need 1 to 2^30 rows and columns"
+    if spec.batch_invariant:
+        return "batch_invariant=True: kernel='quantised' multiplies every size by one tile"
     if spec.alpha == "zero" or config.pack or config.shift_b:
         return f"alpha={spec.alpha}, pack={config.pack}, shift_b={config.shift_b}: float8 is multiplied as it lies"
     if config.block_n < 128 or (consumers(config) == 3 and config.block_n > 128):

@@ -241,9 +241,9 @@ def multiply(ring, stage, phase, k_length, first, out, spot, scales, STRIPS: gl.
 
 
 @gluon.jit
-def consume_float8(WHICH: gl.constexpr, CONSUMERS: gl.constexpr, out, unowned, ring, mail, scales, BN: gl.constexpr, PART: gl.constexpr,
-                   MOST: gl.constexpr, STAGES: gl.constexpr, END: gl.constexpr, ZERO: gl.constexpr,
-                   SIZES: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr):  # fmt: skip
+def consume_float8(WHICH: gl.constexpr, CONSUMERS: gl.constexpr, out, unowned, ring, mail, scales, BN: gl.constexpr,
+                   PART: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr, END: gl.constexpr,
+                   ZERO: gl.constexpr, SIZES: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr):  # fmt: skip
     """One warpgroup: its share of each tile's strips."""
     if ZERO is not None and WHICH == CONSUMERS - 1:
         zero_unowned(out, unowned[0], unowned[1], END[0], ZERO, SIZES)

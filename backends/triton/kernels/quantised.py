@@ -32,35 +32,45 @@ ROW_BLOCK = tl.constexpr(128)
 
 
 @triton.constexpr_function
-def half_bytes(format):
-    """Machine code that makes pairs of bfloat16 of the low and the high four bits of each of four bytes."""
-    if format == "e2m1":
-        # the sign, and exponent and mantissa of a number 2^126 times smaller
-        first = "shl.b32 low, $4, 4;"
+def bfloat_code(format):
+    """Machine code that makes four pairs of bfloat16 of the low and the high four bits of four bytes ($4), the low ones
+    first; or two pairs of four bytes ($2) of int8.
+
+    Integers are the low bits of 128 + n, from which 128 (or 136, or 256 for a negative one) is taken. Codes of e2m1
+    are the exponent and mantissa of numbers 2^126 times smaller, subnormal ones included. All of it is exact.
+    """
+    if format == "int8":
+        first = "mov.b32 one, 0x3F803F80;"
+        each = """prmt.b32 w, $2, 0, {pair};
+            lop3.b32 t, w, 0x00800080, 0xC300C300, 0xEA;
+            lop3.b32 w, w, 0x007F007F, 0x43004300, 0xEA;
+            fma.rn.bf16x2 ${i}, w, one, t;"""
+    elif format == "e2m1":
+        first = "mov.b32 one, 0x7E807E80; mov.b32 less, 0x80008000; shl.b32 low, $4, 4;"
         each = """prmt.b32 w, low, $4, {high_bytes};
             shr.b32 t, w, 6;
             and.b32 t, t, 0x01C001C0;
             lop3.b32 w, w, 0x80008000, t, 0xEA;
             fma.rn.bf16x2 ${i}, w, one, less;"""
-        one, less = "0x7E807E80", "0x80008000"
     else:
-        # the bits of 128 + n, or of 136 + n for a signed one
-        first = "shr.b32 low, $4, 4;"
-        ones = "0x43084308" if format == "int4" else "0x43004300"
+        more, less = ("0x43084308", "0xC308C308") if format == "int4" else ("0x43004300", "0xC300C300")
+        first = "mov.b32 one, 0x3F803F80; mov.b32 less, " + less + "; shr.b32 low, $4, 4;"
         each = (
             """prmt.b32 w, $4, low, {low_bytes};
             lop3.b32 w, w, 0x000F000F, """
-            + ones
+            + more
             + """, 0x6A;
             fma.rn.bf16x2 ${i}, w, one, less;"""
         )
-        one, less = "0x3F803F80", "0xC308C308" if format == "int4" else "0xC300C300"
     body = ""
-    for i in range(4):
-        high_bytes, low_bytes = f"0x{4 + i}0{i}0", f"0x0{4 + i}0{i}"
-        body += each.replace("{i}", str(i)).replace("{high_bytes}", high_bytes).replace("{low_bytes}", low_bytes)
-    return ("{ .reg .b32 low, w, t, one, less; mov.b32 one, " + one + "; mov.b32 less, " + less + "; " + first + body
-            + " }")  # fmt: skip
+    for i in range(2 if format == "int8" else 4):
+        places = {"i": str(i), "pair": "0x4342" if i else "0x4140", "high_bytes": f"0x{4 + i}0{i}0",
+                  "low_bytes": f"0x0{4 + i}0{i}"}  # fmt: skip
+        text = each
+        for name, value in places.items():
+            text = text.replace("{" + name + "}", value)
+        body += text
+    return "{ .reg .b32 low, w, t, one, less; " + first + body + " }"
 
 
 @triton.jit
@@ -106,26 +116,11 @@ def half_of(codes, FORMAT: tl.constexpr):
 
 @triton.jit
 def bfloats_of(codes, FORMAT: tl.constexpr):
-    """Bytes as bfloat16, four at a time by their bits: int8, and pairs of four bits, of which the low ones come first.
-
-    Integers are the low bits of 128 + n, from which 128 (or 136, or 256 for a negative one) is taken. Codes of e2m1
-    are the exponent and mantissa of numbers 2^126 times smaller, subnormal ones included. All of it is exact.
-    """
+    """Bytes as bfloat16, four at a time: int8, or [.., 2] of four bits each, the low ones first."""
     if FORMAT == "int8":
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 a, b, c, d;
-            prmt.b32 a, $2, 0, 0x4140;
-            prmt.b32 b, $2, 0, 0x4342;
-            lop3.b32 c, a, 0x00800080, 0xC300C300, 0xEA;
-            lop3.b32 d, b, 0x00800080, 0xC300C300, 0xEA;
-            lop3.b32 a, a, 0x007F007F, 0x43004300, 0xEA;
-            lop3.b32 b, b, 0x007F007F, 0x43004300, 0xEA;
-            mov.b32 $0, 0x3F803F80;
-            fma.rn.bf16x2 $1, b, $0, d;
-            fma.rn.bf16x2 $0, a, $0, c; }""",
-            "=&r,=&r,r", [codes], tl.bfloat16, True, 4)  # fmt: skip
+        return tl.inline_asm_elementwise(bfloat_code(FORMAT), "=&r,=&r,r", [codes], tl.bfloat16, True, 4)
     else:
-        pairs = tl.inline_asm_elementwise(half_bytes(FORMAT), "=&r,=&r,=&r,=&r,r", [codes], tl.int32, True, 4)
+        pairs = tl.inline_asm_elementwise(bfloat_code(FORMAT), "=&r,=&r,=&r,=&r,r", [codes], tl.int32, True, 4)
         low = (pairs & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
         return tl.join(low, (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
 
