@@ -345,6 +345,13 @@ def quantised_shared(config: Config, spec: ProblemSpec) -> int:
     return max(config.stages * (held + numbers) + 2 * (m + n) * k, 4 * m * n)
 
 
+def quantised_registers(config: Config) -> int | None:
+    """Registers of a thread with which as many programs as are launched lie beside each other; None where the most that
+    there are suffice."""
+    each = 65536 // (config.programs * 32 * config.warps) // 8 * 8 if config.programs else 256
+    return None if each > 248 else each
+
+
 def quantised_problem(config: Config, spec: ProblemSpec) -> str:
     """Why the kernel of quantised operands cannot run this spec with this config, or ''."""
     if config.pack or config.shift_b or config.splits != 1:

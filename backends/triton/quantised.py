@@ -16,7 +16,7 @@ from torch import Tensor
 
 from multigemm.backend import Launch, Recipe
 from multigemm.backends.triton.build import KernelSource, capability_of, compile_all, load
-from multigemm.backends.triton.config import Config, folded, swapped
+from multigemm.backends.triton.config import Config, folded, quantised_registers, swapped
 from multigemm.backends.triton.generic import (
     CHUNK,
     TYPES,
@@ -123,6 +123,7 @@ def quantised_source(
         divisibility=hints(spec),
         warps=config.warps,
         stages=config.stages,
+        registers=quantised_registers(config),
     )
 
 
