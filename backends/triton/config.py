@@ -345,11 +345,16 @@ def quantised_shared(config: Config, spec: ProblemSpec) -> int:
     return max(config.stages * (held + numbers) + 2 * (m + n) * k, 4 * m * n)
 
 
+FEWEST_REGISTERS = 112
+"""Registers of a thread beside a tile's two sums, at least: addresses, codes and what they become."""
+
+
 def quantised_registers(config: Config) -> int | None:
-    """Registers of a thread with which as many programs as are launched lie beside each other; None where the most that
-    there are suffice."""
+    """Registers of a thread with which as many programs as are launched lie beside each other; None where they would
+    not suffice, or where there are no more."""
     each = 65536 // (config.programs * 32 * config.warps) // 8 * 8 if config.programs else 256
-    return None if each > 248 else each
+    needed = 2 * config.block_m * config.block_n // (32 * config.warps) + FEWEST_REGISTERS
+    return each if needed <= each <= 248 else None
 
 
 def quantised_problem(config: Config, spec: ProblemSpec) -> str:
