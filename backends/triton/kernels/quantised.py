@@ -32,40 +32,45 @@ ROW_BLOCK = tl.constexpr(128)
 
 
 @triton.constexpr_function
-def bfloat_code(format):
-    """Machine code that makes four pairs of bfloat16 of the low and the high four bits of four bytes ($4), the low ones
-    first; or two pairs of four bytes ($2) of int8.
+def decoder(format, bfloat):
+    """Machine code that makes 16-bit numbers of four bytes: of int8 ($2) two pairs; of four bits ($4) a pair of each
+    byte, the low ones first. All of it is exact.
 
-    Integers are the low bits of 128 + n, from which 128 (or 136, or 256 for a negative one) is taken. Codes of e2m1
-    are the exponent and mantissa of numbers 2^126 times smaller, subnormal ones included. All of it is exact.
+    Integers are the low bits of a power of two plus n, from which that is taken again (and 8 or 128 more where they are
+    signed; bfloat16 has no bits for 256 + n: a negative n is 128 + n % 128 less 256). Codes of e2m1 are the exponent
+    and mantissa of numbers a power of two smaller, subnormal ones included.
     """
-    if format == "int8":
-        first = "mov.b32 one, 0x3F803F80;"
+    one, power, signed4 = ("0x3F803F80", "0x4300", "0x4308") if bfloat else ("0x3C003C00", "0x6400", "0x6408")
+    minus = {"0x4300": "0xC300", "0x4308": "0xC308", "0x6400": "0xE400", "0x6408": "0xE408"}
+    if format == "int8" and bfloat:
+        first = "mov.b32 one, " + one + ";"
         each = """prmt.b32 w, $2, 0, {pair};
             lop3.b32 t, w, 0x00800080, 0xC300C300, 0xEA;
             lop3.b32 w, w, 0x007F007F, 0x43004300, 0xEA;
-            fma.rn.bf16x2 ${i}, w, one, t;"""
+            fma.rn.{type} ${i}, w, one, t;"""
+    elif format == "int8":
+        first = "mov.b32 one, " + one + "; mov.b32 less, 0xE480E480;"
+        each = """prmt.b32 w, $2, 0, {pair};
+            xor.b32 w, w, 0x64806480;
+            fma.rn.{type} ${i}, w, one, less;"""
     elif format == "e2m1":
-        first = "mov.b32 one, 0x7E807E80; mov.b32 less, 0x80008000; shl.b32 low, $4, 4;"
+        shift, kept, factor = ("6", "0x01C001C0", "0x7E807E80") if bfloat else ("3", "0x0E000E00", "0x74007400")
+        first = "mov.b32 one, " + factor + "; mov.b32 less, 0x80008000; shl.b32 low, $4, 4;"
         each = """prmt.b32 w, low, $4, {high_bytes};
-            shr.b32 t, w, 6;
-            and.b32 t, t, 0x01C001C0;
+            shr.b32 t, w, """ + shift + """;
+            and.b32 t, t, """ + kept + """;
             lop3.b32 w, w, 0x80008000, t, 0xEA;
-            fma.rn.bf16x2 ${i}, w, one, less;"""
+            fma.rn.{type} ${i}, w, one, less;"""  # fmt: skip
     else:
-        more, less = ("0x43084308", "0xC308C308") if format == "int4" else ("0x43004300", "0xC300C300")
-        first = "mov.b32 one, 0x3F803F80; mov.b32 less, " + less + "; shr.b32 low, $4, 4;"
-        each = (
-            """prmt.b32 w, $4, low, {low_bytes};
-            lop3.b32 w, w, 0x000F000F, """
-            + more
-            + """, 0x6A;
-            fma.rn.bf16x2 ${i}, w, one, less;"""
-        )
+        more = signed4 if format == "int4" else power
+        first = "mov.b32 one, " + one + "; mov.b32 less, " + minus[more] + minus[more][2:] + "; shr.b32 low, $4, 4;"
+        each = """prmt.b32 w, $4, low, {low_bytes};
+            lop3.b32 w, w, 0x000F000F, """ + more + more[2:] + """, 0x6A;
+            fma.rn.{type} ${i}, w, one, less;"""  # fmt: skip
     body = ""
     for i in range(2 if format == "int8" else 4):
         places = {"i": str(i), "pair": "0x4342" if i else "0x4140", "high_bytes": f"0x{4 + i}0{i}0",
-                  "low_bytes": f"0x0{4 + i}0{i}"}  # fmt: skip
+                  "low_bytes": f"0x0{4 + i}0{i}", "type": "bf16x2" if bfloat else "f16x2"}  # fmt: skip
         text = each
         for name, value in places.items():
             text = text.replace("{" + name + "}", value)
@@ -86,10 +91,13 @@ def scale_of(codes, E8M0: tl.constexpr):
 
 
 @triton.jit
-def bfloat_scale(code):
-    """Scales in e8m0 as bfloat16, which holds each of them."""
-    bits = tl.where(code == 0, 0x0040, code.to(tl.int16) << 7)
-    return tl.where(code == 255, 0x7FC0, bits).to(tl.int16).to(tl.bfloat16, bitcast=True)
+def narrow_scale(codes, E8M0: tl.constexpr):
+    """Scales in 16 bits as they are; those in e8m0 as bfloat16, which holds each of them."""
+    if E8M0:
+        bits = tl.where(codes == 0, 0x0040, codes.to(tl.int16) << 7)
+        return tl.where(codes == 255, 0x7FC0, bits).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return codes
 
 
 @triton.jit
@@ -115,14 +123,15 @@ def half_of(codes, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def bfloats_of(codes, FORMAT: tl.constexpr):
-    """Bytes as bfloat16, four at a time: int8, or [.., 2] of four bits each, the low ones first."""
+def decoded(codes, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """Bytes as 16-bit numbers, four at a time: int8, or [.., 2] of four bits each, the low ones first."""
+    CODE: tl.constexpr = decoder(FORMAT, tl.bfloat16 == DTYPE)
     if FORMAT == "int8":
-        return tl.inline_asm_elementwise(bfloat_code(FORMAT), "=&r,=&r,r", [codes], tl.bfloat16, True, 4)
+        return tl.inline_asm_elementwise(CODE, "=&r,=&r,r", [codes], tl.int16, True, 4).to(DTYPE, bitcast=True)
     else:
-        pairs = tl.inline_asm_elementwise(bfloat_code(FORMAT), "=&r,=&r,=&r,=&r,r", [codes], tl.int32, True, 4)
-        low = (pairs & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        return tl.join(low, (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
+        pairs = tl.inline_asm_elementwise(CODE, "=&r,=&r,=&r,=&r,r", [codes], tl.int32, True, 4)
+        low = (pairs & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
+        return tl.join(low, (pairs >> 16).to(tl.int16).to(DTYPE, bitcast=True))
 
 
 @triton.jit
@@ -229,14 +238,14 @@ def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, 
                      ALPHA: tl.constexpr, ACTIVATION: tl.constexpr, ZERO: tl.constexpr, CHUNK: tl.constexpr,
                      SIZES: tl.constexpr, INTERPRETED: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr,
                      NATIVE: tl.constexpr, BITS: tl.constexpr, PACKED: tl.constexpr, SWAPPED: tl.constexpr,
-                     PROMOTED: tl.constexpr, FOLDED: tl.constexpr, SA: tl.constexpr, SB: tl.constexpr,
-                     ZB: tl.constexpr, SA_E8M0: tl.constexpr, SB_E8M0: tl.constexpr, SA_ROWS: tl.constexpr,
-                     SA_K: tl.constexpr, SB_ROWS: tl.constexpr, SB_K: tl.constexpr):  # fmt: skip
+                     PROMOTED: tl.constexpr, FOLDED: tl.constexpr, NARROW_FOLD: tl.constexpr, SA: tl.constexpr,
+                     SB: tl.constexpr, ZB: tl.constexpr, SA_E8M0: tl.constexpr, SB_E8M0: tl.constexpr,
+                     SA_ROWS: tl.constexpr, SA_K: tl.constexpr, SB_ROWS: tl.constexpr, SB_K: tl.constexpr):  # fmt: skip
     """One persistent program: tiles program_id, + num_programs, ... of the concatenation of all groups.
 
-    A_FORMAT is "" for 16-bit activations. BITS: weights become bfloat16 by their bits. SA, SB and ZB: there are scales
-    of a, of b, and zero points; ROWS and K are what one number covers, as in `ScaleSpec`. BK divides every block along
-    K, but those that are FOLDED.
+    A_FORMAT is "" for 16-bit activations. BITS: weights are decoded four bytes at once. NARROW_FOLD: folded scales
+    multiply in the type of activations, with one rounding. SA, SB and ZB: there are scales of a, of b, and zero points;
+    ROWS and K are what one number covers, as in `ScaleSpec`. BK divides every block along K, but those that are FOLDED.
     """
     UNIFORM: tl.constexpr = FORM == "batched" or FORM == "jagged_k" or (FORM == "masked" and ZERO)
     JAGGED_K: tl.constexpr = FORM == "jagged_k"
@@ -398,7 +407,7 @@ def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, 
                 x = tl.load(a_at + a_far, mask=in_a, other=0.0)
                 y = tl.load(b_at + b_far, mask=in_b, other=0.0)
                 if BITS:
-                    y = bfloats_of(y, B_FORMAT)
+                    y = decoded(y, B_FORMAT, a.dtype.element_ty)
                     if PACKED:
                         y = tl.reshape(y, (BN, BK))
                 elif not NATIVE:
@@ -412,8 +421,8 @@ def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, 
                     y = y.to(tl.float16)
                 if ZB and not FOLDED:
                     y = y - zero.to(y.dtype)
-                if FOLDED and BITS and SB_E8M0:
-                    numbers = bfloat_scale(folds)
+                if NARROW_FOLD:
+                    numbers = narrow_scale(folds, SB_E8M0)
                     folds = folded_numbers(fold_ptrs, step + 1, fold, sb_d, j < cols_left, gk, FOLDS, SB_K)
                     y = tl.reshape(tl.reshape(y, (BN, FOLDS, SB_K)) * numbers[:, :, None], (BN, BK))
                 elif FOLDED:
@@ -424,7 +433,7 @@ def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, 
                         zeros = folded_numbers(fold_zeros, step, fold, zb_d, j < cols_left, gk, FOLDS, SB_K)
                         y = y - zeros.to(tl.float32)[:, :, None]
                     y = tl.reshape(y * scale_of(numbers, SB_E8M0)[:, :, None], (BN, BK))
-                if A_FORMAT == "" and not (BITS and (SB_E8M0 or not FOLDED)):
+                if A_FORMAT == "" and not (BITS and (NARROW_FOLD or not FOLDED)):
                     if FOLDED or not INTERPRETED:
                         y = narrow(y, a.dtype.element_ty, INTERPRETED)
                     if INTERPRETED:

@@ -1,4 +1,4 @@
-"""Quantised operands on a GPU that need not be here: which kernel takes them, its arguments, codes as bfloat16."""
+"""Quantised operands on a GPU that need not be here: which kernel takes them, its arguments, codes as numbers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,13 +123,13 @@ def test_a_part_and_a_sum_of_its_size_share_the_registers() -> None:
 # --- codes --------------------------------------------------------------------------------------------
 
 
-def code_of(format: str) -> str:
-    """What `bfloat_code` gives, without Triton."""
-    function = function_of("quantised.py", "bfloat_code")
+def code_of(format: str, bfloat: bool) -> str:
+    """What `decoder` gives, without Triton."""
+    function = function_of("quantised.py", "decoder")
     function.decorator_list = []
     scope: dict[str, Any] = {}
     exec(compile(ast.Module([function], []), "quantised.py", "exec"), scope)
-    found: str = scope["bfloat_code"](format)
+    found: str = scope["decoder"](format, bfloat)
     return found
 
 
@@ -149,18 +150,18 @@ def looked_up(a: Words, b: Words, c: Words, table: Words) -> Words:
     return made
 
 
-def half(words: Words, which: int) -> torch.Tensor:
-    """One of the two bfloat16 in each word."""
+def half(words: Words, which: int, dtype: torch.dtype) -> torch.Tensor:
+    """One of the two numbers in each word."""
     bits = (words >> np.uint32(16 * which) & np.uint32(0xFFFF)).astype(np.uint16)
-    return torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(bits.view(np.int16).copy()).view(dtype)
 
 
-def multiplied_and_added(a: Words, b: Words, c: Words) -> Words:
+def multiplied_and_added(dtype: torch.dtype, a: Words, b: Words, c: Words) -> Words:
     x, y, z = np.broadcast_arrays(a, b, c)
     made = np.zeros_like(x)
     for which in (0, 1):
-        exact = half(x, which).double() * half(y, which).double() + half(z, which).double()
-        rounded = exact.bfloat16()
+        exact = half(x, which, dtype).double() * half(y, which, dtype).double() + half(z, which, dtype).double()
+        rounded = exact.to(dtype)
         assert torch.equal(rounded.double(), exact), "an instruction rounds"
         made |= rounded.view(torch.int16).numpy().view(np.uint16).astype(np.uint32) << np.uint32(16 * which)
     return made
@@ -173,7 +174,9 @@ INSTRUCTIONS: dict[str, Callable[..., Words]] = {
     "shr.b32": lambda a, b: a >> b,
     "prmt.b32": permuted,
     "lop3.b32": looked_up,
-    "fma.rn.bf16x2": multiplied_and_added,
+    "xor.b32": lambda a, b: a ^ b,
+    "fma.rn.bf16x2": partial(multiplied_and_added, torch.bfloat16),
+    "fma.rn.f16x2": partial(multiplied_and_added, torch.float16),
 }
 
 
@@ -196,19 +199,20 @@ MEANINGS: dict[str, Callable[[npt.NDArray[np.int64]], npt.NDArray[Any]]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("place", range(4))
 @pytest.mark.parametrize("format", MEANINGS)
-def test_every_code_becomes_the_bfloat16_that_it_means(format: str, place: int) -> None:
+def test_every_code_becomes_the_number_that_it_means(format: str, place: int, dtype: torch.dtype) -> None:
     """At every place of a word, whatever stands beside it."""
     codes = np.arange(256, dtype=np.uint32)
     beside = np.random.default_rng(place).integers(0, 1 << 32, 256, dtype=np.uint32)
     words = beside & ~np.uint32(255 << 8 * place) | codes << np.uint32(8 * place)
     wide = format == "int8"
     registers = {"$2" if wide else "$4": words}
-    run(code_of(format), registers)
+    run(code_of(format, dtype is torch.bfloat16), registers)
     for which in (0, 1):
         made = registers[f"${place // 2 if wide else place}"]
         if wide and which != place % 2:
             continue
         meant = MEANINGS[format]((codes if wide else codes >> np.uint32(4 * which) & np.uint32(15)).astype(np.int64))
-        assert (half(made, which).float().numpy() == meant).all()
+        assert (half(made, which, dtype).float().numpy() == meant).all()
