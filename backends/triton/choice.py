@@ -78,7 +78,7 @@ SHIFTED = 1.6
 """How many times as long products of shifted weights take."""
 POINTER_STEP_US, POINTER_DEPTH, POINTER_PROGRAMS = 0.3, 64, 2
 """A block of K, its depth, and programs on a multiprocessor: those of an ordinary config of the pointer kernel."""
-STEP_US = {(192, 256): 0.64, (256, 128): 0.51, (128, 256): 0.51, (128, 128): 0.40}
+STEP_US = {(192, 256): 0.64, (256, 128): 0.51, (128, 256): 0.51, (192, 128): 0.45, (128, 128): 0.40}
 """A block of K through the ring, one program alone: bound by how many stages are on their way."""
 
 
@@ -487,7 +487,24 @@ def fused_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) ->
 
 
 def quantised_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> list[Config]:
-    """Valid configs of the kernel of quantised operands, the best guess first. None of them was measured.
+    """Valid configs for quantised operands, the best guess first: the warp-specialised kernel where it takes them."""
+    fast = float8_candidates(spec) if capability[0] == 9 else []
+    return [*fast, *portable_quantised(spec, capability)]
+
+
+def float8_candidates(spec: ProblemSpec) -> list[Config]:
+    """Configs of the warp-specialised kernel for float8, the best guess first; empty where it cannot run."""
+    tall = Config("hopper", block_m=256, block_n=128, block_k=depth_of(spec), stages=4, warps=4)
+    wide = replace(tall, block_m=128, block_n=256)
+    flat = replace(tall, block_m=128, block_n=128, stages=6)
+    three = replace(tall, block_m=192, stages=5)
+    ranked = [wide, flat, tall] if typical_rows(spec) <= STRIP else [three, tall, wide, flat]
+    found = [config for config in ranked if not problem_with(config, spec)]
+    return _ordered(found, spec) if found else []
+
+
+def portable_quantised(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> list[Config]:
+    """Valid configs of the kernel of any quantised operands, the best guess first. None of them was measured.
 
     A tile as low as its tokens wastes no products. Few tokens wait for weights: long steps and several programs on a
     multiprocessor keep more bytes on their way. Many tokens share every weight with as many rows as registers hold

@@ -22,8 +22,8 @@ from typing import Any, cast
 import torch
 
 from multigemm.backend import Launch, Recipe
-from multigemm.backends.triton.build import KernelSource, load
-from multigemm.backends.triton.config import STRIP, Config, consumers, depth_of, part_of, raw_bytes
+from multigemm.backends.triton.build import KernelSource, TritonKernel, load
+from multigemm.backends.triton.config import STRIP, Config, consumers, depth_of, part_of, piece_of, raw_bytes
 from multigemm.backends.triton.generic import (
     TYPES,
     OperandCopy,
@@ -100,7 +100,7 @@ def store_of(spec: ProblemSpec) -> str:
 def stores_late(spec: ProblemSpec, config: Config) -> bool:
     """Whether a tile is stored while the next one multiplies: its result waits in registers that must be free."""
     plain = spec.c is None and spec.bias is None and spec.activation != "gelu"
-    kept = piece_of(config) * spec.out.dtype.itemsize
+    kept = piece_of(config, spec) * spec.out.dtype.itemsize
     return store_of(spec) == "tma" and plain and kept <= 512
 
 
@@ -134,14 +134,9 @@ def start_multiple(spec: ProblemSpec) -> int:
     return 16 // spec.a.dtype.itemsize if cut_of(spec) == "rows" and spec.a.order == "col" else 1
 
 
-def piece_of(config: Config) -> int:
-    """Columns of one wgmma; with three consumers the assembler has no registers for 256 at once."""
-    return min(config.block_n, 128) if consumers(config) == 3 else config.block_n
-
-
 def boxes(spec: ProblemSpec, config: Config) -> dict[str, tuple[int, ...]]:
     """The box that one copy moves, per operand, outermost first."""
-    columns, deep = piece_of(config), depth_of(spec)
+    columns, deep = piece_of(config, spec), depth_of(spec)
     out = (1, 1, STRIP, part_of(config, spec))
     if spec.form == "jagged_k":
         return {"a_desc": (1, 1, deep, STRIP), "b_desc": (1, 1, deep, columns), "out_desc": out}
@@ -158,8 +153,8 @@ def fits(spec: ProblemSpec, shape: Packed) -> bool:
 
 
 def aligned_stride(extent: int) -> int:
-    """A legal row stride for a matrix of one row, whose own stride says nothing."""
-    return max(8, -(-extent // 8) * 8)
+    """A legal row stride for a matrix of one row, whose own stride says nothing: 16 bytes of the narrowest elements."""
+    return max(16, -(-extent // 16) * 16)
 
 
 def _layout(rank: int, size: int) -> str:
@@ -183,9 +178,9 @@ def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
     """The kernel for a spec; classes only, no extents."""
     spec = canonical(packed_spec(given, config))
     module, name = ("hopper_shift_b", "shift_b_kernel") if config.shift_b else ("hopper", "hopper_kernel")
-    types = _types(spec, config)
+    types = argument_types(spec, config)
     arguments = tuple((argument, types[argument]) for argument in names_of(config))
-    constants = {**_cut(spec, config), **_end(spec, config, given.form), **_roles(spec, config)}
+    constants = kernel_constants(spec, config, given.form)
     if config.shift_b:
         del constants["PIECE"], constants["MASKED"], constants["LATE"]
         # two rings leave no room for rows of 32 bits to turn in
@@ -195,7 +190,12 @@ def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
                         gluon=True, room=room)  # fmt: skip
 
 
-def _types(spec: ProblemSpec, config: Config) -> dict[str, str]:
+def kernel_constants(spec: ProblemSpec, config: Config, form: Form) -> dict[str, Any]:
+    """The constexpr arguments; `form` is that of the problem as it was given."""
+    return {**_cut(spec, config), **_end(spec, config, form), **_roles(spec, config)}
+
+
+def argument_types(spec: ProblemSpec, config: Config) -> dict[str, str]:
     """The types of all arguments that either kernel takes."""
     box, out_dtype = boxes(spec, config), spec.out.dtype
     return {
@@ -217,7 +217,7 @@ def _cut(spec: ProblemSpec, config: Config) -> dict[str, Any]:
     return {
         "FORM": "search" if searched(spec, config) else cut_of(spec),
         "BN": config.block_n,
-        "PIECE": piece_of(config),
+        "PIECE": piece_of(config, spec),
         "PART": part_of(config, spec),
         "MOST": config.block_m // STRIP,
         "STAGES": config.stages,
@@ -352,7 +352,7 @@ class HopperPlan:
     """The kernels of one spec and config, loaded on one device; `instead` plans the generic kernel."""
 
     def __init__(self, given: ProblemSpec, config: Config, index: int, instead: Callable[[], Recipe]) -> None:
-        kernels = {name: load(source, index) for name, source in hopper_sources(given, config).items()}
+        kernels = {name: load(source, index) for name, source in self._sources(given, config).items()}
         self._config, self._index, self._instead = config, index, cache(instead)
         self._main, self._records = kernels["main"], kernels.get("records")
         self._copies = [OperandCopy(name, given, kernels[f"pack {name}"]) for name in config.pack]
@@ -362,6 +362,8 @@ class HopperPlan:
         self._map_boxes()
         self._most = processors(index)
         ready(index, 8)
+
+    _sources = staticmethod(hopper_sources)
 
     def _map_boxes(self) -> None:
         box, spec = boxes(self._spec, self._config), self._spec
@@ -379,10 +381,13 @@ class HopperPlan:
             shape, launch = copy.bind(shape, ops.device)
             launches += [launch] if launch else []
         seen = canonical_shape(shape)
-        if not fits(self._spec, seen):
+        if not self._fits(ops, seen):
             return self._instead().bind(ops)
         launches += self._products(ops, seen)
         return launches[0] if len(launches) == 1 else LaunchSequence(launches)
+
+    def _fits(self, ops: Operands, shape: Packed) -> bool:
+        return fits(self._spec, shape)
 
     def _products(self, ops: Operands, shape: Packed) -> list[BoundKernel]:
         """The launch that lists tile rows, if any, and the main one; without a list it counts in words left at zero."""

@@ -36,6 +36,7 @@ from multigemm.backends.triton.generic import (
     prefix_source,
 )
 from multigemm.backends.triton.hopper import cut_of, hopper_source, records_source
+from multigemm.backends.triton.hopper_float8 import float8_sources
 from multigemm.backends.triton.lists import SLOTS, few_slots, few_source, hopper_list_sources, list_chunks
 from multigemm.backends.triton.quantised import quantised_sources
 from multigemm.problem.spec import GLU_LAYOUTS, Form, FusedSpec, OperandSpec, Order, ProblemSpec, ScaleSpec
@@ -232,9 +233,11 @@ def sources(spec: ProblemSpec, capability: int, most: int = 2) -> Iterator[tuple
         return
     if spec.quantised:
         for config in quantised_candidates(spec, (capability // 10, capability % 10))[:most]:
-            for name, source in quantised_sources(spec, config, capability).items():
+            hopper = config.kernel == "hopper"
+            found = float8_sources(spec, config) if hopper else quantised_sources(spec, config, capability)
+            for name, source in found.items():
                 if name != "prefix":
-                    yield f"quantised {name} {config}", source
+                    yield f"{config.kernel} {name} {config}", source
         return
     multiple = multiple_of(spec) if spec.a.align == 16 else 1
     for config in pointer_candidates(spec, (capability // 10, capability % 10))[:most]:

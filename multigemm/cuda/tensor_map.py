@@ -28,7 +28,8 @@ PROMOTION_128B, PROMOTION_256B = 2, 3
 """Bytes that the L2 cache asks memory for at least. Boxes of weights that lie across k are 128 bytes wide, and the 128
 bytes beside them belong to another box: with 256 an H200 streams such weights at 4.09 TB/s, with 128 at 4.33."""
 TYPES = {
-    torch.uint8: 0, torch.int8: 0, torch.int32: 3, torch.int64: 5, torch.float16: 6, torch.float32: 7, torch.float64: 8,
+    torch.uint8: 0, torch.int8: 0, torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.int32: 3, torch.int64: 5,
+    torch.float16: 6, torch.float32: 7, torch.float64: 8,
     torch.bfloat16: 9,
 }  # fmt: skip  # CU_TENSOR_MAP_DATA_TYPE_*
 MOST_DIMS, MOST_BOXES = 5, 16
