@@ -76,7 +76,7 @@ struct Shared {
     u64 full[PLACES], empty[PLACES], tile_full[SLOTS], tile_empty[SLOTS];
     u64 ask;                    // the next tile is wanted (hopper.cu)
 #if GATHER && !RAGGED_K
-    int picked[ROWS];           // numbers of a tile's rows (picked_rows.cuh)
+    alignas(16) int picked[8][ROWS / 8];    // numbers of a tile's rows: of every eighth row one after the other (picked_rows.cuh)
 #endif
     u32 begins[LOADERS][PLACES];   // where each stage in flight begins (load.cuh), for each of the warps that load
     alignas(16) Tile tiles[SLOTS];
