@@ -343,7 +343,9 @@ def _bind_fused(
     place, rows = part(2, torch.int32, layer.tokens, layer.top_k), part(6, torch.int32, pairs)
     counts = whole[starts[5] : starts[6]].view(torch.int32)
     ends.zero_()  # a problem is made of them before the launches write them
-    sort = triton_kernels().sort_steps(_borrowed(index), None, place, ends, counts, rows, layer.top_k)
+    kernels = triton_kernels()
+    ahead = kernels.weights_ahead(_borrowed(nets.up.detach()), nets.stacked, pairs)
+    sort = kernels.sort_steps(_borrowed(index), None, place, ends, counts, rows, layer.top_k, ahead)
     keywords = {"a_rows": rows, "activation": nets.activation, **nets.fused.keywords}
     sums = {"combine": (place, _borrowed(weights))}
     launches = [_step(x.get_device(), step) for step in sort]
