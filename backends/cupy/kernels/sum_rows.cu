@@ -80,27 +80,47 @@ __device__ __forceinline__ i64 first_from(const Sum& s, i64 row) {
     return low;
 }
 
-__device__ __forceinline__ Acc weight_at(const char* weights, i64 at, int type) { return load_as<Acc>(weights + at * size_of(type), type); }
+// AHEAD numbers from `at` on, as far as `wanted`: loads without a branch between them are on their way at once.
+template <class To, class From, class Wanted> __device__ __forceinline__ void load_some(To (&to)[AHEAD], const From* from, i64 at, Wanted wanted) {
+#pragma unroll
+    for (int j = 0; j < AHEAD; ++j)
+        if (wanted(j)) to[j] = To(from[at + j]);
+}
 
-// The rows that the index names from `first` on, AHEAD of them on their way at once.
-template <class Weight> __device__ __forceinline__ void add_rows(const Sum& s, const Owned& owned, const char* y, i64 first, i64 end, Acc (&sum)[VECTOR], Weight weight_of) {
+// The same of weights; TYPE: theirs, if it is known here.
+template <int TYPE, class Wanted> __device__ __forceinline__ void load_weights(Acc (&to)[AHEAD], const char* from, i64 at, Wanted wanted, int type) {
+#pragma unroll
+    for (int j = 0; j < AHEAD; ++j)
+        if (wanted(j)) to[j] = load_as<Acc>(from + (at + j) * size_of(type), TYPE ? TYPE : type);
+}
+
+// The rows that the index names from `first` on.
+__device__ __forceinline__ void add_rows(const Sum& s, const char* y, i64 first, i64 end, Acc (&sum)[VECTOR]) {
     const i64 pitch = s.columns * SIZE;
+    Owned owned = {0, 0};
 #pragma unroll 1
     for (i64 at = first; at < end; at += AHEAD) {
         i64 token[AHEAD];
         Piece piece[AHEAD];
         Acc weight[AHEAD];
 #pragma unroll
-        for (int j = 0; j < AHEAD; ++j) {
-            token[j] = -1;
-            if (at + j < end) token[j] = s.order ? __ldg(s.order + at + j) : read_index(s.index, s.index64, at + j);
-            if (token[j] < owned.first || token[j] >= owned.end) token[j] = -1;
-        }
+        for (int j = 0; j < AHEAD; ++j) token[j] = -1, weight[j] = 1;
+        const auto named = [&](int j) { return at + j < end; };
+        if (s.order) load_some(token, s.order, at, named);
+        else if (s.index64) load_some(token, (const i64*)s.index, at, named);
+        else load_some(token, (const int*)s.index, at, named);
+        if (at == first) owned = owned_rows(s);     // while the index is on its way
 #pragma unroll
-        for (int j = 0; j < AHEAD; ++j) {
-            if (token[j] < 0) continue;
-            piece[j].load(y + token[j] * pitch);
-            weight[j] = weight_of(at + j);
+        for (int j = 0; j < AHEAD; ++j)
+            if (token[j] < owned.first || token[j] >= owned.end) token[j] = -1;
+#pragma unroll
+        for (int j = 0; j < AHEAD; ++j)
+            if (token[j] >= 0) piece[j].load(y + token[j] * pitch);
+        const auto there = [&](int j) { return token[j] >= 0; };
+        if (s.weights) {
+            if (s.weights_type == F32) load_weights<F32>(weight, s.weights, at, there, F32);
+            else if (s.weights_type == Y_TYPE) load_weights<Y_TYPE>(weight, s.weights, at, there, Y_TYPE);
+            else load_weights<NONE>(weight, s.weights, at, there, s.weights_type);
         }
 #pragma unroll
         for (int j = 0; j < AHEAD; ++j)
@@ -116,16 +136,12 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) sum_rows(const __grid
     const u32 block = blockIdx.x, across = s.across;
     const i64 row = block / across, column = i64((block % across) * blockDim.x + threadIdx.x) * VECTOR;
     if (column >= s.columns) return;
-    const Owned owned = owned_rows(s);
     Acc sum[VECTOR];
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) sum[i] = 0;
     const char* const y = s.y + column * SIZE;
     const i64 first = s.order ? first_from(s, row) : row * s.terms, end = s.order ? first_from(s, row + 1) : first + s.terms;
-    if (!s.weights) add_rows(s, owned, y, first, end, sum, [](i64) { return Acc(1); });
-    else if (s.weights_type == F32) add_rows(s, owned, y, first, end, sum, [&](i64 at) { return weight_at(s.weights, at, F32); });
-    else if (s.weights_type == Y_TYPE) add_rows(s, owned, y, first, end, sum, [&](i64 at) { return weight_at(s.weights, at, Y_TYPE); });
-    else add_rows(s, owned, y, first, end, sum, [&](i64 at) { return weight_at(s.weights, at, s.weights_type); });
+    add_rows(s, y, first, end, sum);
     char* const out = s.out + (row * s.out_row + column * s.out_col) * size_of(s.out_type);
     if (s.c) {
 #pragma unroll
