@@ -105,7 +105,7 @@ def _one_block_kernel(pairs, order, inverse, ends, rows, weights, total, experts
     live = lane < total
     expert = _known(pairs, lane, live, experts)
     bins = tl.arange(0, BINS)
-    if FETCH != "":
+    if FETCH != "":  # noqa: SIM102  (known to the compiler, unlike what follows)
         if tl.program_id(0) > 0:
             _fetch_ahead(expert, live, weights, tl.program_id(0) - 1, experts, expert_stride, line_stride, lines, BINS,
                          FETCH, LINES)  # fmt: skip
