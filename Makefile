@@ -29,12 +29,11 @@ quick: $(STAMP)  ## what a contributor runs first: no compiler, no other process
 test-gpu: $(STAMP)  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-check: $(STAMP)  ## style, types, import layers, packaging
+check: $(STAMP)  ## style, types, import layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q tests/project/test_packaging.py
 
 docs: $(DOCS)/.installed  ## the documentation site, into site/; a warning or a dead link fails
 	$(DOCS)/bin/mkdocs build --strict --quiet

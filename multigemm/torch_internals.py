@@ -152,6 +152,10 @@ redispatched_grouped_mm, redispatched_scaled_grouped_mm = map(_redispatched, ("_
 name is missing. The public ways are functions of `torch.nn.functional`, whose results have to be copied."""
 
 
+PAUSE_CYCLES = 10_000
+"""5 us on an H200."""
+
+
 def group_timeout(group: Any, device: torch.device) -> float:
     """The seconds after which a collective of a process group gives up; torch's usual ones where it does not tell."""
     try:
@@ -159,6 +163,12 @@ def group_timeout(group: Any, device: torch.device) -> float:
         return found
     except (AttributeError, RuntimeError):
         return 1800.0 if device.type == "cpu" else 600.0
+
+
+def pause_stream(device: torch.device) -> None:
+    """Keeps the current stream of a GPU busy for some microseconds, so that what waits on another one begins first."""
+    if device.type == "cuda":
+        torch.cuda._sleep(PAUSE_CYCLES)  # type: ignore[no-untyped-call]
 
 
 # --- torch.compile -----------------------------------------------------------------------------------

@@ -3,10 +3,11 @@
 Whatever a kernel must know at run time is in the first, so that extents, strides, addresses and epilogue never cause a
 compilation. The maps tell the copy engine (TMA) where an operand lies; the host encodes them when a problem is bound.
 
-A box is 64 elements (128 bytes, the swizzle's width) along the contiguous direction, but for the last of five kinds:
+A box is 128 bytes (the swizzle's width), so 64 elements of 16 bits, along the contiguous direction, but for the last of
+five kinds:
 
 * an operand with k contiguous: dims (k, mn, group), boxes of 64 k by some rows of mn;
-* an operand with mn contiguous: dims (mn, k, group), boxes of 64 mn by 64 k;
+* an operand with mn contiguous: dims (mn, k, group), boxes of 64 mn by 64 k (of 4 bytes: 32 by 32);
 * the same for jagged k: dims (mn, k', end, wrap). A group's last block of k must end in zeros although
   the next group's rows follow in memory, so k' counts back from the group's end: k' = FAR - left lies
   inside the extent FAR while `left` > 0 and outside after it, where TMA fills in zeros. The address,
@@ -19,6 +20,7 @@ A box is 64 elements (128 bytes, the swizzle's width) along the contiguous direc
 from __future__ import annotations
 
 import struct
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -78,8 +80,10 @@ def _sizes(tensor: Tensor | None, operand: str) -> tuple[int, int]:
 
 FAR = 1 << 30
 EDGE = 0x7FFF0000
-HEIGHTS = tuple((64, 8 * (i + 1), 1) for i in range(16))
-"""The boxes of rows of each height."""
+LINE_BYTES = 128
+"""Bytes of a line of a box."""
+HEIGHTS = tuple(8 * (i + 1) for i in range(16))
+"""Rows of the boxes that the row side comes in."""
 BLANK_ROWS = bytes(SIZE * 15)
 """Instead of the maps of the other heights, where one map serves all."""
 
@@ -107,19 +111,25 @@ class Lines(NamedTuple):
     dtype: torch.dtype
 
 
+@cache
+def _boxes(line: int, heights: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple((line, height, 1) for height in heights)
+
+
 def plain_map(side: Side, rows: int) -> Fields:
-    """A map with boxes of `rows` of mn where k is contiguous, else of 64 mn by 64 k."""
-    return _plain_maps(side, ((64, rows, 1),))
+    """A map with boxes of `rows` of mn where k is contiguous, else of as many mn by as many k as a line holds."""
+    return _plain_maps(side, (rows,))
 
 
-def _plain_maps(side: Side, boxes: tuple[tuple[int, ...], ...]) -> Fields:
-    """A map for each of the boxes where k is contiguous, else one of 64 mn by 64 k."""
+def _plain_maps(side: Side, heights: tuple[int, ...]) -> Fields:
+    """A map for each of the heights where k is contiguous, else one of a line's mn by as many k."""
     if side.mn == 0 or side.k == 0 or side.groups == 0:
-        return join([BLANK] * (len(boxes) if side.k_contiguous else 1))  # nothing will ever be loaded through it
+        return join([BLANK] * (len(heights) if side.k_contiguous else 1))  # nothing will ever be loaded through it
     strides = side.step if side.step > 16 else 16, side.group if side.group > 16 else 16
+    line = LINE_BYTES // side.dtype.itemsize
     if side.k_contiguous:
-        return encode_together(side.dtype, side.ptr, (side.k, side.mn, side.groups), strides, boxes)
-    return encode_together(side.dtype, side.ptr, (side.mn, side.k, side.groups), strides, ((64, 64, 1),))
+        return encode_together(side.dtype, side.ptr, (side.k, side.mn, side.groups), strides, _boxes(line, heights))
+    return encode_together(side.dtype, side.ptr, (side.mn, side.k, side.groups), strides, _boxes(line, (line,)))
 
 
 def stacked_maps(side: Side, height: int, count: int) -> Fields:
@@ -155,13 +165,13 @@ def ragged_map(side: Side) -> Fields:
     """A map for jagged k (see the module docstring); mn is contiguous."""
     if side.mn == 0 or side.k == 0:
         return BLANK
-    step = max(side.step, 16)
+    step, line = max(side.step, 16), LINE_BYTES // side.dtype.itemsize
     extents, strides = (side.mn, FAR, EDGE, EDGE), (step, step, 2**35 - step)
-    return encode_together(side.dtype, side.ptr, extents, strides, ((64, 64, 1, 1),))
+    return encode_together(side.dtype, side.ptr, extents, strides, ((line, line, 1, 1),))
 
 
 def result_map(side: Side) -> Fields:
-    """A map for stores of boxes of 64 rows by 64 columns (`mn`), that stop at any row.
+    """A map for stores of boxes of 64 rows by 64 columns (`mn`), or of 32 by 32 of 4 bytes, that stop at any row.
 
     Dims (mn, rows', end, wrap, group); as in `ragged_map`, rows' = FAR - left lies inside the extent while rows are
     left.
@@ -170,7 +180,8 @@ def result_map(side: Side) -> Fields:
         return BLANK
     step = max(side.step, 16)
     extents, strides = (side.mn, FAR, EDGE, EDGE, side.groups), (step, step, 2**35 - step, max(side.group, 16))
-    return encode_together(side.dtype, side.ptr, extents, strides, ((64, 64, 1, 1, 1),))
+    line = LINE_BYTES // side.dtype.itemsize
+    return encode_together(side.dtype, side.ptr, extents, strides, ((line, line, 1, 1, 1),))
 
 
 def weight_maps(lines: Lines, inner: int, height: int) -> tuple[Fields, ...]:

@@ -164,7 +164,7 @@ def _guarded(one: Callable[[int], str]) -> str:
     return "".join(f"#if {n} <= ROWS && {n} % STEP == 0\n{one(n)}#endif\n" for n in WIDTHS)
 
 
-MMA_HEAD = """// Written by build.py: d += W x X for 64 columns, N rows and k = 16, both operands in shared memory.
+MMA_HEAD = """// Written by build.py: d += W x X for 64 columns, N rows and 32 bytes of k, both operands in shared memory.
 #pragma once
 #include "ptx.cuh"
 // Registers of one thread: ROWS by 64 columns per warpgroup, or by 128 where warpgroups take turns.
@@ -173,20 +173,45 @@ template <int N, int FIRST> struct Mma;   // FIRST: the accumulator's first regi
 """
 
 
-def _of_both_formats(n: int, code: str) -> str:
-    """One instruction for bfloat16 and float16; `code` holds MMA where its name and its accumulators stand."""
+class Element(NamedTuple):
+    """What wgmma multiplies: when a kernel is compiled for it, what an instruction of `n` rows is called, the constraint
+    of a sum, and whether operands may lie across k in shared memory."""
+
+    condition: str
+    instruction: str
+    sum: str = "f"
+    across: bool = True
+
+
+HALVES = (
+    Element("BFLOAT", "m64n{n}k16.f32.bf16.bf16"),
+    Element("", "m64n{n}k16.f32.f16.f16"),
+)
+ELEMENTS = (
+    Element("TF32", "m64n{n}k8.f32.tf32.tf32", across=False),
+    Element("INT8", "m64n{n}k32.s32.s8.s8", "r", across=False),
+    *HALVES,
+)
+
+
+def _of_each(elements: tuple[Element, ...], code: Callable[[Element], str]) -> str:
+    """The code for the element that a kernel is compiled for, the last one if it names none."""
+    parts = []
+    for i, element in enumerate(elements):
+        parts.append("#else" if not element.condition else f"#{'el' if i else ''}if {element.condition}")
+        parts.append(code(element))
+    return "\n".join([*parts, "#endif"])
+
+
+def _mma(element: Element, n: int) -> str:
+    """The instruction, up to its accumulators."""
     registers = ", ".join(f"%{i}" for i in range(n // 2))
-    names = {"#if BFLOAT": "bf16.bf16", "#else": "f16.f16"}
-    lines = []
-    for line, name in names.items():
-        mma = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name} {{{registers}}}"
-        lines += [line, f'        asm volatile("{code.replace("MMA", mma)}"']
-    return "\n".join([*lines, "#endif"])
+    return f"wgmma.mma_async.sync.aligned.{element.instruction.format(n=n)} {{{registers}}}"
 
 
-def _accumulators(n: int, first: str = "") -> str:
+def _accumulators(n: int, first: str = "", letter: str = "f") -> str:
     """The operands that an instruction adds to."""
-    return ", ".join(f'"+f"(d[{first}{i}])' for i in range(n // 2))
+    return ", ".join(f'"+{letter}"(d[{first}{i}])' for i in range(n // 2))
 
 
 def _fragment(n: int) -> str:
@@ -194,15 +219,32 @@ def _fragment(n: int) -> str:
     return ", ".join(f"%{n // 2 + i}" for i in range(4))
 
 
+FRAGMENT_OPERANDS = '"r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])'
+
+
+def _product(element: Element, n: int, first: str, weights: str, operands: str, across: tuple[str, ...]) -> str:
+    """An instruction that adds: `weights` and `operands` name those of W, `across` says which may lie across k."""
+    x = n // 2 + operands.count("(w")
+    if element.across:
+        flags = f", 1, 1, 1, {', '.join(f'%{x + 1 + i}' for i in range(len(across)))}"
+        more = "".join(f', "n"(1 - {side})' for side in across)
+    else:
+        flags, more = ", 1" if element.sum == "r" else ", 1, 1, 1", ""  # sums of integers have no signs to choose
+    return (
+        f'        asm volatile("{_mma(element, n)}, {weights}, %{x}{flags};"\n'
+        f"                     : {_accumulators(n, first, element.sum)}\n"
+        f'                     : {operands}, "l"(x){more});'
+    )
+
+
 def _from_shared(n: int) -> str:
-    count = n // 2
-    body = _of_both_formats(n, f"MMA, %{count}, %{count + 1}, 1, 1, 1, %{count + 2}, %{count + 3};")
+    def code(element: Element) -> str:
+        return _product(element, n, "FIRST + ", f"%{n // 2}", '"l"(w)', ("W_K", "X_K"))
+
     return (
         f"template <int FIRST> struct Mma<{n}, FIRST> {{\n"
-        f"    static __device__ __forceinline__ void run(float (&d)[ACCUMULATORS], u64 w, u64 x) {{\n{body}\n"
-        f"                     : {_accumulators(n, 'FIRST + ')}\n"
-        '                     : "l"(w), "l"(x), "n"(1 - W_K), "n"(1 - X_K));\n'
-        "    }\n};\n"
+        "    static __device__ __forceinline__ void run(Sum (&d)[ACCUMULATORS], u64 w, u64 x) {\n"
+        f"{_of_each(ELEMENTS, code)}\n    }}\n}};\n"
     )
 
 
@@ -220,7 +262,7 @@ def mma_header() -> str:
     return MMA_HEAD + _guarded(_from_shared) + _cases()
 
 
-FRAGMENT_HEAD = """// Written by build.py: d += W x X, 64 columns, N rows, k = 16; W in registers, X in shared memory.
+FRAGMENT_HEAD = """// Written by build.py: d += W x X, 64 columns, N rows, 32 bytes of k; W in registers, X in shared memory.
 #pragma once
 #include "ptx.cuh"
 template <int N> struct MmaFragment;
@@ -228,15 +270,13 @@ template <int N> struct MmaFragment;
 
 
 def _from_registers(n: int) -> str:
-    count = n // 2
-    body = _of_both_formats(n, f"MMA, {{{_fragment(n)}}}, %{count + 4}, 1, 1, 1, %{count + 5};")
+    def code(element: Element) -> str:
+        return _product(element, n, "", f"{{{_fragment(n)}}}", FRAGMENT_OPERANDS, ("X_K",))
+
     return (
         f"template <> struct MmaFragment<{n}> {{\n"
-        f"    static __device__ __forceinline__ void run(float (&d)[ROWS / 2], const u32* w, u64 x) {{\n{body}\n"
-        f"                     : {_accumulators(n)}\n"
-        '                     : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), '
-        f'"l"(x), "n"(1 - X_K));\n'
-        "    }\n};\n"
+        "    static __device__ __forceinline__ void run(Sum (&d)[ROWS / 2], const u32* w, u64 x) {\n"
+        f"{_of_each(ELEMENTS, code)}\n    }}\n}};\n"
     )
 
 
@@ -256,15 +296,19 @@ template <int N> struct MmaWeights;
 def _of_weights(n: int) -> str:
     count = n // 2
     keep = f"{{\\n.reg .pred keep;\\nsetp.ne.b32 keep, %{count + 5}, 0;\\n"
-    body = _of_both_formats(n, f"{keep}MMA, {{{_fragment(n)}}}, %{count + 4}, keep, 1, 1, 0;\\n}}")
+
+    def code(element: Element) -> str:
+        return (
+            f'        asm volatile("{keep}{_mma(element, n)}, {{{_fragment(n)}}}, %{count + 4}, keep, 1, 1, 0;\\n}}"\n'
+            f"                     : {_accumulators(n)}\n"
+            f'                     : {FRAGMENT_OPERANDS}, "l"(x), "r"(keep));'
+        )
+
     return (
         f"template <> struct MmaWeights<{n}> {{\n"
         "    template <int COUNT> static __device__ __forceinline__ "
-        f"void run(float (&d)[COUNT], const u32 (&w)[4], u64 x, int keep) {{\n{body}\n"
-        f"                     : {_accumulators(n)}\n"
-        '                     : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), '
-        '"l"(x), "r"(keep));\n'
-        "    }\n};\n"
+        f"void run(float (&d)[COUNT], const u32 (&w)[4], u64 x, int keep) {{\n"
+        f"{_of_each(HALVES, code)}\n    }}\n}};\n"
     )
 
 

@@ -74,6 +74,7 @@ from multigemm.backends.cupy.support import (
     sends,
     small_list_reasons,
     small_reasons,
+    words_of,
 )
 from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
 from multigemm.planning.fused import products_spec
@@ -105,6 +106,8 @@ SMALL_COLUMNS = 1024
 """Columns: see SMALL_ROWS."""
 WORTH_COPYING = 1 << 24
 """Products (rows x columns x k) from which a copy costs less than the generic kernel."""
+WORDS_WORK = 1 << 30
+"""Products (rows x columns x k) of tf32 or int8 from which the Hopper kernel is faster than the generic one; not measured."""
 SPARSE_ROWS = 32
 """Rows per group up to which weights that are shifted as they are read want low tiles and many stages."""
 FP8_SPARSE_ROWS = 32
@@ -263,6 +266,8 @@ def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
         return
     if layout.spec.fused is not None and (layout.hopper or not gathered_reasons(layout.spec)):
         yield _fused_rules(layout, counts)
+    if words_of(layout.spec) and layout.spec.fused is None:
+        yield _words_rules(layout, counts)
     if layout.spec.compute not in HALVES or layout.spec.fused is not None:
         yield list(_generic_rules(layout, counts))
         return
@@ -312,6 +317,23 @@ def _fused_rules(layout: Layout, counts: Counts) -> list[Rule]:
         found.append((holds & (rows <= PICKED_ROWS), (*alone, *copied, *shared)))
         found.append((holds & (rows > PICKED_ROWS), (*copied, *alone, *shared)))
     return found
+
+
+def _words_rules(layout: Layout, counts: Counts) -> list[Rule]:
+    """Of tf32 and int8: the tile whose height the average group needs, after copies where TMA and wgmma need them."""
+    spec, rows = layout.spec, _rows(layout, counts)
+    odd = layout.columns % 2 == 1 and layout.columns <= FEW_COLUMNS
+    tall = (ALONE, TURNS, WIDE, MIDDLE) if odd else (TURNS, WIDE, ALONE, MIDDLE)
+    depth = (spec.m if spec.form == "jagged_k" else layout.k) or COLUMNS
+    heavy = counts.total * layout.columns * COLUMNS * depth >= WORDS_WORK
+    ladders: tuple[Rule, ...] = (
+        (rows <= 64, (SLIM, NARROW) if odd else (NARROW, SLIM)),
+        ((rows > 64) & (rows <= 128), (SINGLE, MIDDLE) if odd else (MIDDLE, SINGLE)),
+        (rows > 128, tall),
+    )
+    return [
+        (holds & heavy, (*some, *(replace(config, kernel="packed") for config in some))) for holds, some in ladders
+    ]
 
 
 def _somewhere(holds: Condition) -> bool:

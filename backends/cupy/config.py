@@ -16,15 +16,17 @@ from multigemm.backends.cupy.support import (
     gathered_reasons,
     has_gate,
     has_odd_lines,
+    hopper_plain_kind,
     hopper_reasons,
     packed_reasons,
     picks_rows,
     picks_weights,
-    plain_kind,
     shift_b_reasons,
     small_list_reasons,
     small_reasons,
+    turns_weights,
     weights_reasons,
+    words_of,
 )
 from multigemm.cuda.summation import INTEGERS, Summation, difference
 from multigemm.planning.fused import products_spec
@@ -273,7 +275,7 @@ def summation_of(config: Config, spec: ProblemSpec) -> Summation:
     if kind == I8:
         return INTEGERS
     if config.kernel not in ("generic", "small"):
-        return Summation("wgmma", 16)
+        return Summation("wgmma", 8, truncated=True) if kind == TF32 else Summation("wgmma", 16)
     if kind in (F16, BF16, TF32):
         return Summation("mma.sync", 8 if kind == TF32 else 16)
     return Summation("fused multiply-add", padded=shapes_of(spec)[config.tile].depth)
@@ -322,6 +324,8 @@ def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -
         return shape_fits(replace(config, kernel="hopper"), gathered_spec(spec), capability)
     if config.kernel == "hopper" and picks_rows(spec):
         return False
+    if words_of(spec) and (config.step < 16 or (config.pingpong and turns_weights(spec))):
+        return False
     if has_gate(spec) and not (config.pingpong and config.rows <= most_gated_rows(spec)):
         return False
     return _runs_clusters(config, stages_halves(spec)) and spec.groups <= config.groups_at_most
@@ -333,8 +337,8 @@ def most_gated_rows(spec: ProblemSpec) -> int:
 
 
 def stages_halves(spec: ProblemSpec) -> bool:
-    """Whether results lie in the staging in 16 bits, not in float32 as for any epilogue."""
-    return plain_kind(spec) > 0 or has_gate(spec)
+    """Whether results lie in the staging in 16 bits, or as the copy engine stores them, not as for any epilogue."""
+    return hopper_plain_kind(spec) > 0 or has_gate(spec)
 
 
 def most_weight_rows(spec: ProblemSpec) -> int:

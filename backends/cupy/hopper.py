@@ -18,11 +18,21 @@ from torch import Tensor
 
 from multigemm.backend import Launch
 from multigemm.backends.cupy import arguments
-from multigemm.backends.cupy.arguments import Side, table_of
+from multigemm.backends.cupy.arguments import Side, problem_bytes, table_of
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import COLUMNS, Config, stages_halves
 from multigemm.backends.cupy.fused import GATE_CODES, problem_argument
-from multigemm.backends.cupy.support import is_swapped, packed_spec, picks_rows, picks_weights, plain_kind, sends
+from multigemm.backends.cupy.support import (
+    hopper_plain_kind,
+    is_swapped,
+    packed_spec,
+    pads_rows,
+    picks_rows,
+    picks_weights,
+    plain_kind,
+    sends,
+    words_of,
+)
 from multigemm.cuda.arguments import Argument, fields, join, slot_of
 from multigemm.cuda.counters import Words, ready
 from multigemm.cuda.device import processors, to_device
@@ -39,8 +49,6 @@ from multigemm.problem.spec import OperandSpec, ProblemSpec
 THREADS = 384
 COUNTERS = 2
 """Words that a launch counts in: the next tile, and clusters that are done."""
-ELEMENT = 2
-"""Bytes of an operand's element."""
 LAUNCH = struct.Struct("<2q4i")
 NO_MAPS = join([BLANK] * 17)
 """In the place of a packed form's maps."""
@@ -122,28 +130,31 @@ def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
 class Layout(NamedTuple):
     """What a kernel is compiled for besides its config."""
 
-    bfloat: bool
+    element: str
+    """Of the operands: BFLOAT, TF32, INT8, or "" for float16."""
     role: Roles
     ragged: bool
     listed: bool
     plain: int
     staged: bool
-    """Whether results lie in the staging in 16 bits."""
+    """Whether results lie in the staging as they are stored."""
     fused: FusedLayout | None = None
 
 
 def layout_of(spec: ProblemSpec) -> Layout:
     """What a kernel for the problems of a spec is compiled for."""
-    bfloat, form = spec.compute == torch.bfloat16, spec.form
-    ragged, listed = form == "jagged_k", form == "per_group"
-    return Layout(bfloat, roles(spec), ragged, listed, plain_kind(spec), stages_halves(spec), fused_layout_of(spec))
+    element = words_of(spec) or ("BFLOAT" if spec.compute == torch.bfloat16 else "")
+    ragged, listed = spec.form == "jagged_k", spec.form == "per_group"
+    plain, staged = hopper_plain_kind(spec), stages_halves(spec)
+    return Layout(element, roles(spec), ragged, listed, plain, staged, fused_layout_of(spec))
 
 
 def defines(layout: Layout, config: Config) -> tuple[tuple[str, int], ...]:
     """Dtype, layouts, whether the epilogue is plain, and the config."""
-    bfloat, role, ragged, listed, plain, staged, _ = layout
+    element, role, ragged, listed, plain, staged, _ = layout
+    operands = (element, 1) if element else ("BFLOAT", 0)
     return (
-        ("BFLOAT", int(bfloat)), ("X_K", int(role.x_k)), ("W_K", int(role.w_k)),
+        operands, ("X_K", int(role.x_k)), ("W_K", int(role.w_k)),
         ("RAGGED_K", int(ragged)), ("LISTED", int(listed)),
         ("PLAIN", plain), ("ROWS", config.rows), ("STAGES", config.stages),
         ("CLUSTER", config.cluster), ("STEP", config.step), ("PINGPONG", int(config.pingpong)),
@@ -157,8 +168,8 @@ def shared_bytes(spec: ProblemSpec, config: Config) -> int:
 
 
 def _side(view: Strided, step: int, mn: int, k: int, groups: int, k_contiguous: bool, dtype: torch.dtype) -> Side:
-    group = ELEMENT * view.group
-    return Side(view.ptr, mn, k, groups if group else 1, ELEMENT * step, group, k_contiguous, dtype)
+    group = dtype.itemsize * view.group
+    return Side(view.ptr, mn, k, groups if group else 1, dtype.itemsize * step, group, k_contiguous, dtype)
 
 
 def results_of(view: Packed, swapped: bool, dtype: torch.dtype) -> Side:
@@ -180,7 +191,7 @@ def sides_of(view: Packed, role: Roles, dtype: torch.dtype) -> tuple[Side, Side]
 def matrix_side(x: Tensor, mn_dim: int, k_contiguous: bool) -> Side:
     """A matrix of a list, whose extent besides k is `mn_dim`."""
     stride = [s if n > 1 else 0 for n, s in zip(x.shape, x.stride(), strict=True)]
-    step = stride[mn_dim if k_contiguous else 1 - mn_dim] * ELEMENT
+    step = stride[mn_dim if k_contiguous else 1 - mn_dim] * x.dtype.itemsize
     return Side(x.data_ptr(), x.shape[mn_dim], x.shape[1 - mn_dim], 1, step, 0, k_contiguous, x.dtype)
 
 
@@ -244,7 +255,7 @@ class Hopper:
     def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
         kernel = load(source(spec, config), index)
         self._clusters, self._config, self._index = Clusters(kernel, spec, config), config, index
-        self._role, self._dtype, self._sends = roles(spec), spec.compute, sends(spec)
+        self._role, self._dtype, self._results, self._sends = roles(spec), spec.compute, spec.out.dtype, sends(spec)
         self._listed, self._ragged = spec.form == "per_group", spec.form == "jagged_k"
         self._fused = fused_layout_of(spec)
 
@@ -283,12 +294,15 @@ class Hopper:
 
     def _maps(self, view: Packed, x: Side, w: Side) -> tuple[bytes, ...]:
         """One map of the weight side, 16 of the row side, and one of the results where the copy engine stores them."""
-        if self._ragged:
-            maps: tuple[bytes, ...] = (arguments.ragged_map(w), arguments.ragged_map(x), arguments.BLANK_ROWS)
+        if self._ragged and x.k_contiguous:
+            padded = x._replace(k=padded_k(view, tile_side(self._dtype)))
+            maps: tuple[bytes, ...] = (arguments.ragged_map(w), *arguments.row_maps(padded))
+        elif self._ragged:
+            maps = (arguments.ragged_map(w), arguments.ragged_map(x), arguments.BLANK_ROWS)
         else:
             maps = (arguments.plain_map(w, COLUMNS), *arguments.row_maps(x))
         if self._sends:
-            return (*maps, arguments.result_map(results_of(view, self._role.swapped, self._dtype)))
+            return (*maps, arguments.result_map(results_of(view, self._role.swapped, self._results)))
         return maps
 
     def _listed_maps(self, ops: Operands) -> Tensor:
@@ -315,9 +329,20 @@ class Hopper:
 # to the bound problem.
 
 COPY_SOURCE = Source("pack.cu", "pack", ())
+"""Of 16 bits."""
 COPY_RECORD = struct.Struct("<2Q9q")
 COPY_JOB = struct.Struct("<Q2I")
-COPY_THREADS, SIDE, BAND, PIECE, BLOCKS_PER_SM = 256, 64, 32, 256, 8
+COPY_THREADS, BAND, PIECE_BYTES, BLOCKS_PER_SM = 256, 32, 512, 8
+
+
+def tile_side(dtype: torch.dtype) -> int:
+    """Elements of a side of the squares that are turned; groups of a padded copy begin at multiples of it."""
+    return 128 if dtype.itemsize == 1 else 64
+
+
+def copy_source(dtype: torch.dtype, entry: str = "pack") -> Source:
+    """The kernel that copies elements of a dtype."""
+    return COPY_SOURCE if dtype.itemsize == 2 else Source("pack.cu", entry, (("ELEMENT", dtype.itemsize),))
 
 
 def _workspace(elements: int, like: Tensor) -> Tensor:
@@ -338,7 +363,8 @@ class _Copies:
         rows, cols = x.shape[-2:]
         outer, inner = (rows, cols) if by_rows else (cols, rows)
         groups = x.shape[0] if x.dim() == 3 and view.group else 1
-        pitch = (inner + 7) // 8 * 8
+        whole, side = 16 // x.itemsize, tile_side(x.dtype)
+        pitch = -(-inner // whole) * whole
         memory = _workspace(max(groups * outer * pitch, 1), x)
         self.memory.append(memory)
         step = (outer * pitch if view.group else 0,) if x.dim() == 3 else ()
@@ -346,7 +372,9 @@ class _Copies:
         if inner == 1:
             from_inner = 1  # a stride that is never used must not send the copy through shared memory
         units = groups * (
-            -(-outer // BAND) * -(-inner // PIECE) if from_inner == 1 else -(-outer // SIDE) * -(-inner // SIDE)
+            -(-outer // BAND) * -(-inner * x.itemsize // PIECE_BYTES)
+            if from_inner == 1
+            else -(-outer // side) * -(-inner // side)
         )
         if units:
             source = (view.group, from_outer, from_inner)
@@ -401,9 +429,41 @@ def with_copies(ops: Operands, view: Packed, spec: ProblemSpec, kernel: Kernel, 
     return Copied(replace(ops, spec=spec, **operands), view, copies.bound(kernel, ops, tokens))
 
 
+class PaddedRows:
+    """Copies the row side of a jagged k, of 4 bytes or one, so that k is contiguous and every group begins at a multiple
+    of `tile_side` and ends in zeros: offsets are read on the device."""
+
+    def __init__(self, spec: ProblemSpec, index: int) -> None:
+        self._name = "b" if is_swapped(spec) else "a"
+        self._kernel, self._side = load(copy_source(spec.compute, "pack_ragged"), index), tile_side(spec.compute)
+
+    def given(self, spec: ProblemSpec, copied: ProblemSpec) -> ProblemSpec:
+        """The copied spec, but for the rows, which this copies itself."""
+        return replace(copied, **{self._name: getattr(spec, self._name)})
+
+    def bound(self, ops: Operands, view: Packed) -> tuple[Packed, BoundKernel]:
+        """The packed formula with the copy in the place of the rows, and the launch that fills it."""
+        x, rows = (view.a, view.m) if self._name == "a" else (view.b, view.n)
+        mn, k = (x.row, x.col) if self._name == "a" else (x.col, x.row)
+        length = padded_k(view, self._side)
+        memory = _workspace(max(rows * length, 1), cast(Tensor, getattr(ops, self._name)))
+        record = COPY_RECORD.pack(x.ptr, memory.data_ptr(), 1, rows, length, 0, mn, k, 0, length, 0)
+        copy = fields(record, slot_of(x.ptr, 0))
+        grid = max(1, min(length // self._side * -(-rows // self._side), BLOCKS_PER_SM * processors(self._kernel.index)))
+        launch = self._kernel.bound([problem_bytes(ops, None, view), copy], grid=grid, threads=COPY_THREADS, keep=(memory,))
+        place = Strided(memory.data_ptr(), 0, *((length, 1) if self._name == "a" else (1, length)))
+        return (replace(view, a=place) if self._name == "a" else replace(view, b=place)), launch
+
+
+def padded_k(view: Packed, side: int) -> int:
+    """The k of a padded copy: groups begin at multiples of `side`, at most as many further back as groups are before."""
+    return (int(view.k) // side + view.groups + 1) * side
+
+
 def copied_sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
     """All kernels that the spec's problems may launch under this config."""
-    return (source(packed_spec(spec), config), COPY_SOURCE)
+    own = (source(packed_spec(spec), config), copy_source(spec.compute))
+    return (*own, copy_source(spec.compute, "pack_ragged")) if pads_rows(spec) else own
 
 
 class CopiedHopper:
@@ -411,12 +471,18 @@ class CopiedHopper:
 
     def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
         self._spec = packed_spec(spec)
-        self._copy, self._product = load(COPY_SOURCE, index), Hopper(self._spec, config, index)
+        self._copy, self._product = load(copy_source(spec.compute), index), Hopper(self._spec, config, index)
+        self._rows = PaddedRows(spec, index) if pads_rows(spec) else None
 
     def bind(self, ops: Operands) -> Launch:
         """Copies of the operands that need one, then the fast kernel on them."""
-        copied = with_copies(ops, view_of(ops), self._spec, self._copy)
-        return copied.then(self._product.bound(copied.ops, copied.view))
+        if self._rows is None:
+            copied = with_copies(ops, view_of(ops), self._spec, self._copy)
+            return copied.then(self._product.bound(copied.ops, copied.view))
+        copied = with_copies(ops, view_of(ops), self._rows.given(ops.spec, self._spec), self._copy)
+        view, rows = self._rows.bound(copied.ops, copied.view)
+        product = self._product.bound(replace(copied.ops, spec=self._spec), view)
+        return copied.then(LaunchSequence((rows, product)))
 
 
 # Rows that are picked by index, copied one behind the other first.

@@ -98,7 +98,7 @@ class HopperFp8:
         view = view_of(ops)
         x, w = sides_of(view, self._swapped)
         with on_device(self._index):
-            maps = [line_maps(w, (COLUMNS,)), line_maps(x, tuple(height for _, height, _ in HEIGHTS))]
+            maps = [line_maps(w, (COLUMNS,)), line_maps(x, HEIGHTS)]
             if self._sends:
                 maps.append(result_map(results_of(view, self._swapped, self._out)))
         more: list[Argument] = [side_grids(ops, w.mn), tuple(maps)]

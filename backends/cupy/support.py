@@ -72,15 +72,26 @@ def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     return reasons + spec.too_long
 
 
+def words_of(spec: ProblemSpec) -> Literal["", "TF32", "INT8"]:
+    """What the Hopper kernel multiplies whose sums and plain results are words of 4 bytes; '' for 16 bits and others."""
+    if spec.quantised:
+        return ""
+    if spec.compute is torch.int8:
+        return "INT8"
+    return "TF32" if spec.compute is torch.float32 and spec.precision == "tf32" else ""
+
+
 def is_swapped(spec: ProblemSpec) -> bool:
     """Whether the rows of the result lie on the weight side: where they are contiguous, or jagged n."""
     return spec.form == "jagged_n" or (spec.form in ("batched", "per_group", "jagged_k") and spec.out.order == "col")
 
 
 def plain_kind(spec: ProblemSpec) -> int:
-    """0: any epilogue. alpha * A @ B in the operands' type (float8: in 16 bits): 1 along contiguous columns (see
+    """0: any epilogue. alpha * A @ B in the operands' type (float8: in 16 bits, int8: int32): 1 along contiguous columns (see
     is_swapped), 2 rows."""
-    same = spec.out.dtype in HALVES if spec.quantised == "float8" else spec.out.dtype == spec.compute
+    same = spec.out.dtype == (torch.int32 if spec.compute is torch.int8 else spec.compute)
+    if spec.quantised == "float8":
+        same = spec.out.dtype in HALVES
     preact = spec.fused is not None and spec.fused.preact is not None
     plain = spec.c is None and spec.bias is None and spec.activation is None and same and not preact
     along = "col" if is_swapped(spec) else "row"
@@ -95,7 +106,24 @@ def sends(spec: ProblemSpec) -> bool:
     columns, x, along = (spec.m, spec.b, "col") if is_swapped(spec) else (spec.n, spec.a, "row")
     jagged_rows = spec.form in ("jagged_m", "jagged_n")
     known = spec.form != "per_group" and not (jagged_rows and (x.order != along or spec.total > MAX_ROWS))
-    return known and plain_kind(spec) == 1 and spec.out.align == 16 and (columns or 1) % 8 == 0
+    whole = spec.out.align == 16 and (columns or 1) % (16 // spec.out.dtype.itemsize) == 0
+    return known and plain_kind(spec) == 1 and whole
+
+
+def hopper_plain_kind(spec: ProblemSpec) -> int:
+    """As `plain_kind`, of the Hopper kernel: plain results of 4 bytes are those that the copy engine stores."""
+    return int(sends(spec)) if words_of(spec) else plain_kind(spec)
+
+
+def pads_rows(spec: ProblemSpec) -> bool:
+    """Whether the row side must be a copy whose groups begin where TMA and wgmma can read them, with zeros behind them."""
+    return bool(words_of(spec)) and spec.form == "jagged_k"
+
+
+def turns_weights(spec: ProblemSpec) -> bool:
+    """Whether weights go to the tensor cores through registers: of 4 bytes or one, and contiguous across k."""
+    weights, along = (spec.a, "row") if is_swapped(spec) else (spec.b, "col")
+    return bool(words_of(spec)) and weights.order != along
 
 
 def begins_anywhere(spec: ProblemSpec, name: Literal["a", "b"]) -> bool:
@@ -110,11 +138,28 @@ def has_odd_lines(spec: ProblemSpec) -> bool:
     return begins_anywhere(spec, "a") or begins_anywhere(spec, "b")
 
 
-def hopper_reasons(spec: ProblemSpec) -> list[str]:
-    """Why the Hopper kernel cannot run a spec; the generic one can."""
+def halves_reasons(spec: ProblemSpec) -> list[str]:
+    """Why a kernel that multiplies 16 bits alone cannot run a spec."""
+    precision = f" as {spec.precision}" if spec.compute is torch.float32 else ""
+    return [] if spec.compute in HALVES else [f"{spec.compute} operands{precision}: it takes float16 and bfloat16"]
+
+
+def _words_reasons(spec: ProblemSpec, padded: bool) -> list[str]:
+    """What the Hopper kernel has against tf32 and int8, which wgmma takes from shared memory along k only."""
     reasons = []
-    if spec.compute not in (torch.float16, torch.bfloat16):
-        reasons.append(f"{spec.compute} operands")
+    name, rows, along = ("b", spec.b, "col") if is_swapped(spec) else ("a", spec.a, "row")
+    if rows.order != along:
+        reasons.append(f"{name} is contiguous across k: wgmma takes rows of {spec.a.dtype} along k")
+    if spec.form == "jagged_k" and not padded:
+        reasons.append("jagged k, where a group may begin between the pieces of 16 bytes that TMA reads")
+    if spec.fused is not None:
+        reasons.append(f"rows picked by index, a gate, preact_out or row_scale of {spec.a.dtype}")
+    return reasons
+
+
+def hopper_reasons(spec: ProblemSpec, padded: bool = False) -> list[str]:
+    """Why the Hopper kernel cannot run a spec; the generic one can. `padded`: rows of a jagged k are a copy."""
+    reasons = _words_reasons(spec, padded) if words_of(spec) else halves_reasons(spec)
     for name, operand in (("a", spec.a), ("b", spec.b)):
         if operand.order == "strided" or operand.align < 16 or not operand.dense:
             reasons.append(
@@ -122,7 +167,7 @@ def hopper_reasons(spec: ProblemSpec) -> list[str]:
             )
     if spec.groups > MAX_GROUPS or spec.groups == 0:
         reasons.append(f"{spec.groups} groups: its schedule holds 1 to {MAX_GROUPS}")
-    if spec.form == "jagged_k" and not (spec.a.order == "col" and spec.b.order == "row"):
+    if spec.form == "jagged_k" and not padded and not (spec.a.order == "col" and spec.b.order == "row"):
         reasons.append("jagged k is the contiguous direction of an operand, where a group may start at any address")
     if spec.form == "masked" and spec.out.order == "col":
         reasons.append("a masked result stored by columns")
@@ -164,7 +209,7 @@ def gathered_reasons(spec: ProblemSpec) -> list[str]:
     """Why the Hopper kernel cannot run a spec after its picked rows have been copied."""
     if not picks_rows(spec):
         return ["no rows are picked by index"]
-    return hopper_reasons(gathered_spec(spec))
+    return halves_reasons(spec) + hopper_reasons(gathered_spec(spec))
 
 
 def picks_rows(spec: ProblemSpec) -> bool:
@@ -245,8 +290,7 @@ def weights_reasons(spec: ProblemSpec) -> list[str]:
 
 def small_reasons(spec: ProblemSpec) -> list[str]:
     """Why the small kernel cannot run a spec."""
-    half = spec.compute in (torch.float16, torch.bfloat16)
-    reasons = [] if half else [f"{spec.compute} operands: it takes float16 and bfloat16"]
+    reasons = halves_reasons(spec)
     for name, operand in (("a", spec.a), ("b", spec.b)):
         if operand.order == "strided":
             reasons.append(f"{name} is strided: it takes operands with a contiguous direction")
@@ -276,7 +320,7 @@ def _copy_reasons(spec: ProblemSpec, copied: ProblemSpec) -> list[str]:
 def small_list_reasons(spec: ProblemSpec) -> list[str]:
     """Why the kernel for one wave of a list or batch cannot run a spec; operands that TMA cannot read are copied."""
     copied = packed_spec(spec)
-    reasons = [*hopper_reasons(copied), *_copy_reasons(spec, copied)]
+    reasons = [*halves_reasons(spec), *hopper_reasons(copied), *_copy_reasons(spec, copied)]
     if spec.form not in ("per_group", "batched") or spec.groups > MAX_LISTED_GROUPS:
         reasons.append(
             f"{spec.groups} groups of {spec.form}: it takes a list or a batch of at most {MAX_LISTED_GROUPS}"
@@ -289,12 +333,17 @@ def small_list_reasons(spec: ProblemSpec) -> list[str]:
 @lru_cache(maxsize=1024)
 def packed_spec(spec: ProblemSpec) -> ProblemSpec:
     """The spec after the operands that TMA cannot read have been copied."""
-    a, b = (_packed(spec, spec.a, "col"), _packed(spec, spec.b, "row"))
+    a, b = (_packed(spec, "a", "row", "col"), _packed(spec, "b", "col", "row"))
     return spec if (a, b) == (spec.a, spec.b) else replace(spec, a=a, b=b)
 
 
-def _packed(spec: ProblemSpec, operand: OperandSpec, ragged: Order) -> OperandSpec:
-    order: Order = ragged if spec.form == "jagged_k" else "row" if operand.order == "strided" else operand.order
+def _packed(spec: ProblemSpec, name: Literal["a", "b"], along_k: Order, across_k: Order) -> OperandSpec:
+    operand: OperandSpec = getattr(spec, name)
+    order: Order = "row" if operand.order == "strided" else operand.order
+    if words_of(spec) and is_swapped(spec) == (name == "b"):
+        order = along_k
+    elif spec.form == "jagged_k":
+        order = across_k
     readable = operand.align == 16 and operand.dense and operand.order == order
     return operand if readable else replace(operand, order=order, align=16, dense=True)
 
@@ -302,8 +351,8 @@ def _packed(spec: ProblemSpec, operand: OperandSpec, ragged: Order) -> OperandSp
 def packed_reasons(spec: ProblemSpec) -> list[str]:
     """Why copying first does not help a spec."""
     copied = packed_spec(spec)
-    reasons = [*hopper_reasons(copied), *_copy_reasons(spec, copied)]
-    if copied == spec:
+    reasons = [*hopper_reasons(copied, pads_rows(spec)), *_copy_reasons(spec, copied)]
+    if copied == spec and not pads_rows(spec):
         reasons.append("nothing needs copying")
     return reasons
 
@@ -324,7 +373,7 @@ def shift_b_reasons(spec: ProblemSpec) -> list[str]:
     """Why the kernel that shifts its weights cannot, or need not, run a spec."""
     given, copied = weights_of(spec), shift_b_spec(spec)
     readable = replace(given, align=16)
-    reasons = hopper_reasons(replace(copied, a=readable) if is_swapped(spec) else replace(copied, b=readable))
+    reasons = halves_reasons(spec) + hopper_reasons(replace(copied, a=readable) if is_swapped(spec) else replace(copied, b=readable))
     if given == readable:
         reasons.append("nothing needs shifting")
     if spec.form == "jagged_k":

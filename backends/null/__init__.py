@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from multigemm.backend import Availability, BuiltinBackend, Launch, Recipe
+from multigemm.cuda.launch import NOTHING
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
 
@@ -19,12 +20,8 @@ class Config:
     """There is nothing to tune about nothing."""
 
 
-def _launch() -> None:
-    return None
-
-
 def _bind(ops: Operands) -> Launch:
-    return _launch
+    return NOTHING
 
 
 def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:

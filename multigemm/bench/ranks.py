@@ -6,7 +6,9 @@
 Weak scaling: every rank has as many tokens as one GPU alone; strong: all ranks together have them. The speed-up is in
 tokens a second, over the fastest of our ways on one GPU. Ways: `fused` (a token travels once to each rank), `steps`
 (a row for each pair of token and expert), `plain`: torch's all-to-all and grouped_mm on the same ranks, as one writes
-it by hand. Results and gradients of all ways are compared with rank 0 alone before anything is timed.
+it by hand. Results and gradients of all ways are compared with rank 0 alone before anything is timed. Each step has a
+routing of its own, as in training: how many rows travel is never the same twice. `host` is the time until the call
+returns; a step whose host time is its time waits for the host.
 
 The split is of one step on rank 0, from the profiler: products; exchange, the time in which NCCL's kernels run, waits
 for other ranks included; hidden, the part of it in which another kernel runs; sorting, and rows that are moved; the
@@ -172,7 +174,7 @@ def line(row: dict[str, Any]) -> str:
     """A row for people."""
     text = (
         f"{row['layer']:12} {row['scaling']:6} {row['pass']:8} {row['routing']:7} {row['ranks']} ranks  {row['way']:5} "
-        f"chunks {row['chunks']}  {row['ms']:8.3f} ms"
+        f"chunks {row['chunks']}  {row['ms']:8.3f} ms  host {row['host_ms']:.3f}"
     )
     if "speedup" in row:
         text += f"  x{row['speedup']:.2f} of one ({row['alone_ms']:.3f} ms)"
@@ -213,10 +215,14 @@ class TestBed:
                 _fill(self.whole, range(layer.experts))
 
     def rows(self, args: argparse.Namespace, title: str, tokens: int) -> Iterable[dict[str, Any]]:
-        """Every measurement of the layer, one after the other."""
-        ways = parts(args.ways)
-        for way, chunks in _variants(ways, args.chunks):
+        """Every measurement of the layer, one after the other; results are compared first."""
+        for way, chunks in _variants(parts(args.ways), args.chunks):
             self.compare(way, chunks, tokens)
+        yield from self.timings(args, title, tokens)
+
+    def timings(self, args: argparse.Namespace, title: str, tokens: int) -> Iterable[dict[str, Any]]:
+        """The measurements alone."""
+        ways = parts(args.ways)
         for scaling, of_pass, routing in every(parts(args.scaling), parts(args.passes), parts(args.routing)):
             mine = tokens if scaling == "weak" else max(1, tokens // self.ranks)
             training = of_pass == "training"
@@ -225,10 +231,10 @@ class TestBed:
             plain: float | None = None
             for way, chunks in sorted(_variants(ways, args.chunks), key=lambda v: v[0] != "plain"):
                 call = self.call(way, chunks, batch, training)
-                ms = milliseconds(call, args.rounds, self.device)
+                ms, host_ms = milliseconds(call, args.rounds, self.device, batch.redraw)
                 row = {
                     "layer": title, "scaling": scaling, "pass": of_pass, "routing": routing, "ranks": self.ranks,
-                    "way": way, "chunks": chunks, "tokens": mine, "ms": ms,
+                    "way": way, "chunks": chunks, "tokens": mine, "ms": ms, "host_ms": host_ms,
                 }  # fmt: skip
                 if way == "plain":
                     plain = ms
@@ -276,7 +282,8 @@ class TestBed:
             times = []
             for way in [way for way in ways if way != "plain"] or ["fused"]:
                 experts.fused = way == "fused"
-                times.append(milliseconds(self._of(experts, batch, training), rounds, self.device, together=False))
+                call = self._of(experts, batch, training)
+                times.append(milliseconds(call, rounds, self.device, batch.redraw, together=False)[0])
             found += min(times)
         dist.broadcast(found, 0)
         return float(found.item())
@@ -354,19 +361,28 @@ class Shared(nn.Module):
 
 
 class Batch:
-    """One rank's tokens, their experts and weights, and the gradient of the result; the same wherever it is made."""
+    """One rank's tokens, their experts and weights, and the gradient of the result; the same wherever it is made.
+
+    `redraw` chooses other experts, as the next step of training does.
+    """
 
     def __init__(self, layer: Layer, tokens: int, routing: str, rank: int, device: torch.device) -> None:
         make = torch.Generator(device).manual_seed(100 + rank)
         given: dict[str, Any] = {"generator": make, "device": device}
+        self._given, self._top_k = given, layer.top_k
         self.x, self.grad = (torch.randn(tokens, layer.hidden, **given).bfloat16() for _ in range(2))
-        chance = torch.zeros(layer.experts, device=device)
+        self._chance = torch.zeros(layer.experts, device=device)
         if routing == "skewed":
             order = torch.Generator().manual_seed(5)
-            chance = -torch.log(1.0 + torch.randperm(layer.experts, generator=order).to(device))
-        drawn = chance - torch.log(-torch.log(torch.rand(tokens, layer.experts, **given).clamp(1e-9, 1 - 1e-7)))
-        self.index = drawn.topk(layer.top_k).indices
+            self._chance = -torch.log(1.0 + torch.randperm(layer.experts, generator=order).to(device))
         self.weights = torch.rand(tokens, layer.top_k, **given).softmax(-1)
+        self.index: Tensor
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Chooses the experts of each token."""
+        drawn = torch.rand(len(self.x), len(self._chance), **self._given).clamp(1e-9, 1 - 1e-7)
+        self.index = (self._chance - torch.log(-torch.log(drawn))).topk(self._top_k).indices
 
 
 def step(run: Callable[[Tensor, Tensor], Tensor], batch: Batch, parameters: list[Any], training: bool) -> list[Tensor]:
@@ -452,22 +468,27 @@ class Plain:
 # --- time ---------------------------------------------------------------------------------------------
 
 
-def milliseconds(call: Callable[[], Any], rounds: int, device: torch.device, together: bool = True) -> float:
-    """The median over the rounds of the slowest rank's time."""
+def milliseconds(
+    call: Callable[[], Any], rounds: int, device: torch.device, before: Callable[[], Any], together: bool = True
+) -> tuple[float, float]:
+    """The medians over the rounds of the slowest rank's time, and of the time until its call returned; `before` runs
+    ahead of each round."""
     times = []
     for _ in range(rounds + WARM_UP):
+        before()
         if together:
             dist.barrier()
         _wait(device)
         start = time.perf_counter()
         call()
+        returned = time.perf_counter()
         _wait(device)
-        times.append(time.perf_counter() - start)
+        times.append((time.perf_counter() - start, returned - start))
     spent = torch.tensor(times[WARM_UP:], device=device, dtype=torch.float64)
     if together:
         dist.all_reduce(spent, dist.ReduceOp.MAX)
-    of_rounds: list[float] = spent.tolist()
-    return statistics.median(of_rounds) * 1e3
+    whole, host = (statistics.median(column) * 1e3 for column in spent.t().tolist())
+    return whole, host
 
 
 def _wait(device: torch.device) -> None:

@@ -232,11 +232,6 @@ class ArgumentBlock:
         """Whether `resize` gives what laying out the arguments anew would give, between two numbers of tokens."""
         return all(each.alike(before, after) for _, part in self._counts for _, each in part.counted)
 
-    @property
-    def counted(self) -> bool:
-        """Whether parts of it, such as tensor maps, have to be computed anew for another number of tokens."""
-        return any(part.counted for _, part in self._counts)
-
     def _make_resizers(self) -> tuple[list[int], list[_Resizer]]:
         """The words that are the number of tokens; the parts that depend on it, and what writes each word of them."""
         found = np.frombuffer(self._words, dtype=np.uint64)
@@ -315,11 +310,6 @@ class DeviceFields:
             self._content.move(addresses)
             found = self._upload(key)
         return found.data_ptr()
-
-    @property
-    def counted(self) -> bool:
-        """Whether parts of it have to be computed anew for another number of tokens."""
-        return self._content.counted
 
     def can_resize(self, before: int, after: int) -> bool:
         """Whether `resize` gives what laying out the bytes anew would give."""

@@ -1,9 +1,9 @@
 """The CUDA driver through ctypes: the library, its errors, the context of a thread, the launch record.
 
-Every call of the driver that is not a launch runs inside `on_device`, which makes the device's primary context (the one
-that torch and CuPy share) current on the calling thread: a thread that never touched CUDA, such as the one on which
-autograd runs backward, has none. A launch is tried first and repeated with the context where it was missing, since
-looking costs as much as launching (`settle`).
+Calls of the driver run inside `on_device`, which makes the device's primary context (the one that torch and CuPy share)
+current on the calling thread: a thread that never touched CUDA, such as the one on which autograd runs backward, has
+none. Launches (`settle`) and encodings of tensor maps are tried first and repeated with the context where it was
+missing, since looking costs as much.
 """
 
 from __future__ import annotations
@@ -54,21 +54,25 @@ class Records(dict[int, Any]):
 
     def __init__(self, record: LaunchConfig) -> None:
         super().__init__()
-        self._record = record
+        self._record, self._own = record, list[LaunchConfig]()
+        self._blocks: tuple[int, int, int] | None = None
 
     def __missing__(self, stream: int) -> Any:
         own = LaunchConfig.from_buffer_copy(self._record)
         own.stream = stream
+        self._own.append(own)
         reference = self[stream] = ctypes.byref(own)
         return reference
 
-    def with_grid(self, blocks: tuple[int, int, int]) -> Records:
-        """The records of the same launch with other numbers of blocks; itself where they are the same."""
-        if tuple(self._record.grid) == blocks:
-            return self
-        record = LaunchConfig.from_buffer_copy(self._record)
-        record.grid[:] = blocks
-        return Records(record)
+    def set_grid(self, blocks: tuple[int, int, int]) -> None:
+        """Gives the launch, which no other thread makes meanwhile, other numbers of blocks."""
+        if blocks != self._blocks:
+            if self._blocks is None:  # the record was that of all launches of this shape
+                self._record = LaunchConfig.from_buffer_copy(self._record)
+                self._own.append(self._record)
+            self._blocks = blocks
+            for own in self._own:
+                own.grid[:] = blocks
 
 
 @cache

@@ -159,7 +159,7 @@ class BoundKernel:
     """A launch of a kernel on its device's current stream."""
 
     __slots__ = (
-        "_block", "_call", "_counted", "_fields", "_grid_for", "_handle", "_keep", "_kernel", "_lent", "_records",
+        "_block", "_call", "_fields", "_grid_for", "_handle", "_keep", "_kernel", "_lent", "_records",
         "index", "on_capture", "work_bytes",
     )  # fmt: skip
 
@@ -177,7 +177,6 @@ class BoundKernel:
         self._lent: torch.Tensor | None = None
         self.work_bytes = 0
         """Bytes that whoever moves it lends it, at the address of `work`."""
-        self._counted = block.counted or (fields is not None and fields.counted)
         self._kernel, self._block, self.on_capture, self._keep = kernel, block, on_capture, keep
         self._call, self._handle, self.index = library().cuLaunchKernelEx, kernel.handle, kernel.index
         self._records = Records(config)
@@ -227,26 +226,18 @@ class BoundKernel:
         """Whether `resize` gives the launch that a bind for another number of tokens would give."""
         if self._grid_for is None:
             return False
-        with on_device(self.index):
-            fields = self._fields is None or self._fields.can_resize(before, after)
-            return fields and self._block.can_resize(before, after)
+        fields = self._fields is None or self._fields.can_resize(before, after)
+        return fields and self._block.can_resize(before, after)
 
     def resize(self, before: int, after: int, regrid: bool) -> None:
         """Makes it the launch for another number of tokens, with another grid if they are rows; a `move` has to
         follow."""
         assert self._grid_for is not None
-        if self._counted:
-            with on_device(self.index):
-                self._resize_arguments(before, after)
-        else:
-            self._resize_arguments(before, after)
-        if regrid:
-            self._records = self._records.with_grid(_blocks(self._grid_for(after)))
-
-    def _resize_arguments(self, before: int, after: int) -> None:
         self._block.resize(before, after)
         if self._fields is not None:
             self._fields.resize(before, after)
+        if regrid:
+            self._records.set_grid(_blocks(self._grid_for(after)))
 
     def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
         """Whether it holds an address inside one of these ranges that `move` would not replace."""

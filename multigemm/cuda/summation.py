@@ -12,6 +12,7 @@ batch invariant it takes configs of one `Summation` alone, whatever the sizes.
 * Sums of integers are exact, or wrap: any order gives the same bits.
 * Two kernels whose epilogues are compiled from other code may fuse alpha * sum + beta * C the one way or the other:
   `epilogue` tells them apart.
+* Operands of more bits than the tensor cores read are rounded before or `truncated` there.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ class Summation(NamedTuple):
     padded: int = 0
     parts: bool = False
     epilogue: str = ""
+    truncated: bool = False
 
     def __str__(self) -> str:
         if self.unit == "integers":
             return "exact sums of integers"
         by = "each product rounded" if self.unit == "fused multiply-add" else f"{self.step} products at once"
         cut = ", in parts whose number depends on the sizes" if self.parts else ""
-        return f"one accumulator, ascending k, {self.unit}, {by}{cut}"
+        operands = ", operands truncated" if self.truncated else ""
+        return f"one accumulator, ascending k, {self.unit}, {by}{cut}{operands}"
 
 
 INTEGERS = Summation("integers")
@@ -45,7 +48,8 @@ def same_bits(one: Summation, other: Summation, capability: tuple[int, int]) -> 
     """Whether two kernels give an element the same bits on GPUs of this compute capability."""
     tensor_cores = {one.unit, other.unit} <= {"mma.sync", "wgmma"}
     if tensor_cores and capability in ALIKE:
-        return not one.parts and not other.parts and one.step == other.step
+        alike = one.step == other.step and one.truncated == other.truncated
+        return alike and not one.parts and not other.parts
     return one == other and not one.parts
 
 

@@ -16,15 +16,16 @@ from typing import Any
 import torch
 
 from multigemm.cuda.arguments import Address, Fields, Slot, Tokens, fields
-from multigemm.cuda.driver import check, library
+from multigemm.cuda.driver import NO_CONTEXT, check, library, use_context
 from multigemm.errors import LibraryError
+from multigemm.torch_internals import current_device
 
 SIZE = 128
 BLANK = fields(bytes(SIZE), ())
 """The map of an operand through which nothing is loaded."""
 NO_SWIZZLE, SWIZZLE_64B, SWIZZLE_128B, PROMOTION_256B, ZERO_FILL = 0, 2, 3, 3, 0
 TYPES = {
-    torch.uint8: 0, torch.int32: 3, torch.int64: 5, torch.float16: 6, torch.float32: 7, torch.float64: 8,
+    torch.uint8: 0, torch.int8: 0, torch.int32: 3, torch.int64: 5, torch.float16: 6, torch.float32: 7, torch.float64: 8,
     torch.bfloat16: 9,
 }  # fmt: skip  # CU_TENSOR_MAP_DATA_TYPE_*
 MOST_DIMS, MOST_BOXES = 5, 16
@@ -75,8 +76,8 @@ def encode_together(
     """Maps of a tensor, one for each of at most 16 boxes, one behind the other.
 
     Extents and boxes in elements, strides in bytes modulo 2^64, all with the innermost dimension first (whose stride
-    is the element's size, and left out). The address and the strides are multiples of 16 bytes. Has to run inside
-    `driver.on_device`; needs no memory behind the address.
+    is the element's size, and left out). The address and the strides are multiples of 16 bytes. Needs no memory behind
+    the address, and gives a thread without a context that of its current device.
 
     Raises LibraryError, with the layout, where the driver refuses it.
     """
@@ -102,9 +103,13 @@ def _encoded(
     sizes, steps = own.layout
     kind, ones, place = TYPES[dtype], own.ones, ctypes.c_void_p(address)
     for target, box in zip(own.maps, _box_references(boxes), strict=False):
-        code = call(target, kind, rank, place, sizes, steps, box, ones, 0, swizzle, PROMOTION_256B, ZERO_FILL)
-        if code:
-            check(code, f"cuTensorMapEncodeTiled({dtype}, address {address:#x}, {extents=}, {strides=}, {boxes=})")
+        given = target, kind, rank, place, sizes, steps, box, ones, 0, swizzle, PROMOTION_256B, ZERO_FILL
+        if code := call(*given):
+            text = f"cuTensorMapEncodeTiled({dtype}, address {address:#x}, {extents=}, {strides=}, {boxes=})"
+            if code == NO_CONTEXT:
+                use_context(current_device())
+                code = call(*given)
+            check(code, text)
     return own.view[: SIZE * len(boxes)]
 
 
@@ -132,7 +137,7 @@ class CountedMaps:
         self._known: tuple[int, tuple[int, ...]] = -1, ()
 
     def changes(self, before: int, after: int) -> list[tuple[int, int]]:
-        """The words that differ between two numbers of tokens. Has to run inside `driver.on_device`."""
+        """The words that differ between two numbers of tokens."""
         known, old = self._known
         if known != before:
             old = self._words(before)

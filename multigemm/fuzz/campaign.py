@@ -235,7 +235,7 @@ def run(options: Options, progress: Progress | None = None) -> Summary:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")  # for the workers: one core each
     _context.set_forkserver_preload(["multigemm.fuzz.worker"])
-    summary = Summary(options, Tally(), 0.0)
+    summary = Summary(options, Tally(), 0.0, next_seed=options.seed)
     try:
         summary.options = options = with_required(options)
         campaign = Campaign(options)
@@ -325,7 +325,9 @@ def merge(options: Options, parts: Sequence[Summary]) -> Summary:
     devices = tuple(dict.fromkeys(device for part in parts for device in part.options.devices))
     whole = replace(options, devices=devices, jobs=sum(p.options.jobs for p in parts))
     stopped = any(part.interrupted for part in parts)
-    return Summary(whole, total, max(p.seconds for p in parts), sum(p.crashes for p in parts), notes, stopped)
+    next_seed = max(part.next_seed - rank * SEEDS_PER_RANK for rank, part in enumerate(parts))
+    crashes = sum(part.crashes for part in parts)
+    return Summary(whole, total, max(p.seconds for p in parts), crashes, notes, stopped, next_seed)
 
 
 def run_on_ranks(options: Options, place: fleet.Place, progress: Progress | None = None) -> Summary | None:

@@ -107,12 +107,16 @@ def run_experts(
     routings: list[Routing] = []
 
     def read() -> Input:
-        check_routing(x, top_k_index, top_k_weights)
+        check_routing(x, top_k_index, top_k_weights, device)
         routings.extend(route(index, experts) for index in top_k_index.tensor_split(chunks))
         ends = torch.stack([routing.ends for routing in routings]).to(torch.int64)
         counts = F.pad(ends.diff(dim=1, prepend=ends.new_zeros(chunks, 1)), (0, here * ranks - experts))
-        by_rank = counts.view(chunks, ranks, here).transpose(0, 1).reshape(ranks, -1)
-        return Input(x.dtype, x.shape[1], top_k_index.shape[1], by_rank, top_k_index.numel() - counts.sum())
+
+        def count(into: Tensor) -> None:
+            into[:, 0] = top_k_index.numel() - counts.sum()
+            into[:, 1:] = counts.view(chunks, ranks, here).transpose(0, 1).reshape(ranks, -1)
+
+        return Input(x.dtype, x.shape[1], top_k_index.shape[1], count)
 
     agreed = agree(read, chunks * here, experts, group, device)
     journeys = _journeys(agreed, chunks, here)
@@ -141,8 +145,8 @@ def device_of(mesh: Any, x: Tensor) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device(mesh.device_type)
 
 
-def check_routing(x: Tensor, index: Tensor, weights: Tensor) -> None:
-    """Refuses what is no routing of tokens x [tokens, H]: index and weights [tokens, k]."""
+def check_routing(x: Tensor, index: Tensor, weights: Tensor, device: torch.device) -> None:
+    """Refuses what is no routing of tokens x [tokens, H], index and weights [tokens, k], or is not on the device."""
     if x.dim() != 2 or tuple(index.shape) != tuple(weights.shape) or index.dim() != 2 or len(index) != len(x):
         raise InvalidProblem(
             f"x {tuple(x.shape)}, index {tuple(index.shape)}, weights {tuple(weights.shape)}: index and weights must "
@@ -150,12 +154,16 @@ def check_routing(x: Tensor, index: Tensor, weights: Tensor) -> None:
         )
     if index.dtype is torch.bool or index.dtype.is_floating_point or index.dtype.is_complex:
         raise InvalidProblem(f"top_k_index has dtype {index.dtype}; expert numbers are integers: call .long()")
+    for name, given in (("x", x), ("top_k_index", index), ("top_k_weights", weights)):
+        if given.device != device:
+            raise InvalidProblem(f"{name} is on {given.device}, and the ranks exchange rows on {device}")
 
 
 def _journeys(agreed: Agreed, chunks: int, here: int) -> list[Journey]:
     """The way of each piece, by the counts of [ranks, pieces, experts of a rank]."""
-    ranks = agreed.sent.shape[0]
-    sent, received = (x.view(ranks, chunks, here).sum(2).t().tolist() for x in (agreed.sent, agreed.received))
+    ranks = len(agreed.sent)
+    cuts = [slice(piece * here, (piece + 1) * here) for piece in range(chunks)]
+    sent, received = ([[sum(n[cut]) for n in counts] for cut in cuts] for counts in (agreed.sent, agreed.received))
     arriving = agreed.arriving.reshape(ranks, chunks, here)
     experts = torch.arange(here, device=arriving.device).repeat(ranks)
     return [

@@ -370,7 +370,8 @@ def gate_backward(
     """(gradient of preact, weight * h, <dh, h>) of pairs; zeros for those that no expert has.
 
     preact [S, W], dh [S, I] without the weights [S] of the pairs; the dots are float32 (float64). `into`: memory for
-    the first two, of more pairs, and [S] the row of each pair there.
+    the first two, of more pairs, and [S] the row of each pair there; a pair of no expert may write to the last one,
+    which is then nobody's.
     """
     kernels = triton_kernels() if preact.is_cuda else None
     if kernels is not None and net.gate is not None and ends.numel():
@@ -388,7 +389,7 @@ def gate_backward(
     h = h.detach()
     dpreact, weighted = dpreact.to(preact.dtype), (h * weight).to(preact.dtype)
     if into is not None:
-        whole, whole_weighted, rows = into[0], into[1], into[2].long()
+        whole, whole_weighted, rows = into[0], into[1], into[2].long().clamp(max=len(into[0]) - 1)
         dpreact, weighted = whole.index_copy_(0, rows, dpreact), whole_weighted.index_copy_(0, rows, weighted)
     return dpreact, weighted, (h * slope).sum(1)
 

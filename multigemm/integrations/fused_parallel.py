@@ -5,12 +5,19 @@ rank's own tokens first, and a token's pairs of token and expert read the same r
 make of a token, by weight, and sends the sum home, where the sums of all ranks are added (float32, own first, then by
 rank) and rounded once.
 
-Rows are worked on in pieces: this rank's own tokens, which travel nowhere, then those of the others, in `chunks`.
+Rows are worked on in pieces: this rank's own tokens, which travel nowhere, then those of the others, in `chunks`. How
+many rows and pairs a piece has changes with every routing. `room_for` rounds them up, so that the products of a step
+find the bound launches of an earlier one: what is behind the last row or pair belongs to no expert, and no product
+reads it.
 
     forward     send all; first product of the own piece; for each piece of the others: wait, both products, send the
-                sums home; second product of the own piece; wait, add
+                sums home; copy the own rows into X; second product of the own piece; wait, add
     backward    send gradients; own piece; for each other one: wait, its gradients, send those of tokens home;
                 the gradients of all weights, over all pieces at once; wait, add
+
+A token travels as one row, [features | experts and weights], since each exchange needs multiprocessors of its own: the
+products are persistent kernels, and an exchange that comes after one of them has begun waits for its end. So a short
+kernel stands between the departure of rows and a product that might otherwise begin at the same time.
 
 So an exchange always has products beside it: the own ones on the way there, and on the way home the second product, or
 the gradients of the weights. The latter read all pairs of an expert side by side: the backward pass of the gate writes
@@ -44,9 +51,26 @@ from multigemm.integrations.fused_experts import (
     product,
     summed_by_expert,
 )
-from multigemm.integrations.layer_ops import add_returned, sort_by_expert, triton_kernels
+from multigemm.integrations.layer_ops import add_returned, copy_rows, sort_by_expert, triton_kernels
 from multigemm.integrations.rank_agreement import Input, agree, explained
-from multigemm.torch_internals import no_dynamo
+from multigemm.problem.spec import bucket
+from multigemm.torch_internals import no_dynamo, pause_stream
+
+ROOM = 16
+"""The least number of rows or pairs that a piece has memory for; a larger one is a multiple of a power of two."""
+WORD, LINE = 8, 128
+"""Bytes to which experts and weights are aligned in a row that travels, and rows."""
+NO_EXPERT = 1 << 24
+"""Stands behind the last row of a piece for numbers of experts and for the bits of their weights: as a number it is
+more than there are experts, as bits it is a finite weight."""
+
+
+def room_for(count: int) -> int:
+    """`count` and a sixty-fourth more, rounded up to one of 16 numbers in each octave: the same number for counts about
+    a round one, which an even routing of a round number of tokens gives."""
+    count += count // 64
+    step = max(ROOM, bucket(count) // 32)
+    return -(-count // step) * step
 
 
 class Held(NamedTuple):
@@ -76,7 +100,7 @@ def run_fused(
     """
     group, slices = expert_parallel.groups_of(mesh)
     device = expert_parallel.device_of(mesh, x)
-    x, *parameters = in_autocast(x, held.up, held.down, held.up_bias, held.down_bias)
+    *parameters, x = in_autocast(held.up, held.down, held.up_bias, held.down_bias, x)  # x may be on any device
     if slices is not None:
         x, weights = expert_parallel.enter(x, slices), expert_parallel.enter(weights, slices)
     call = _Call(held.experts, parameters[0], group, chunks, device)
@@ -97,8 +121,8 @@ class Journeys:
 
     `send[c]` and `receive[c]`: how many rows of chunk c go to and come from each rank. `tokens` [sent rows] says which
     token each row is of, and `place` [chunks, ranks, tokens of a chunk] which row carries a token to a rank, -1 where
-    none does. `pieces`: where each piece lies in X, the own one first, and `pairs`, how many pairs of token and expert
-    it has.
+    none does. `pieces`: where each piece lies in X, the own one first, with room behind what `receive` says; `pairs`:
+    how many pairs of token and expert each has room for.
     """
 
     group: dist.ProcessGroup
@@ -115,27 +139,33 @@ class Journeys:
         ends = list(accumulate(map(sum, self.send), initial=0))
         return [slice(a, b) for a, b in pairwise(ends)]
 
+    @property
+    def arrivals(self) -> list[slice]:
+        """Where the rows of each chunk come to lie in X."""
+        return [slice(at.start, at.start + sum(n)) for at, n in zip(self.pieces[1:], self.receive, strict=True)]
+
     def start(self, rows: Tensor, out: Tensor, chunk: int, home: bool) -> Any:
         """Starts to send the rows of a chunk, there or home."""
         send, receive = self.send[chunk], self.receive[chunk]
         if home:
-            send, receive = receive, send
+            send, receive, rows = receive, send, rows[: sum(receive)]
         with explained(self.group):
             return dist.all_to_all_single(out, rows, receive, send, group=self.group, async_op=True)
 
-    def start_all(self, *sources: Tensor) -> tuple[list[Tensor], list[list[Any]]]:
-        """Sends rows of each source, [tokens, n]: what becomes X of each, own rows first, and what is under way."""
-        whole = [x.new_empty(self.pieces[-1].stop, x.shape[1]) for x in sources]
-        under_way: list[list[Any]] = []
-        for chunk, (where, sent) in enumerate(zip(self.pieces[1:], self.departures, strict=True)):
-            each = zip(sources, whole, strict=True)
-            rows = self.tokens[sent]
-            under_way.append([self.start(x.index_select(0, rows), to[where], chunk, False) for x, to in each])
-        for x, to in zip(sources, whole, strict=True):
-            to[self.pieces[0]].copy_(x)
-        return whole, under_way
+    def start_all(self, rows_of: Callable[[Tensor], Tensor], whole: Tensor) -> list[Any]:
+        """Sends what `rows_of` gives for numbers of tokens, into X; returns what is under way, by chunk."""
+        return [
+            self.start(rows_of(self.tokens[sent]), whole[where], chunk, False)
+            for chunk, (where, sent) in enumerate(zip(self.arrivals, self.departures, strict=True))
+        ]
 
-    def wait(self, works: list[Any]) -> None:
+    def empty_rooms(self, routing: Tensor) -> None:
+        """No expert for the rows of X that do not exist."""
+        for piece, came in zip(self.pieces[1:], self.arrivals, strict=True):
+            if came.stop < piece.stop:
+                routing[came.stop : piece.stop].fill_(NO_EXPERT)
+
+    def wait(self, *works: Any) -> None:
         """What the current stream does next finds the rows of these exchanges."""
         with explained(self.group):
             for work in works:
@@ -162,7 +192,7 @@ class Return:
 
     def wait(self) -> None:
         """What the current stream does next finds the rows."""
-        self._ways.wait([work for work, _ in self._under_way])
+        self._ways.wait(*(work for work, _ in self._under_way))
         self._under_way.clear()
 
 
@@ -176,6 +206,37 @@ class Sorted(NamedTuple):
     order: Tensor
 
 
+class _Own(NamedTuple):
+    """This rank's own tokens, their weights, experts and weights side by side (`routing`), and their pairs here."""
+
+    x: Tensor
+    weights: Tensor
+    routing: Tensor
+    pairs: Sorted
+
+    def empty_rows(self, count: int) -> Rows:
+        """Memory for rows of tokens that travel."""
+        start = -(-self.x.shape[1] * self.x.itemsize // WORD) * WORD
+        size = -(-(start + self.routing.shape[1] * self.routing.itemsize) // LINE) * LINE
+        whole = self.x.new_empty(count, size // self.x.itemsize)
+        numbers = whole.view(self.routing.dtype)[:, start // self.routing.itemsize :][:, : self.routing.shape[1]]
+        return Rows(whole, whole[:, : self.x.shape[1]], numbers)
+
+    def rows_of(self, tokens: Tensor) -> Tensor:
+        """These tokens as rows that travel."""
+        rows = self.empty_rows(len(tokens))
+        copy_rows((self.x, self.routing), tokens, (rows.x, rows.routing))
+        return rows.whole
+
+
+class Rows(NamedTuple):
+    """Rows of tokens as they travel, and what they are made of: features, then experts and weights."""
+
+    whole: Tensor
+    x: Tensor
+    routing: Tensor
+
+
 class _Call:
     """What the two halves of one call share: its journeys, and what is under way between them."""
 
@@ -185,39 +246,44 @@ class _Call:
         self.here, self.weight = up.shape[0], (up.dtype, tuple(up.shape[1:]))
         self.records = self.needs_grad = False
         self.ways: Journeys
-        self.x: Tensor
-        self.routing: Tensor
-        self.arrivals: list[list[Any]]
-        self.own_pairs: Sorted
+        self.own: _Own
+        self.rows: Rows
+        self.arrivals: list[Any]
         self.returns: list[Return] = []
 
     def plan(self, index: Tensor, x: Tensor, weights: Tensor, needs_grad: bool) -> None:
         """Tells the other ranks how many rows will come, and lays out which."""
-        ranks, here, chunks = self.group.size(), self.group.rank(), self.chunks
+        here, chunks = self.group.rank(), self.chunks
+        leave: list[Departures] = []
         layout: list[Tensor] = []
 
         def read() -> Input:
             self._check(x, index, weights)
-            counts, unplaced, goes = self._count(index)
-            layout.extend(_layout(goes))  # this and the next before the host waits for the counts
-            self.own_pairs = self.sorted(index)
-            return Input(x.dtype, x.shape[1], index.shape[1], counts, unplaced, needs_grad)
+            leave.append(Departures(index, self.experts, self.group, chunks))
+            return Input(x.dtype, x.shape[1], index.shape[1], leave[0].count, needs_grad)
 
-        agreed = agree(read, 2 * chunks, self.experts, self.group, self.device)
-        sent, received = (n.view(ranks, chunks, 2) for n in (agreed.sent, agreed.received))
-        own = int(sent[here, :, 1].sum())
-        others = torch.arange(ranks) != here
-        send, receive = (n[:, :, 0].t().tolist() for n in (sent, received))
-        ends = [0, *accumulate(map(sum, receive), initial=len(x))]
+        def lay_out() -> None:
+            layout.extend(leave[0].lay_out())
+            wide = weights.detach().to(torch.promote_types(weights.dtype, torch.float32)).contiguous()
+            self.own = _Own(x.detach(), wide, _packed(index, wide), self.sorted(index))
+
+        agreed = agree(read, 2 * chunks, self.experts, self.group, self.device, lay_out)
+        send, receive = (
+            [[of_rank[2 * c] for of_rank in counts] for c in range(chunks)] for counts in (agreed.sent, agreed.received)
+        )
+        rooms = [room_for(sum(rows)) for rows in receive]
+        ends = [0, *accumulate(rooms, initial=len(x))]
+        others = [of_rank for rank, of_rank in enumerate(agreed.received) if rank != here]
+        many = [sum(agreed.sent[here][1::2]), *(sum(of_rank[2 * c + 1] for of_rank in others) for c in range(chunks))]
         self.ways = Journeys(
             self.group, send, receive, tokens=layout[0][: sum(map(sum, send))], place=layout[1],
             pieces=[slice(a, b) for a, b in pairwise(ends)],
-            pairs=[own, *received[others, :, 1].sum(0).tolist()],
+            pairs=[min(room_for(n), rows * index.shape[1]) for n, rows in zip(many, (len(x), *rooms), strict=True)],
         )  # fmt: skip
         self.needs_grad = agreed.needs_grad
 
     def _check(self, x: Tensor, index: Tensor, weights: Tensor) -> None:
-        expert_parallel.check_routing(x, index, weights)
+        expert_parallel.check_routing(x, index, weights, self.device)
         dtype, shape = self.weight
         if not weights.dtype.is_floating_point:
             raise InvalidProblem(f"top_k_weights have dtype {weights.dtype}; they are floating-point numbers")
@@ -225,9 +291,6 @@ class _Call:
             raise InvalidProblem(
                 f"x is {x.dtype} {tuple(x.shape)}, and the experts take {dtype} of {shape[0]} or {shape[1]} features"
             )
-        for name, given in (("x", x), ("top_k_index", index), ("top_k_weights", weights)):
-            if given.device != self.device:
-                raise InvalidProblem(f"{name} is on {given.device}, and the ranks exchange rows on {self.device}")
 
     def sorted(self, index: Tensor) -> Sorted:
         """Pairs of token and expert by this rank's experts, those of others behind them."""
@@ -240,42 +303,56 @@ class _Call:
         order, inverse, ends = sort_by_expert(index.reshape(-1), self.here)
         return Sorted((order // max(index.shape[1], 1)).int(), inverse.int().view(index.shape), ends, order)
 
-    def _count(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows and pairs of each chunk to each rank [ranks, 2 chunks]; how many numbers are no experts; and which
-        tokens of a chunk travel to a rank [chunks, ranks, tokens]."""
-        ranks, chunks = self.group.size(), self.chunks
-        known = (index >= 0) & (index < self.experts)
-        owner = torch.where(known, index // max(self.each, 1), ranks).long()
+
+class Departures:
+    """Which tokens travel to which ranks, by chunk: counted first, since the others wait for that, then laid out."""
+
+    def __init__(self, index: Tensor, experts: int, group: dist.ProcessGroup, chunks: int) -> None:
+        self._index, self._experts, self._chunks = index, experts, chunks
+        self._ranks, self._here = group.size(), group.rank()
+        self._each = max(expert_parallel.experts_per_rank(experts, self._ranks), 1)
+        self._kernels = triton_kernels() if index.is_cuda else None
+        self._found: Tensor
+
+    def count(self, into: Tensor) -> None:
+        """Writes to zeros [ranks, 1 + 2 chunks]: how many numbers are no experts; rows and pairs of each chunk."""
+        index, ranks, chunks = self._index, self._ranks, self._chunks
+        if self._kernels is not None:
+            numbers = self._experts, self._each, self._here, chunks
+            self._found = self._kernels.count_departures(index, *numbers, into)
+            return
+        known = (index >= 0) & (index < self._experts)
+        owner = torch.where(known, index // self._each, ranks).long()
         pairs = owner.new_zeros(len(index), ranks + 1).scatter_add_(1, owner, torch.ones_like(owner))
         if missing := -len(index) % chunks:
             pairs = F.pad(pairs, (0, 0, 0, missing))
         pairs = pairs.view(chunks, -1, ranks + 1)
-        goes = (pairs > 0).transpose(1, 2)[:, :ranks].contiguous()
-        goes[:, self.group.rank()] = False
+        self._found = (pairs > 0).transpose(1, 2)[:, :ranks].contiguous()
+        self._found[:, self._here] = False
         many = pairs.sum(1)
-        counts = torch.stack([goes.sum(2), many[:, :ranks]], 2).transpose(0, 1).reshape(ranks, -1)
-        return counts, many[:, ranks].sum(), goes
+        into[:, 0] = many[:, ranks].sum()
+        into[:, 1:] = torch.stack([self._found.sum(2), many[:, :ranks]], 2).transpose(0, 1).reshape(ranks, -1)
 
-
-def _layout(goes: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens of the sent rows, by chunk, by rank, by token, as long as it may be; and where they were put.
-
-    Both `goes` and the latter are [chunks, ranks, tokens of a chunk]; -1 is nowhere.
-    """
-    flat = goes.view(-1)
-    sent = flat.cumsum(0)
-    place = (sent * flat - 1).view(goes.shape)
-    chunks, ranks, tokens = goes.shape
-    found = torch.searchsorted(sent, torch.arange(1, flat.numel() + 1, device=goes.device))
-    rows = found % max(tokens, 1)
-    return (rows if chunks == 1 else rows + found // max(ranks * tokens, 1) * tokens), place
+    def lay_out(self) -> tuple[Tensor, Tensor]:
+        """Tokens of the rows to be sent, by chunk, by rank, by token, as many as there may be; and where they were put,
+        [chunks, ranks, tokens of a chunk], -1 where a token does not travel to a rank."""
+        if self._kernels is not None:
+            numbers = self._experts, self._each, self._here, self._chunks
+            found: tuple[Tensor, Tensor] = self._kernels.lay_out_departures(self._index, *numbers, self._found)
+            return found
+        flat = self._found.view(-1)
+        sent = flat.cumsum(0)
+        place = (sent * flat - 1).view(self._found.shape)
+        chunks, ranks, tokens = self._found.shape
+        found_at = torch.searchsorted(sent, torch.arange(1, flat.numel() + 1, device=flat.device))
+        rows = found_at % max(tokens, 1)
+        return (rows if chunks == 1 else rows + found_at // max(ranks * tokens, 1) * tokens), place
 
 
 def _packed(index: Tensor, weights: Tensor) -> Tensor:
-    """Experts and the bits of weights side by side, to travel as one [tokens, 2 k]."""
-    wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
-    whole = torch.int64 if wide.dtype is torch.float64 else torch.int32
-    return torch.cat([index.to(whole), wide.contiguous().view(whole)], 1)
+    """Experts and the bits of weights, float32 or float64, side by side, to travel as one [tokens, 2 k]."""
+    whole = torch.int64 if weights.dtype is torch.float64 else torch.int32
+    return torch.cat([index.to(whole), weights.view(whole)], 1)
 
 
 def _index_of(routing: Tensor) -> Tensor:
@@ -296,10 +373,11 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, index: Tensor, x: Tensor, weights: Tensor) -> Any:
         call.plan(index, x, weights, call.records and any(ctx.needs_input_grad[2:]))
-        (call.x, call.routing), call.arrivals = call.ways.start_all(x, _packed(index, weights))
+        call.rows = call.own.empty_rows(call.ways.pieces[-1].stop)
+        call.arrivals = call.ways.start_all(call.own.rows_of, call.rows.whole)
         ctx.call, ctx.dtype = call, weights.dtype
-        wide = _weights_of(call.routing[:0]).dtype
-        return x.new_empty(()).expand(x.shape), weights.new_empty((), dtype=wide).expand(weights.shape)
+        wide = call.own.weights
+        return x.new_empty(()).expand(x.shape), wide.new_empty(()).expand(weights.shape)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, dweights: Tensor) -> Any:
@@ -316,21 +394,29 @@ class _Finish(torch.autograd.Function):
         ctx: Any, call: _Call, net: Network, ticket: Tensor, weights_ticket: Tensor, *parameters: Any
     ) -> Tensor:
         up, down, up_bias, down_bias = parameters
-        layer = _Layer(call, net, up, down, up_bias, down_bias, call.x, call.routing)
-        keep = call.records and any(ctx.needs_input_grad) and not net.recompute
-        back = Return(call.ways, call.x)
-        own_hidden, own = layer.first(0, layer.arrived(0), keep)
+        own_rows, (_, x, routing) = call.own, call.rows
+        layer = _Layer(call, net, up, down, up_bias, down_bias, x, routing)
+        differentiable = call.records and any(ctx.needs_input_grad)
+        keep = differentiable and not net.recompute
+        own_hidden, own = layer.first(own_rows.x, layer.own_piece(), keep)
+        call.ways.empty_rooms(routing)
+        back = Return(call.ways, own_rows.x)
         pieces = [own]
-        for chunk, works in enumerate(call.arrivals):
-            call.ways.wait(works)
-            hidden, piece = layer.first(chunk + 1, layer.arrived(chunk + 1), keep)
+        for chunk, work in enumerate(call.arrivals):
+            call.ways.wait(work)
+            hidden, piece = layer.first(x[call.ways.pieces[chunk + 1]], layer.arrived(chunk + 1), keep)
             back.send(chunk, layer.second(piece, hidden))
             pieces.append(piece)
+        if differentiable:
+            here = call.ways.pieces[0]
+            copy_rows((own_rows.x, own_rows.routing), None, (x[here], routing[here]))
+        else:
+            pause_stream(x.device)
         result = back.added_to(layer.second(own, own_hidden))
         kept = [tensor for piece in pieces for tensor in piece]
         ctx.call, ctx.net = call, net
-        ctx.save_for_backward(*parameters, call.x, call.routing, *kept)
-        del call.x, call.routing, call.arrivals, call.own_pairs
+        ctx.save_for_backward(*parameters, x, routing, *kept)
+        del call.rows, call.arrivals, call.own
         return result
 
     @staticmethod
@@ -351,9 +437,9 @@ class _Finish(torch.autograd.Function):
 
 
 class _Piece(NamedTuple):
-    """Rows that are worked on together: their pairs of token and expert, sorted by expert.
+    """Rows that are worked on together: their pairs of token and expert, sorted by expert; then some of no expert here.
 
-    `tokens` [pairs]: rows of the piece. `place` [rows, k]: where each pair went, past the end what other ranks have.
+    `tokens` [pairs]: rows of the piece. `place` [rows, k]: where each pair went, those of other ranks to the end.
     `order`: which pair each one was. `preact`: first products before the gate, if they are kept.
     """
 
@@ -377,16 +463,21 @@ class _Layer(NamedTuple):
     x: Tensor
     routing: Tensor
 
-    def arrived(self, number: int) -> _Piece:
-        """A piece whose rows are here."""
-        rows, pairs = self.call.ways.pieces[number], self.call.ways.pairs[number]
-        routing = self.routing[rows]
-        tokens, place, ends, order = self.call.sorted(_index_of(routing)) if number else self.call.own_pairs
-        return _Piece(tokens[:pairs], place, ends, order[:pairs], _weights_of(routing), None)
+    def own_piece(self) -> _Piece:
+        """This rank's own rows."""
+        return self._piece(0, self.call.own.pairs, self.call.own.weights)
 
-    def first(self, number: int, piece: _Piece, keep: bool) -> tuple[Tensor, _Piece]:
-        """What the gate gives for each pair; and the piece, with the first products if `keep` them."""
-        x = self.x[self.call.ways.pieces[number]]
+    def arrived(self, number: int) -> _Piece:
+        """A piece of other ranks' rows, which are here."""
+        routing = self.routing[self.call.ways.pieces[number]]
+        return self._piece(number, self.call.sorted(_index_of(routing)), _weights_of(routing))
+
+    def _piece(self, number: int, found: Sorted, weights: Tensor) -> _Piece:
+        pairs = self.call.ways.pairs[number]
+        return _Piece(found.tokens[:pairs], found.place, found.ends, found.order[:pairs], weights, None)
+
+    def first(self, x: Tensor, piece: _Piece, keep: bool) -> tuple[Tensor, _Piece]:
+        """What the gate gives for each pair of rows x; and the piece, with the first products if `keep` them."""
         pairs = Pairs(piece.tokens, piece.place, piece.ends)
         preact = preact_for(self.net, x, pairs, self.up) if keep else None
         if not len(piece.tokens):
@@ -411,7 +502,9 @@ class _Layer(NamedTuple):
         What other ranks add to the first two is on the way, in `call.returns`.
         """
         call, ways = self.call, self.call.ways
-        (whole,), arrivals = ways.start_all(grad)
+        whole = grad.new_empty(ways.pieces[-1].stop, grad.shape[1])
+        arrivals = ways.start_all(lambda tokens: grad.index_select(0, tokens), whole)
+        whole[ways.pieces[0]].copy_(grad)
         every = self._every_pair(pieces)
         weights = pieces[0].weights
         of_pairs = grad.new_empty(len(every.tokens), self.up.shape[2 if self.net.stacked else 1])
@@ -448,7 +541,9 @@ class _Layer(NamedTuple):
         net, weights = self.net, piece.weights.view(-1).index_select(0, piece.order)
         if not len(piece.tokens):
             return weights
-        preact = self.first(number, piece, True)[1].preact if piece.preact is None else piece.preact
+        preact = piece.preact
+        if preact is None:
+            preact = self.first(self.x[self.call.ways.pieces[number]], piece, True)[1].preact
         assert preact is not None
         matrix = by_rows(self.down, not net.stacked)
         dh = product(net, grad, matrix, piece.ends, a_rows=piece.tokens)
@@ -460,14 +555,13 @@ class _Layer(NamedTuple):
 
     def _of_weights(self, number: int, piece: _Piece, grad: Tensor, dots: Tensor) -> Tensor:
         """<gradient, row of down> of each pair that is here, and 0 for the others."""
-        pairs = len(piece.tokens)
-        found = torch.cat([dots, dots.new_zeros(1)])[piece.place.clamp(max=pairs)]
+        found = torch.cat([dots, dots.new_zeros(1)])[piece.place.clamp(max=len(dots))]
         if self.down_bias is not None and self.call.here:
             first = self.call.group.rank() * self.call.each
             local = _index_of(self.routing[self.call.ways.pieces[number]]).long() - first
             every = grad.to(dots.dtype) @ self.down_bias.detach().to(dots.dtype).t()
             known = every.gather(1, local.clamp(0, self.call.here - 1))
-            found = found + torch.where(piece.place < pairs, known, 0)
+            found = found + torch.where((local >= 0) & (local < self.call.here), known, 0)
         return found.to(piece.weights.dtype)
 
     def _of_parameters(

@@ -194,6 +194,19 @@ def add_returned(own: Tensor, rows: Tensor, place: Tensor) -> Tensor:
     return total.to(own.dtype)
 
 
+def copy_rows(sources: tuple[Tensor, Tensor], rows: Tensor | None, to: tuple[Tensor, Tensor]) -> None:
+    """Copies the rows [n] of two matrices, all of them where that is None; elements of a row lie side by side.
+
+    No operator: autograd does not see it.
+    """
+    kernels = triton_kernels() if sources[0].is_cuda else None
+    if kernels is not None:
+        kernels.copy_rows(sources, rows, to)
+        return
+    for source, target in zip(sources, to, strict=True):
+        target.copy_(source if rows is None else source.index_select(0, rows))
+
+
 # --- the gate ---------------------------------------------------------------------------------------
 
 

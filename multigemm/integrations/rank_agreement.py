@@ -34,31 +34,37 @@ SAFETY = 0.95
 
 
 class Input(NamedTuple):
-    """What a rank brings: `counts` [ranks, parts], what it will send to each, and `unplaced`, how many numbers of
-    experts are none (on the device, as the counts are)."""
+    """What a rank brings. `write_counts` writes to zeros [ranks, 1 + parts] on the device: how many numbers of experts
+    are none, for every rank alike, then the counts of what each rank will be sent."""
 
     dtype: torch.dtype
     features: int
     top_k: int
-    counts: Tensor
-    unplaced: Tensor
+    write_counts: Callable[[Tensor], None]
     needs_grad: bool = False
 
 
 class Agreed(NamedTuple):
-    """The counts on the host, [ranks, parts]: what this rank sends to each and gets from each; and the latter on the
+    """The counts on the host, [ranks][parts]: what this rank sends to each and gets from each; and the latter on the
     device. `needs_grad`: whether any rank needs a gradient of its tokens."""
 
-    sent: Tensor
-    received: Tensor
+    sent: list[list[int]]
+    received: list[list[int]]
     arriving: Tensor
     needs_grad: bool
 
 
 def agree(
-    read: Callable[[], Input], parts: int, experts: int, group: dist.ProcessGroup, device: torch.device
+    read: Callable[[], Input],
+    parts: int,
+    experts: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Agreed:
     """Exchanges the counts that `read` finds: one collective, and one wait for the device.
+
+    What `meanwhile` starts runs while the counts travel; it is not called where `read` failed.
 
     Raises:
         InvalidProblem: on every rank of the group alike, if `read` refused the input of one, numbers of experts lie
@@ -66,26 +72,34 @@ def agree(
         LibraryError: a rank does not answer within the group's timeout; or `read` failed on another rank.
     """
     failure: Exception | None = None
-    ranks = group.size()
+    ranks, facts = group.size(), len(FACTS)
     try:
         mine = read()
-        facts = (0, _number_of(mine.dtype), mine.features, mine.top_k, parts, int(mine.needs_grad))
-        unplaced = mine.unplaced.view(1, 1).expand(ranks, 1)
-        message = torch.cat([_repeated(facts, ranks, device), unplaced, mine.counts], 1)
+        known = (0, _number_of(mine.dtype), mine.features, mine.top_k, parts, int(mine.needs_grad))
+        both = _message(known, ranks, parts, device)
+        mine.write_counts(both[0, :, facts - 1 :])
     except Exception as error:  # whatever it is, the other ranks wait for this one
         failure = error
-        message = _repeated((1,) + (0,) * (len(FACTS) - 1 + parts), ranks, device)
+        both = _message((1, *[0] * (facts - 2)), ranks, parts, device)
     with explained(group):
-        arriving = torch.empty_like(message)
-        dist.all_to_all_single(arriving, message, group=group)
-        sent, received = _on_host(torch.stack([message, arriving]), group)
-    facts_of = received[:, : len(FACTS)].tolist()
-    if any(facts[0] for facts in facts_of):
+        dist.all_to_all_single(both[1], both[0], group=group)
+        copied = _HostCopy(both)
+        if meanwhile is not None and failure is None:
+            meanwhile()
+        sent, received = copied.wait(group)
+    if any(of_rank[0] for of_rank in received):
         _raise_everywhere(failure, group)
-    _compare(facts_of, experts, group)
-    needs_grad = any(facts[FACTS.index("needs a gradient")] for facts in facts_of)
-    counts = slice(len(FACTS), None)
-    return Agreed(sent[:, counts], received[:, counts], arriving[:, counts], needs_grad)
+    _compare(received, experts, group)
+    needs_grad = any(of_rank[FACTS.index("needs a gradient")] for of_rank in received)
+    counts = slice(facts, None)
+    return Agreed([n[counts] for n in sent], [n[counts] for n in received], both[1, :, counts], needs_grad)
+
+
+def _message(facts: tuple[int, ...], ranks: int, parts: int, device: torch.device) -> Tensor:
+    """[2, ranks, facts and counts]: what goes to each rank, counts of 0 as yet, and memory for what comes."""
+    both = torch.empty((2, ranks, len(FACTS) + parts), dtype=torch.int64, device=device)
+    both[0].copy_(_repeated((*facts, *[0] * (parts + 1)), ranks, device))
+    return both
 
 
 @lru_cache(maxsize=64)
@@ -115,20 +129,26 @@ def _number_of(dtype: torch.dtype) -> int:
     return DTYPES.index(dtype)
 
 
-def _on_host(x: Tensor, group: dist.ProcessGroup) -> Any:
-    """A copy on the host; raises where the device does not get there within the group's timeout."""
-    if not x.is_cuda:
-        return x
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-    done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record()
-    start, limit = time.monotonic(), SAFETY * group_timeout(group, x.device)
-    while not done.query():
-        waited = time.monotonic() - start
-        if waited > limit:
-            raise LibraryError(_silence(group, f"no answer in {waited:.0f} s"))
-        time.sleep(PAUSE_S if waited > SPIN_S else 0)  # lets other threads run, in any case
-    return host
+class _HostCopy:
+    """A copy of numbers on the host, for which the host waits when it needs them."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._host, self._device = x, x.device
+        self._done: Any = None
+        if x.is_cuda:
+            self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record()
+
+    def wait(self, group: dist.ProcessGroup) -> Any:
+        """The numbers; raises where the device does not get there within the group's timeout."""
+        start = time.monotonic()
+        while self._done is not None and not self._done.query():
+            waited = time.monotonic() - start
+            if waited > SPIN_S and waited > SAFETY * group_timeout(group, self._device):
+                raise LibraryError(_silence(group, f"no answer in {waited:.0f} s"))
+            time.sleep(PAUSE_S if waited > SPIN_S else 0)  # lets other threads run, in any case
+        return self._host.tolist()
 
 
 def _raise_everywhere(failure: Exception | None, group: dist.ProcessGroup) -> None:
@@ -145,9 +165,13 @@ def _raise_everywhere(failure: Exception | None, group: dist.ProcessGroup) -> No
 
 
 def _compare(facts_of: list[list[int]], experts: int, group: dist.ProcessGroup) -> None:
+    compared = slice(FACTS.index(COMPARED[0]), FACTS.index(COMPARED[-1]) + 1)
+    unplaced = FACTS.index("unplaced")
+    if all(facts[unplaced] == 0 and facts[compared] == facts_of[0][compared] for facts in facts_of):
+        return
     ranks = _ranks(group)
     for rank, facts in zip(ranks, facts_of, strict=True):
-        if wrong := facts[FACTS.index("unplaced")]:
+        if wrong := facts[unplaced]:
             raise InvalidProblem(
                 f"rank {rank} of {group.size()}: an expert number lies outside of 0..{experts - 1} ({wrong} of them do)"
             )

@@ -7,7 +7,7 @@ that is wanted, a mode, a capture, a tensor subclass, several cuts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import countOf, sub
 from threading import get_ident
 from typing import Any
@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from multigemm.cuda.device import STAGED_BYTES
-from multigemm.planning.operands import reach_bytes
 from multigemm.problem.arrays import LOWEST
 from multigemm.problem.overlap import same_view
 from multigemm.problem.spec import half_octave
@@ -81,8 +80,9 @@ def fused_call(given: Mapping[str, Any]) -> tuple[tuple[Any, ...], Key] | None:
     return (*NO_SCALES, *tensors), (sums, *numbers)
 
 
-GROUPS = 10
-"""Where in a key the groups stand; before them stand the layouts of a, whose shape comes first, and of b."""
+INDEX, GROUPS = 8, 10
+"""Where in a key the device and the groups stand; before them stand the layouts of a and of b, shape and strides
+first."""
 
 
 def key_of(call: Call, options: Key) -> Key | None:
@@ -166,18 +166,20 @@ def _index_key(cut: Any, phase: int, index: int) -> Key:
 def class_key_of(key: Key, call: Call) -> Key | None:
     """What calls have in common that differ in their number of tokens and in sizes on the host alone: rows of `a`, or
     the inner extent of both operands."""
-    jagged, a, b, kind, cut, valid_rows, c, _, out, *scales = call
-    if len(call) > QUANTISED_LENGTH or cut is None or valid_rows is not None:
+    jagged, _, _, kind, cut, valid_rows, c, _, out, *scales = call
+    if len(call) > QUANTISED_LENGTH or cut is None or valid_rows is not None or out is not None or c is not None:
         return None
-    if not a.is_cuda or out is not None or c is not None or a.dim() != 2:
+    (a, a_strides), (b, b_strides) = key[:2], key[4:6]
+    if key[INDEX] < 0 or len(a) != 2:
         return None
     groups = key[GROUPS] if isinstance(cut, Tensor) and not cut.is_cpu else _host_class(kind, cut)
     if groups is None:
         return None
     if jagged == "k":
-        return None if scales else _inner_class_key(key, a, b, groups)
-    rows, depth = a.shape
-    if jagged != "m" or b.dim() != 3 or not b.shape[0] or not _counts(a, rows, 1) or rows * b.shape[2] >= COUNTED:
+        same = len(b) == 2 and b[0] == a[1] and _counts(a, a_strides, 1, 0) and _counts(b, b_strides, 0, 1)
+        return _inner_class_key(key, groups) if same and not scales else None
+    rows, depth = a
+    if jagged != "m" or len(b) != 3 or not b[0] or not _counts(a, a_strides, 0, 1) or rows * b[2] >= COUNTED:
         return None
     rest, options = key[GROUPS + 1], key[GROUPS + 2 :]
     if scales:
@@ -185,19 +187,18 @@ def class_key_of(key: Key, call: Call) -> Key | None:
     return ("tokens", depth, half_octave(rows), min(rows, 2), *key[1:GROUPS], groups, rest, *options)
 
 
-def _inner_class_key(key: Key, a: Tensor, b: Tensor, groups: Key) -> Key | None:
+def _inner_class_key(key: Key, groups: Key) -> Key:
     """The same for tokens that are added up: a [M, T] and b [T, N], whose strides stay in the key."""
-    rows, tokens = a.shape
-    if b.dim() != 2 or b.shape[0] != tokens or not _counts(a, tokens, 0) or not _counts(b, tokens, 1):
-        return None
+    (rows, tokens), columns = key[0], key[4][1]
     layouts = (*key[1:4], *key[5:GROUPS])
-    return ("inner tokens", rows, b.shape[1], half_octave(tokens), min(tokens, 2), *layouts, groups, *key[GROUPS + 1 :])
+    return ("inner tokens", rows, columns, half_octave(tokens), min(tokens, 2), *layouts, groups, *key[GROUPS + 1 :])
 
 
-def _counts(x: Tensor, tokens: int, other: int) -> bool:
-    """Whether a number of tokens does not decide how an operand with so many lines is counted, or whether the lines of
-    its `other` axis overlap."""
-    return not tokens > x.stride(other) > 1 and tokens < COUNTED and reach_bytes(x) < COUNTED * x.element_size()
+def _counts(shape: Sequence[int], strides: Sequence[int], axis: int, other: int) -> bool:
+    """Whether the number of tokens along an axis of a matrix does not decide how its elements are counted, or whether
+    the lines of its `other` axis overlap."""
+    tokens, reach = shape[axis], (shape[0] - 1) * strides[0] + (shape[1] - 1) * strides[1]
+    return not tokens > strides[other] > 1 and tokens < COUNTED and reach + 1 < COUNTED
 
 
 def _of_tokens(layout: Key | None, rows: int) -> Key | None:

@@ -19,11 +19,10 @@ from multigemm.planning.launch_key import config_key
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ProblemSpec
-from multigemm.select import measure_once, ranking, recipes, registry, table
+from multigemm.select import measure_once, ranking, registry, table
 from multigemm.select.problem_class import ProblemClass, class_of
 from multigemm.select.ranking import Query, by_dtype, plain_spec
-from multigemm.select.recipes import plan
-from multigemm.select.registry import candidates, unavailable_text
+from multigemm.select.registry import candidates, plan, unavailable_text
 from multigemm.settings import settings
 
 Which = str | Sequence[str]
@@ -69,7 +68,7 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
 def forget() -> None:
     """Chooses anew from now on, as another process would."""
     _choices.clear()
-    recipes.forget()
+    registry.forget_recipes()
     table.table().choices.forget()
     table.change_generation()
 

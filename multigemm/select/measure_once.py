@@ -30,7 +30,7 @@ from multigemm.planning.launch_cache import relaunches
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.select.problem_class import ProblemClass
-from multigemm.select.recipes import plan
+from multigemm.select.registry import plan
 from multigemm.select.table import Entry, Measured, device_name
 from multigemm.select.timing import FLUSH_BYTES, Mode, describe, free_bytes, measure, rough_time_us
 from multigemm.settings import settings

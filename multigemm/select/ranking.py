@@ -29,7 +29,7 @@ from typing import NamedTuple
 from multigemm.cuda.device import FITTED_PROCESSORS
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import OperandSpec, ProblemSpec
-from multigemm.select import recipes, registry, table
+from multigemm.select import registry, table
 from multigemm.select.measure_once import WORTH, fastest, forbidden, measure_once
 from multigemm.select.problem_class import EQUAL, ON_DEVICE, ProblemClass
 from multigemm.select.table import Measured
@@ -125,7 +125,7 @@ def rank(query: Query, why_not: str = "") -> Ranking:
         return Ranking(query.order, "the only one that can", {})
     made = None if forbids else tuned.choice(query.problem_class, device, candidates)
     if made is None and not (why_not := forbids or why_not):
-        with recipes.lock_of(device):
+        with registry.lock_of(device):
             made = tuned.choice(query.problem_class, device, candidates)  # another thread may have measured
             made = made or tuned.keep_choice(measure_once(query.problem, query.problem_class, candidates))
     if made is None or not made.chosen:

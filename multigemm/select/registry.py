@@ -1,25 +1,40 @@
-"""Which backends exist, and what each says of a problem. It loads each by name, when it is first asked for.
+"""Which backends exist, what each says of a problem, and its recipe: compiled once, shared by all who would run it.
 
 The built-in ones are sub-packages of `multigemm.backends`; anyone else's come from the entry-point
-group `multigemm.backends`, whose value is a Backend instance. A backend that fails to import is not
-hidden: it stays in the list, unavailable, with the error as its reason.
+group `multigemm.backends`, whose value is a Backend instance. Each is loaded when it is first asked for. A backend that
+fails to import is not hidden: it stays in the list, unavailable, with the error as its reason.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import os
+import threading
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache, lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NoReturn
 
 import torch
 
-from multigemm.backend import Availability, Backend, BuiltinBackend, fused_reasons, quantised_reasons
+from multigemm.backend import (
+    Availability,
+    Backend,
+    BuiltinBackend,
+    Recipe,
+    as_dict,
+    completed,
+    fused_reasons,
+    quantised_reasons,
+)
 from multigemm.errors import BackendUnavailable, MultigemmError, UnknownBackend
+from multigemm.planning.binding import Choice
+from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ProblemSpec
+from multigemm.select import table
+from multigemm.select.problem_class import class_of
 
 BUILTIN = ("cupy", "triton", "numba", "cublas", "cpu", "null")
 GROUP = "multigemm.backends"
@@ -184,3 +199,44 @@ def candidates(spec: ProblemSpec, device: torch.device) -> list[Candidate]:
 
 def unavailable_text(state: Availability) -> str:
     return f"{state.reason}; install with: {state.install}" if state.install else state.reason
+
+
+# --- recipes ----------------------------------------------------------------------------------------
+
+_locks: dict[object, threading.RLock] = {}
+os.register_at_fork(after_in_child=_locks.clear)  # threads that held one do not exist in a child
+
+
+def lock_of(what: object) -> threading.RLock:
+    """The lock of a backend's compiler, or of a device, where one thread at a time measures."""
+    return _locks.setdefault(what, threading.RLock())
+
+
+def plan(name: str, problem: GroupedGemmProblem, spec: ProblemSpec, config: Any = None, why: str = "") -> Choice:
+    """One backend, planned with the config that is given, else measured, else its first guess."""
+    chosen, source = _config_for(name, problem, spec, config)
+    with lock_of((name, "compiles")):  # threads that meet a spec together compile it once
+        recipe = _compiled(name, spec, problem.device, chosen)
+    return Choice(name, recipe, spec, f"{why}; config {source}")
+
+
+@lru_cache(maxsize=4096)
+def _compiled(name: str, spec: ProblemSpec, device: torch.device, config: Any) -> Recipe:
+    return get(name).plan(spec, config, device)
+
+
+forget_recipes = _compiled.cache_clear
+
+
+def _config_for(name: str, problem: GroupedGemmProblem, spec: ProblemSpec, given: Any) -> tuple[Any, str]:
+    """A backend's config, and where it comes from. A measured one that is no longer valid is passed over."""
+    valid = get(name).configs(spec, problem.device)
+    if given is not None:
+        return completed(given, valid), "given"
+    found = table.table().find(name, class_of(problem, spec), problem.device)
+    if found is not None:
+        measured, source = found
+        for config in valid:
+            if is_dataclass(config) and as_dict(config) == dict(measured.config):
+                return config, f"measured ({measured.us:.1f} us, {source})"
+    return (valid[0] if valid else None), "heuristic"

@@ -33,6 +33,18 @@ def test_each_stream_has_a_record_of_its_own_that_is_kept() -> None:
     assert not shape.stream
 
 
+def test_another_grid_reaches_every_stream_and_no_other_launch() -> None:
+    shape = LaunchConfig(grid=(5, 1, 1), block=(64, 1, 1))
+    records, others = Records(shape), Records(shape)  # launches of one shape share its record
+    kept = records[7], others[7]
+    for blocks in ((9, 1, 1), (2, 3, 1), (2, 3, 1)):
+        records.set_grid(blocks)
+        assert [tuple(records[stream]._obj.grid) for stream in (7, 0)] == [blocks] * 2
+        assert [tuple(others[stream]._obj.grid) for stream in (7, 0)] == [(5, 1, 1)] * 2
+        assert (records[7], others[7]) == kept and records[7]._obj.stream == 7
+    assert tuple(shape.grid) == (5, 1, 1)
+
+
 class Machine:
     """A driver that notes the stream of each launch; asked which device is current, it lets another thread run."""
 

@@ -15,8 +15,9 @@ import torch
 from multigemm import fleet
 from multigemm.bench import fleet as bench_fleet
 from multigemm.errors import InvalidSetting
-from multigemm.fuzz.campaign import of_rank
-from multigemm.fuzz.plan import Options
+from multigemm.fuzz import campaign
+from multigemm.fuzz.campaign import SEEDS_PER_RANK, merge, of_rank
+from multigemm.fuzz.plan import Options, Summary, Tally
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,6 +61,16 @@ def test_ranks_draw_from_seeds_of_their_own_and_all_examples_are_run() -> None:
     assert sum(p.examples for p in parts) == 101
     assert len({p.seed for p in parts}) == 3
     assert parts[0].seed == 5
+
+
+def test_a_stopped_campaign_names_a_seed_that_no_rank_has_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(options: Options) -> Options:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(campaign, "with_required", stop)
+    assert campaign.run(Options(("cpu",), seed=5)).next_seed == 5, "before the first problem"
+    parts = [Summary(Options(("cpu",)), Tally(), 1.0, next_seed=r * SEEDS_PER_RANK + 10 + r) for r in range(3)]
+    assert merge(Options(("cpu",), seed=5), parts).next_seed == 12
 
 
 def test_a_place_that_is_told_in_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

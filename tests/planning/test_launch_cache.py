@@ -424,23 +424,20 @@ def test_an_out_that_interleaves_is_bound_anew_and_makes_one_entry(follower: Fol
     assert kept[2] == kept[5] and len(kept[5]) == 1
 
 
-class OnGpu:
-    """A tensor that says that it lies on a GPU."""
+def on_gpu(key: Any) -> Any:
+    """The key of the same call on a GPU."""
+    return (*key[: launch_key.INDEX], 0, *key[launch_key.INDEX + 1 :])
 
-    is_cuda = True
 
-    def __init__(self, x: Tensor) -> None:
-        self._x = x
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._x, name)
+def class_key(*call: Any) -> Any:
+    """The key of the class of a call, which counts as one on a GPU."""
+    return launch_key.class_key_of(on_gpu(launch_key.key_of(call, ())), call)
 
 
 def tokens_key(a: Tensor, cut: Any, kind: str = "sizes") -> Any:
-    """The key of a class of token counts, for operands that count as a GPU's."""
+    """The key of a class of token counts."""
     b = torch.ones(2, a.shape[1], 3, dtype=a.dtype)
-    given: Any = OnGpu(a)
-    return launch_key.class_key_of(tuple(range(16)), ("m", given, b, kind, cut, None, None, None, None))
+    return class_key("m", a, b, kind, cut, None, None, None, None)
 
 
 def test_classes_of_token_counts_keep_what_a_count_decides_apart() -> None:
@@ -452,7 +449,8 @@ def test_classes_of_token_counts_keep_what_a_count_decides_apart() -> None:
     assert tokens_key(rows, []) is None
     assert tokens_key(rows, [30, 34]) == tokens_key(rows[:60], [20, 40])
     assert tokens_key(rows, [32, 32]) != tokens_key(rows, [30, 34])
-    assert tokens_key(rows, [30, 34]) == tokens_key(rows, [30, 64], kind="ends")
+    assert tokens_key(rows, [30, 64], kind="ends") == tokens_key(rows, [10, 64], kind="ends")
+    assert tokens_key(rows, [30, 64], kind="ends") != tokens_key(rows, [30, 60], kind="ends"), "equal groups"
     assert tokens_key(rows, [30, 34]) != tokens_key(rows, torch.tensor([30, 34])), "the torch operator refuses lists"
     assert tokens_key(rows, torch.tensor([30, 34])) == tokens_key(rows[:60], torch.tensor([20, 40]))
     assert tokens_key(rows[:1], [1, 0]) != tokens_key(rows[:2], [1, 1])
@@ -463,11 +461,8 @@ def test_classes_of_inner_extents_keep_what_a_count_decides_apart() -> None:
         a = torch.ones(4, 100)[:, :tokens] if by_rows else torch.ones(tokens, 4).T
         if overlap:
             a = torch.ones(400).as_strided((4, tokens), (tokens - 1, 1))
-        given: Any = OnGpu(a)
-        key: list[Any] = [*range(16)]
-        key[1] = a.stride()
         b = torch.ones(b_rows or tokens, 3)
-        return launch_key.class_key_of(tuple(key), ("k", given, b, "sizes", sizes, None, None, None, None))
+        return class_key("k", a, b, "sizes", sizes, None, None, None, None)
 
     assert inner_key(64, [30, 34]) == inner_key(60, [60, 0]) is not None
     assert inner_key(64, [30, 34]) != inner_key(60, [30, 30])
@@ -484,11 +479,7 @@ def test_classes_of_inner_extents_keep_what_a_count_decides_apart() -> None:
 def test_classes_of_token_counts_know_scales_of_tokens_by_all_but_their_number() -> None:
     def scaled(tokens: int, scale: Tensor) -> Any:
         a, b = torch.ones(tokens, 4), torch.ones(2, 4, 3)
-        key: list[Any] = [*range(16)]
-        key[launch_key.GROUPS + 1] = (None, None, None, None, launch_key._layout(scale, 15, -1), None, None)
-        given: Any = OnGpu(a)
-        call = ("m", given, b, "sizes", [1, tokens - 1], None, None, None, None, scale, None, None)
-        return launch_key.class_key_of(tuple(key), call)
+        return class_key("m", a, b, "sizes", [1, tokens - 1], None, None, None, None, scale, None, None)
 
     def aligned(*shape: int) -> Tensor:
         memory = torch.ones(4 + torch.Size(shape).numel())
@@ -503,10 +494,14 @@ def test_classes_of_token_counts_know_scales_of_tokens_by_all_but_their_number()
 
 def test_counts_past_31_bits_have_no_class_even_where_nothing_is_multiplied() -> None:
     """Their offsets are int64 on the device, where those of a class are int32."""
-    rows, b = torch.empty(2**31, 0), torch.ones(2, 0, 0)
-    given: Any = OnGpu(rows)
-    call: Any = ("m", given, b, "sizes", [2**31 - 1, 1], None, None, None, None)
-    assert launch_key.class_key_of(tuple(range(16)), call) is None
+    a, b = torch.ones(64, 4), torch.ones(2, 4, 3)
+    call: Any = ("m", a, b, "sizes", [30, 34], None, None, None, None)
+    key = on_gpu(launch_key.key_of(call, ()))
+    assert launch_key.class_key_of(key, call) is not None
+    rows = torch.empty(2**31, 0)
+    assert (
+        launch_key.class_key_of((rows.shape, rows.stride(), *key[2:4], torch.Size((2, 0, 0)), *key[5:]), call) is None
+    )
 
 
 def test_configs_whose_text_is_an_address_are_never_mistaken_for_each_other() -> None:
@@ -521,10 +516,7 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls on CPU tensors have classes, as those on a GPU do."""
     original = launch_key.class_key_of
 
-    def class_key(key: Any, call: Any) -> Any:
-        return original(key, (call[0], OnGpu(call[1]), *call[2:]))
-
-    monkeypatch.setattr(launch_cache, "class_key_of", class_key)
+    monkeypatch.setattr(launch_cache, "class_key_of", lambda key, call: original(on_gpu(key), call))
     monkeypatch.setattr(launch_cache, "upload", lambda to, source, size, index: ctypes.memmove(to, source, size))
 
 

@@ -32,10 +32,11 @@ LIMIT = 60
 @pytest.mark.parametrize(
     ("script", "match"),
     [
-        ("cublas.py", "torch sees no CUDA GPU"), ("host_time.py", "torch sees no CUDA GPU"),
-        ("moe_layer.py", "--device cpu --scale 64"),
+        ("cublas.py", "torch sees no CUDA GPU"),
+        ("host_time.py", "torch sees no CUDA GPU"),
+        ("quantised_layer.py", "--device cpu --scale 32"),
     ],
-)  # fmt: skip
+)
 def test_a_measurement_that_cannot_run_here_says_why(
     script: str, match: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

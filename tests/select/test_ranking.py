@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.select import choose, ranking, recipes, registry
+from multigemm.select import choose, ranking, registry
 from multigemm.select import measure_once as trial
 from multigemm.select import table as tuning
 from multigemm.select.timing import Timing
@@ -232,7 +232,7 @@ def test_two_threads_measure_a_class_once_and_both_are_answered(
 def test_a_forked_child_has_locks_of_its_own(fresh: Install) -> None:
     fresh(*pair())
     mg.plan(problem(), "fast")
-    with held_by_another_thread(*recipes._locks.values(), recipes.lock_of(CPU)):
+    with held_by_another_thread(*registry._locks.values(), registry.lock_of(CPU)):
         assert in_a_forked_child(lambda: choose.choose(problem()).backend == "fast")
 
 

@@ -193,6 +193,7 @@ def agree() -> None:
         refuse()
         travel_while_multiplying()
         fused_rows_travel_while_multiplying()
+        other_routings_have_the_same_shapes()
         compiled()
 
 
@@ -314,16 +315,43 @@ def fused_rows_travel_while_multiplying() -> None:
         spread, _ = layers(mesh_of(1), 1, fused=True, bias=False, shared_experts=Noted(seen))
         x = torch.randn(20, WIDTH, dtype=torch.float64, requires_grad=True)
         y: Any = spread(x)
-        both = ["start", "start"]  # rows and numbers
-        assert seen == [*both, "shared", "first", "wait", "first", "product", "start", "product", "wait"], seen
+        assert seen == ["start", "shared", "first", "wait", "first", "product", "start", "product", "wait"], seen
         seen.clear()
         y.sum().backward()
         ways = ["product", "product"]  # through down, and to the tokens
-        assert seen == ["start", *ways, "wait", *ways, *both, "weights", "weights", "shared", "wait", "wait"], seen
+        home = ["start", "start"]  # gradients of tokens, and of their weights
+        assert seen == ["start", *ways, "wait", *ways, *home, "weights", "weights", "shared", "wait", "wait"], seen
         kept.clear()
         with torch.no_grad():
             assert torch.equal(spread(x), y)
         assert kept == [False, False], "nothing is kept where no gradient is wanted"
+
+
+def other_routings_have_the_same_shapes() -> None:
+    """Steps whose numbers of rows and pairs differ, as every routing has others, make products of few shapes."""
+    spread, _ = layers(mesh_of(1), 1, fused=True, bias=False)
+    tokens, make = 4096, torch.Generator().manual_seed(dist.get_rank())
+    x, weights = torch.ones(tokens, WIDTH).double().requires_grad_(), torch.ones(tokens, TOP).double()
+    counts, shapes, asked = set[int](), set[Any](), 0
+
+    def noted(*operands: Tensor, **keywords: Any) -> Tensor:
+        nonlocal asked
+        asked += 1
+        given = (*operands, *keywords.values(), *(keywords.get("combine") or ()))
+        shapes.add(tuple(t.shape for t in given if isinstance(t, Tensor)))
+        result: Tensor = mg.grouped_gemm(*operands, **keywords)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("multigemm.integrations.fused_experts.grouped_gemm", noted)
+        for _ in range(12):
+            index = torch.rand(tokens, EXPERTS, generator=make).topk(TOP).indices
+            counts.add(int((index < EXPERTS // 2).sum()))
+            spread.experts(x, index, weights).sum().backward()
+    products = 10  # each piece: two, through each back to its rows; and two gradients of weights
+    assert len(counts) > 8 and asked == 12 * products and len(shapes) <= 3 * products, (counts, asked, shapes)
+    assert all(n <= fused_parallel.room_for(n) <= max(n + n / 64 + 15, n * 1.08) for n in range(3000))
+    assert {fused_parallel.room_for(8192 + n) for n in range(-120, 120)} == {8704}
 
 
 class Noted(torch.nn.Module):
@@ -476,6 +504,8 @@ def bad_input(fused: bool) -> None:
         ),
         ((x[:, :5], index, weights), r"x is torch.float64 \(5, 5\)" if fused else "features is 6 on rank 0 and 5 on"),
         ((x, index[:, :1], weights[:, :1]), "experts of each token is 2 on rank 0 and 1 on rank"),
+        ((x.to("meta"), index, weights), rank + "x is on meta, and the ranks exchange rows on cpu"),
+        ((x, index, weights.to("meta")), rank + "top_k_weights is on meta, and the ranks"),
         ((None, index, weights), "'NoneType' object has no attribute" if is_last() else rank + "'NoneType'"),
     ]
     state = {name: value.to_local().clone() for name, value in experts.state_dict().items()}

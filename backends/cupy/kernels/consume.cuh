@@ -3,6 +3,9 @@
 #include "mma.cuh"
 #include "pipeline.cuh"
 #include "rows.cuh"
+#if WORD_RESULTS && !W_K
+#include "turned_weights.cuh"
+#endif
 
 // ---- The way out: accumulators turn in shared memory, from columns per thread to rows of the result ----
 
@@ -12,6 +15,13 @@ __device__ __forceinline__ int rows_to_skip(const Problem& p, const Tile& t) {
 }
 
 constexpr bool ALONG_ROWS = PLAIN == 2;       // neighbouring rows, not columns, are neighbours in memory
+
+// Of a warpgroup's 64 columns those of a thread, as wgmma takes them from shared memory: this one, counted from `first`, and
+// one eight further on.
+#if !WORD_RESULTS || W_K
+constexpr int NEXT_COLUMN = 8;
+__device__ __forceinline__ int own_column(int first, int warp, int lane) { return first + warp * 16 + (lane >> 2); }
+#endif
 
 // Where a warpgroup's 64 columns of a tile go.
 struct Target {
@@ -40,8 +50,9 @@ __device__ __forceinline__ Target target_of(const Problem& p, const Launch& l, c
 // Jagged k: results of groups without any k are alpha * 0, which a warp with nothing else to do writes.
 __device__ __forceinline__ void zero_idle_groups(const Problem& p, const Launch& l) {
     const int lane = threadIdx.x & 31;
-    const i64 rows = l.swapped ? p.n : p.m, cols = l.swapped ? p.m : p.n, step = (l.swapped ? p.out.col : p.out.row) * 2;
-    const u32 zeros = p.alpha < 0.0 ? 0x80008000u : 0u;
+    const i64 rows = l.swapped ? p.n : p.m, cols = l.swapped ? p.m : p.n, step = (l.swapped ? p.out.col : p.out.row) * RESULT;
+    const u32 zeros = p.alpha < 0.0 ? INT8 ? 0u : WORD_RESULTS ? 0x80000000u : 0x80008000u : 0u;
+    constexpr int PIECE = 16 / RESULT;
 #pragma unroll 1
     for (int g = 0; g < p.groups; ++g) {
         i64 start, end;
@@ -49,16 +60,46 @@ __device__ __forceinline__ void zero_idle_groups(const Problem& p, const Launch&
         if (end > start) continue;
 #pragma unroll 1
         for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
-            char* line = p.out.ptr + g * p.out.group * 2 + row * step;
-            const i64 whole = l.vector_out ? cols & ~7 : 0;
+            char* line = p.out.ptr + g * p.out.group * RESULT + row * step;
+            const i64 whole = l.vector_out ? cols & ~(PIECE - 1) : 0;
 #pragma unroll 4
-            for (i64 c = lane * 8; c < whole; c += 256) *(uint4*)(line + c * 2) = make_uint4(zeros, zeros, zeros, zeros);
-            for (i64 c = whole + lane; c < cols; c += 32) *(u16*)(line + c * 2) = u16(zeros);
+            for (i64 c = lane * PIECE; c < whole; c += 32 * PIECE) *(uint4*)(line + c * RESULT) = make_uint4(zeros, zeros, zeros, zeros);
+            for (i64 c = whole + lane; c < cols; c += 32) {
+                if (WORD_RESULTS) *(u32*)(line + c * RESULT) = zeros;
+                else *(u16*)(line + c * RESULT) = u16(zeros);
+            }
         }
     }
 }
 
-#if SEND
+#if SEND && WORD_RESULTS
+// alpha * acc: 32 rows at a time lie in the staging as two boxes of 32 columns, which the copy engine stores. The map counts
+// rows back from the end of a group and drops what would lie behind it (arguments.py), as it drops columns that do not exist.
+__device__ __forceinline__ void send_tile(const Problem& p, const Maps& maps, const Tile& t, u32 rank, int half, u32 staging, const Sum (&d)[ACCUMULATORS]) {
+    constexpr int BOX_ROWS = 32, BOX_COLUMNS = 32, BOX = BOX_ROWS * LINE_BYTES;
+    const int tid = threadIdx.x & 127, own = own_column(0, tid >> 5, tid & 31), first = (tid & 3) * 2;
+    const bool along_rows = p.jagged == JAG_M || p.jagged == JAG_N;
+    const int end = (along_rows ? t.x_row : t.row0) + t.rows, group = along_rows ? 0 : t.group;
+    const i64 col = first_column(t, rank, PINGPONG ? 0 : half);
+    const Sum alpha = scalar<Sum>(p.alpha);
+#pragma unroll
+    for (int q = 0; q < ACCUMULATORS / 16; ++q) {   // 16 registers each: 32 rows of 64 columns
+        const int r0 = q % (ROWS / 32) * 32, right = q >= ROWS / 32 ? 64 : 0;
+        if (r0 >= t.rows) continue;
+        if (tid < 32) wait_until_read();            // the staging of the round before
+        warpgroup_sync(half);
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            const int row = (i >> 2) * 8 + first + (i & 1), c = own + (i >> 1 & 1) * NEXT_COLUMN;
+            store_shared(staging + c / BOX_COLUMNS * BOX + row * LINE_BYTES + (((c % BOX_COLUMNS >> 2) ^ (row & 7)) << 4) + (c & 3) * 4, d[q * 16 + i] * alpha);
+        }
+        show_to_copy_engine();
+        warpgroup_sync(half);
+#pragma unroll
+        for (int b = 0; b < 2; ++b) send_box(tid == 0, staging + b * BOX, &maps.out, int(col) + right + b * BOX_COLUMNS, int(FAR) - (t.rows - r0), end, int(FAR), group);
+    }
+}
+#elif SEND
 // alpha * acc of 64 rows in the operands' type, two neighbouring rows of a column in each word.
 __device__ __forceinline__ void pack_rows(u32* pair, const float* v, float alpha) {
 #pragma unroll
@@ -129,6 +170,7 @@ __device__ __forceinline__ void send_tile(const Problem& p, const Maps& maps, co
 }
 #endif
 
+#if !WORD_RESULTS
 // alpha * acc in the operands' type: 64 rows at a time turn in shared memory and leave as 16-byte pieces. ALONG_ROWS: they
 // need not turn, but where a row begins is no multiple of anything, so lines of 64 leave as pairs.
 __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, const Tile& t, u32 rank, int half, u32 staging, float (&d)[ACCUMULATORS]) {
@@ -177,20 +219,21 @@ __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, c
         }
     }
 }
+#endif
 #elif !GATE
-// Any epilogue: 32 rows at a time in float32, then element by element with lanes along whichever direction is
+// Any epilogue: 32 rows at a time as they were summed, then element by element with lanes along whichever direction is
 // contiguous in the result: for jagged n stored by rows that is the one that the pieces cut.
-__device__ __forceinline__ void finish_tile(const Given& p, const Launch& l, const Tile& t, u32 rank, int half, u32 staging, float (&d)[ACCUMULATORS]) {
+__device__ __forceinline__ void finish_tile(const Given& p, const Launch& l, const Tile& t, u32 rank, int half, u32 staging, Sum (&d)[ACCUMULATORS]) {
     const int tid = threadIdx.x & 127, lane = tid & 31, warp = tid >> 5;
 #if FUSED
-    const FusedGroup g = resolve_fused(p, t.group, 2);
+    const FusedGroup g = resolve_fused(p, t.group, ELEMENT);
 #else
-    const Group g = resolve(p, t.group, 2);
+    const Group g = resolve(p, t.group, ELEMENT);
 #endif
     const int skip = rows_to_skip(p, t), lead = !X_K && !LISTED && !RAGGED_K ? t.extra : 0;
     const int size = size_of(p.out_type);
     const bool down = l.swapped ? g.out_col == 1 && g.out_row != 1 : g.out_row == 1 && g.out_col != 1;
-    const u32 mine = staging + ((lane & 3) * 2 * PITCH + warp * 16 + (lane >> 2)) * 4;
+    const u32 mine = staging + own_column((lane & 3) * 2 * PITCH, warp, lane) * 4;
 #pragma unroll 1
     for (int q = 0; q < ACCUMULATORS / 16; ++q) {   // 16 registers each: 32 rows of 64 columns
         const int r0 = q % (ROWS / 32) * 32, right = q >= ROWS / 32 ? 64 : 0;
@@ -204,7 +247,7 @@ __device__ __forceinline__ void finish_tile(const Given& p, const Launch& l, con
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) store_shared(mine + ((j * 8 + (i & 1)) * PITCH + (i >> 1) * 8) * 4, d[(c * 4 + j) * 4 + i]);
+                    for (int i = 0; i < 4; ++i) store_shared(mine + ((j * 8 + (i & 1)) * PITCH + (i >> 1) * NEXT_COLUMN) * 4, d[(c * 4 + j) * 4 + i]);
             }
         }
         warpgroup_sync(half);
@@ -214,8 +257,10 @@ __device__ __forceinline__ void finish_tile(const Given& p, const Launch& l, con
             const int row = down ? e & 31 : e >> 6, c = down ? e >> 5 : e & 63;
             if (row < rows && c < cols && r0 + row >= skip) {
                 const i64 r = t.row0 + r0 + row - lead, i = l.swapped ? col + c : r, j = l.swapped ? r : col + c;
-                const float v = finish<float>(p, g, i, j, load_shared(staging + (row * PITCH + c) * 4));
-                store_as<float>(g.out + (i * g.out_row + j * g.out_col) * size, p.out_type, v);
+                Sum sum;
+                load_shared(sum, staging + (row * PITCH + c) * 4);
+                const Sum v = finish<Sum>(p, g, i, j, sum);
+                store_as<Sum>(g.out + (i * g.out_row + j * g.out_col) * size, p.out_type, v);
             }
         }
     }
@@ -263,7 +308,7 @@ __device__ __forceinline__ void wait_for_other(int half) { asm volatile("bar.syn
 // multiplies 64 columns of a tile, or both halves of it (the second accumulates in the upper half of `d`). `beside` runs
 // while a block is multiplied, for as many blocks as there is `more` of it.
 template <int N, class More, class Beside>
-__device__ __forceinline__ void multiply(Shared& s, u32 stages, Ring& ring, int blocks, u32 bytes, int half, float (&d)[ACCUMULATORS], bool first, More more, Beside beside) {
+__device__ __forceinline__ void multiply(Shared& s, u32 stages, Ring& ring, int blocks, u32 bytes, int half, Sum (&d)[ACCUMULATORS], bool first, More more, Beside beside) {
     constexpr u32 W_STEP = W_K ? 32 : 2048, X_STEP = X_K ? 32 : 2048;     // bytes from one k = 16 to the next
     const int lane = threadIdx.x & 31;
     int last = -1, kb = 0;
@@ -307,10 +352,37 @@ __device__ __forceinline__ void multiply(Shared& s, u32 stages, Ring& ring, int 
     if (lane < CLUSTER) barrier_arrive(shared_address(&s.empty[last]), lane);
 }
 
+#if WORD_RESULTS && !W_K
+// The same with weights that come in registers: they are read there by the lanes while the other warpgroup multiplies.
+template <int N> __device__ __forceinline__ void multiply_turned(Shared& s, u32 stages, Ring& ring, int blocks, u32 bytes, int half, Sum (&d)[ACCUMULATORS], bool first) {
+    const int lane = threadIdx.x & 31;
+    if (first && half == 1) wait_for_other(half);
+#pragma unroll 1
+    for (int kb = 0; kb < blocks; ++kb, ring.next(bytes)) {
+        barrier_wait(shared_address(&s.full[ring.place]), ring.parity);
+        const u32 stage = stages + ring.at;
+        u32 w[TURNED_WORDS];
+        read_turned(w, stage, half);
+        const u64 x = smem_descriptor(stage + W_BYTES, BLOCK, 1024);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; ++k) MmaFragment<N>::run(d, w + k * 4, x + k * (32 >> 4));
+        wgmma_commit();
+        if (first && half == 0 && kb == 0) let_other(half);
+        wgmma_wait<0>();
+        if (lane < CLUSTER) barrier_arrive(shared_address(&s.empty[ring.place]), lane);
+    }
+}
+#endif
+
 // The accumulators are defined anew for each tile: otherwise the compiler would keep the last tile's values alive.
 template <int COUNT> __device__ __forceinline__ void clear(float (&d)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(d[i]));
+}
+template <int COUNT> __device__ __forceinline__ void clear(int (&d)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("mov.s32 %0, 0;" : "=r"(d[i]));
 }
 
 // A tile's products by the narrowest instruction that covers its rows.
@@ -345,10 +417,14 @@ __device__ __forceinline__ void consume(const Given& p, const Launch& l, const M
             continue;
         }
         if (PINGPONG && number > 0) wait_for_other(half);
-        float d[ACCUMULATORS];
+        Sum d[ACCUMULATORS];
         clear(d);
         if (blocks > 0) {
+#if WORD_RESULTS && !W_K
+            BY_WIDTH(t.n, multiply_turned<WIDTH>(s, stages, ring, blocks, bytes, half, d, first));
+#else
             BY_WIDTH(t.n, multiply<WIDTH>(s, stages, ring, blocks, bytes, half, d, first, more, beside));
+#endif
             first = false;
         } else if (PINGPONG) {
             let_other(half);

@@ -45,7 +45,7 @@ constexpr u16 ALL_BLOCKS = (1 << CLUSTER) - 1;
 
 // This block's columns of the weights. Of the leader block this warp also says when the next tile is wanted.
 __device__ __forceinline__ void load_weights(const Given& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank) {
-    constexpr int AHEAD = 8, BOXES = COLUMNS / 64;          // blocks of k before the end; boxes of 64 columns
+    constexpr int AHEAD = 8, BOXES = W_K ? 1 : COLUMNS / ACROSS;     // blocks of k before the end; boxes of a stage
     constexpr int SHORT_K = 3584;                           // weights read once leave the L2 cache first; with a long k it does not pay
     const bool one_for_all = p.table || (l.swapped ? p.a.group : p.b.group) == 0;
     Ring ring;
@@ -60,7 +60,7 @@ __device__ __forceinline__ void load_weights(const Given& p, const Launch& l, co
         const int blocks = t.n > 0 ? k_blocks(t) : 0, col = int(first_column(t, rank, 0)), group = one_for_all ? 0 : t.group;
         const TensorMap* const w = LISTED ? l.listed + 2 * t.group : &maps.w;
         if (LISTED && blocks > 0) refresh_map(w);
-        int k = RAGGED_K ? int(FAR) - t.k_len : 0, ask_at = rank == 0 ? max(blocks - AHEAD, 0) : -1;
+        int k = first_k(t, W_K), ask_at = rank == 0 ? max(blocks - AHEAD, 0) : -1;
         if (rank == 0 && blocks == 0 && elected()) barrier_arrive_here(shared_address(&s.ask));
         if (blocks > 0) ring.fit(bytes);
 #pragma unroll 1
@@ -72,7 +72,7 @@ __device__ __forceinline__ void load_weights(const Given& p, const Launch& l, co
 #if GATE == IN_TWO_BOXES
                 // 64 columns of g, then those of u, through a map with an axis for which of the two (arguments.gate_map).
 #pragma unroll
-                for (int i = 0; i < BOXES; ++i) {
+                for (int i = 0; i < COLUMNS / 64; ++i) {
                     const int which = i ^ p.fused.up_first, feature = col / 2;
                     const int x = W_K ? k : feature, y = W_K ? which : k, z = W_K ? feature : which;
 #if SPLIT_ROWS
@@ -89,10 +89,10 @@ __device__ __forceinline__ void load_weights(const Given& p, const Launch& l, co
                 else multicast_box(half, w, full, ALL_BLOCKS, W_K ? k : first, W_K ? first : k, group, hint);
 #else
 #pragma unroll
-                for (int i = 0; i < BOXES; i += 1 + W_K) {
-                    if (W_K) load_box(to + i * BLOCK, w, full, k >> W_SHIFT, col + i * 64, group, hint);
-                    else if (RAGGED_K) load_box(to + i * BLOCK, w, full, col + i * 64, k, t.extra + t.k_len, int(FAR), hint);
-                    else load_box(to + i * BLOCK, w, full, col + i * 64, k, group, hint);
+                for (int i = 0; i < BOXES; ++i) {
+                    if (W_K) load_box(to, w, full, k >> W_SHIFT, col, group, hint);
+                    else if (RAGGED_K) load_box(to + i * ACROSS_BYTES, w, full, col + i * ACROSS, k, t.extra + t.k_len, int(FAR), hint);
+                    else load_box(to + i * ACROSS_BYTES, w, full, col + i * ACROSS, k, group, hint);
                 }
 #endif
                 if (kb == ask_at) barrier_arrive_here(shared_address(&s.ask));
@@ -126,8 +126,8 @@ struct RowBoxes {
         hint = l.keep_rows ? EVICT_LAST : EVICT_NORMAL;
     }
     __device__ __forceinline__ void one(u32 to, const TensorMap* from, u32 full, int x, int y, int z, int w) const {
-        if (RAGGED_K && CLUSTER > 1) multicast_box(to, from, full, blocks, x, y, z, w, hint);
-        else if (RAGGED_K) load_box(to, from, full, x, y, z, w, hint);
+        if (RAGGED_K && !X_K && CLUSTER > 1) multicast_box(to, from, full, blocks, x, y, z, w, hint);
+        else if (RAGGED_K && !X_K) load_box(to, from, full, x, y, z, w, hint);
         else if (CLUSTER > 1) multicast_box(to, from, full, blocks, x, y, z, hint);
         else load_box(to, from, full, x, y, z, hint);
     }
@@ -160,7 +160,7 @@ __device__ __forceinline__ void load_rows(const Problem& p, const Launch& l, con
         x.begin(p, l, maps, t, rank, marks & HALVES);
         if (LISTED && blocks > 0) refresh_map(x.map);
         if (blocks > 0) ring.fit(bytes);
-        int k = RAGGED_K ? int(FAR) - t.k_len : 0;
+        int k = first_k(t, X_K);
 #pragma unroll 1
         for (int kb = 0; kb < blocks; ++kb, k += BK, ring.next(bytes)) {
             const u32 full = shared_address(&s.full[ring.place]), to = rows + ring.at;

@@ -8,10 +8,10 @@
 #define SEND 0                      // hopper.cu: the copy engine stores the results
 #endif
 #ifndef LATE
-#define LATE (SEND && !PINGPONG)    // while the next tile is multiplied: see consume.cuh
+#define LATE (SEND && !PINGPONG && !WORD_RESULTS)      // while the next tile is multiplied: see consume.cuh
 #endif
 #ifndef ELEMENT
-#define ELEMENT 2                   // bytes of an operand's element
+#define ELEMENT (TF32 ? 4 : INT8 ? 1 : 2)       // bytes of an operand's element
 #endif
 #ifndef FUSED
 #define FUSED 0                     // hopper.cu: more than products and their epilogue (fused.cuh)
@@ -50,7 +50,9 @@ constexpr int LINE_BYTES = 128;                        // of a stage: the swizzl
 constexpr int BK = LINE_BYTES / ELEMENT * DEEP, COLUMNS = 128, CONSUMERS = 2, THREADS = 384;
 constexpr int W_BYTES = COLUMNS * W_LINE, X_BYTES = ROWS * LINE_BYTES * DEEP, STAGE_BYTES = W_BYTES + X_BYTES;
 enum { CLUSTER_ROWS = SPLIT_ROWS ? ROWS * CLUSTER : ROWS, CLUSTER_COLUMNS = SPLIT_ROWS ? COLUMNS : COLUMNS * CLUSTER };      // of a cluster's tile
-constexpr int BLOCK = 64 * LINE_BYTES;                 // 64 lines; of 16 bits one box of an operand with contiguous mn
+constexpr int BLOCK = 64 * LINE_BYTES;                 // 64 lines
+constexpr int ACROSS = LINE_BYTES / ELEMENT, ACROSS_BYTES = BK * LINE_BYTES;      // columns of a box of weights with contiguous mn, and its bytes
+constexpr int RESULT = WORD_RESULTS ? 4 : 2;                  // bytes of a plain result
 constexpr int SLOTS = 4;                               // tiles announced ahead
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int LONG_K = 5120;                           // see stage_bytes
@@ -158,5 +160,12 @@ __device__ __forceinline__ void wait_until_taken(Shared& s, int last) {
 
 // Where a block's columns begin, or those of one of two warpgroups that share them.
 __device__ __forceinline__ i64 first_column(const Tile& t, u32 rank, int half) { return t.col0 + i64(rank) * COLUMNS + half * 64; }
+
+// Jagged k: the first k of a tile. Of rows (X_K) or weights (W_K) that lie along k it is that of a copy (pack.cu), where groups
+// begin at multiples of PADDED; else of a ragged map, which counts back from the group's end.
+constexpr int PADDED = BK > 64 ? BK : 64;
+__device__ __forceinline__ int first_k(const Tile& t, bool padded) {
+    return !RAGGED_K ? 0 : padded ? (t.extra / PADDED + t.group) * PADDED : int(FAR) - t.k_len;
+}
 
 __device__ __forceinline__ int k_blocks(const Tile& t) { return (t.k_len + BK - 1) / BK; }

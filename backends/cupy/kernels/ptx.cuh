@@ -2,6 +2,20 @@
 #pragma once
 #include "common.cuh"
 
+// What wgmma multiplies, of a kernel that says neither: 16 bits, or float8 (hopper_fp8.cu).
+#ifndef TF32
+#define TF32 0          // float32, of whose significand the tensor cores read 11 bits
+#endif
+#ifndef INT8
+#define INT8 0
+#endif
+#define WORD_RESULTS (TF32 || INT8)        // sums, and plain results, are words of 4 bytes
+#if INT8
+typedef int Sum;
+#else
+typedef float Sum;
+#endif
+
 // ---- mbarrier: a counter in shared memory that threads and the copy engine wait on and arrive at ----
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
@@ -151,9 +165,12 @@ __device__ __forceinline__ uint4 load_shared16(u32 address) {
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
     return v;
 }
+__device__ __forceinline__ void store_shared(u32 address, int v) { asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(v) : "memory"); }
 __device__ __forceinline__ void store_shared(u32 address, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory"); }
 __device__ __forceinline__ void store_shared(u32 address, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory"); }
 __device__ __forceinline__ void store_shared(u32 address, u16 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(v) : "memory"); }
+__device__ __forceinline__ void load_shared(int& v, u32 address) { asm volatile("ld.shared.s32 %0, [%1];" : "=r"(v) : "r"(address)); }
+__device__ __forceinline__ void load_shared(float& v, u32 address) { asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address)); }
 __device__ __forceinline__ float load_shared(u32 address) {
     float v;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));

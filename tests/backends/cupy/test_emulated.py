@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from multigemm import quantize
 from multigemm.backends.cupy import config as configs
+from multigemm.backends.cupy import support
 from multigemm.backends.cupy.config import Config
 from multigemm.planning.binding import Choice, bind, caller_result
 from multigemm.planning.staging import allocate
@@ -129,17 +131,120 @@ def _is_right(problem: GroupedGemmProblem, config: Config) -> None:
     assert verdict, (problem, verdict.text)
 
 
+FORMS = ("jagged_m", "jagged_n", "batched", "masked", "per_group")
+
+
+def words_problem(seed: int, dtype: torch.dtype, form: str, w_k: bool) -> GroupedGemmProblem:
+    """Whole numbers, of which tf32 keeps every bit: rows along k, weights along k or across it, any epilogue."""
+    rng = np.random.default_rng(seed)
+    groups, k = int(rng.integers(1, 6)), int(rng.choice([16, 48, 144, 272]))
+    n = 16 * int(rng.integers(1, 20)) + (0 if not w_k else int(rng.choice([0, 4, 7])))
+    sizes = rng.choice([0, 1, 7, 8, 63, 64, 129, 200], groups).tolist()
+    high = 128 if dtype is torch.int8 else 2048
+
+    def matrix(*shape: int) -> Tensor:
+        return torch.from_numpy(rng.integers(-high + 1, high, shape).astype(np.int64) // 2 ** int(rng.integers(3))).to(dtype)
+
+    def weights(*shape: int) -> Tensor:
+        return matrix(*shape[:-2], shape[-1], shape[-2]).mT if w_k else matrix(*shape)
+
+    options: dict[str, Any] = {"precision": "tf32"} if dtype is torch.float32 else {}
+    if rng.integers(2):
+        options |= {"activation": "relu", "alpha": 2.0}
+        if form != "per_group":
+            options["bias"] = torch.ones(n, dtype=torch.int32 if dtype is torch.int8 else dtype)
+    if form == "per_group":
+        return GroupedGemmProblem([matrix(size, k) for size in sizes], [weights(k, n) for _ in sizes], **options)
+    if form == "jagged_n":
+        total, options["bias"] = sum(sizes), None
+        a = matrix(groups, n, k) if w_k else matrix(groups, k, n).mT
+        return GroupedGemmProblem(a, matrix(total, k).mT, sizes=sizes, jagged="n", out=_by_columns(n, total, dtype), **options)
+    rows = (sum(sizes),) if form == "jagged_m" else (groups, 150)
+    options |= {"sizes": sizes} if form == "jagged_m" else {}
+    if form == "masked":
+        options["valid_rows"] = rng.integers(0, 151, groups).tolist()
+    return GroupedGemmProblem(matrix(*rows, k), weights(groups, k, n), **options)
+
+
+def odd_words_problem(seed: int, dtype: torch.dtype, form: str) -> GroupedGemmProblem:
+    """The same, where rows lie across k, or lines begin anywhere; jagged k."""
+    rng = np.random.default_rng(seed)
+    groups, k, n, m = int(rng.integers(1, 6)), int(rng.integers(1, 300)), int(rng.integers(1, 200)), int(rng.integers(1, 200))
+    sizes = rng.choice([0, 1, 7, 31, 64, 129, 200], groups).tolist()
+    options: dict[str, Any] = {"precision": "tf32"} if dtype is torch.float32 else {}
+
+    def matrix(*shape: int) -> Tensor:
+        values = torch.from_numpy(rng.integers(-100, 101, shape)).to(dtype)
+        return values if rng.integers(2) else values.mT.contiguous().mT
+
+    if form == "jagged_k":
+        a, b = matrix(m, sum(sizes)), matrix(sum(sizes), n)
+        offsets = torch.tensor([3, *np.cumsum(sizes[:-1]).clip(3).tolist(), sum(sizes)]) if groups > 1 and sum(sizes) > 9 else None
+        where: dict[str, Any] = {"sizes": sizes} if offsets is None else {"offsets": offsets.cummax(0).values}
+        return GroupedGemmProblem(a, b, jagged="k", **where, **options)
+    if form == "per_group":
+        return GroupedGemmProblem([matrix(s, k) for s in sizes], [matrix(k, n) for _ in sizes], **options)
+    if form == "jagged_n":
+        return GroupedGemmProblem(matrix(groups, m, k), matrix(k, sum(sizes)), sizes=sizes, jagged="n", **options)
+    rows = (sum(sizes),) if form == "jagged_m" else (groups, m)
+    options |= {"sizes": sizes} if form == "jagged_m" else {}
+    return GroupedGemmProblem(matrix(*rows, k), matrix(groups, k, n), **options)
+
+
+def _by_columns(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(columns, rows, dtype=torch.int32 if dtype is torch.int8 else dtype).mT
+
+
+WORDS = (
+    Config("hopper", rows=64, stages=3, cluster=2),
+    Config("hopper", rows=64, stages=4, cluster=1, pingpong=True),
+    Config("hopper", rows=128, stages=3, cluster=2, pingpong=True),
+    Config("hopper", rows=192, stages=3, cluster=1, step=32),
+)
+
+
+@pytest.mark.parametrize("config", WORDS, ids=lambda c: f"{c.rows}x{c.cluster}{'-turns' * c.pingpong}")
+@pytest.mark.parametrize("w_k", [True, False], ids=["along k", "across k"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=["tf32", "int8"])
+def test_words_by_wgmma(dtype: torch.dtype, w_k: bool, config: Config) -> None:
+    """tf32 and int8, to the last bit: every form, results that the copy engine stores and others."""
+    ran, stored = 0, set[bool]()
+    for seed, form in enumerate(FORMS * 2):
+        problem = words_problem(seed, dtype, form, w_k)
+        if configs.is_valid(config, problem.spec):
+            _is_right(problem, config)
+            ran += 1
+            stored.add(support.sends(problem.spec))
+    expected = {False: {True, False}, True: {True} if w_k else set()}[config.pingpong]
+    assert stored == expected and ran >= len(expected)
+
+
+@pytest.mark.parametrize("form", ["jagged_k", "jagged_m", "jagged_n", "batched", "per_group"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=["tf32", "int8"])
+def test_words_after_copies(dtype: torch.dtype, form: str) -> None:
+    """Operands that TMA or wgmma cannot read are copied, of a jagged k with zeros between the groups."""
+    config, ran = replace(WORDS[0], kernel="packed"), 0
+    for seed in range(6):
+        problem = odd_words_problem(seed, dtype, form)
+        if configs.is_valid(config, problem.spec):
+            _is_right(problem, config)
+            ran += 1
+    assert ran >= 3
+
+
 @pytest.mark.parametrize("config", configs.WEIGHTS, ids=lambda c: f"{c.rows}x{c.cluster}")
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights_by_wgmma(name: str, config: Config) -> None:
-    """Every format, scales of every width along k, both 16-bit dtypes; threads and copies come in a random order."""
-    ran = 0
+    """Every format and scales of every width along k; threads and copies come in a random order. Both 16-bit dtypes
+    take turns, so that each meets every pair of a format and a config, and of a config and a width."""
+    ran, turn = 0, WEIGHTS.index(name) + configs.WEIGHTS.index(config)
     for seed, block in enumerate((0, 32, 64, 128)):
-        for dtype, scale in ((torch.bfloat16, SCALES[seed % 3]), (torch.float16, torch.float32)):
-            problem = weights_problem(seed + len(name), dtype, name, scale, block)
-            if configs.is_valid(config, problem.spec):
-                _is_right(problem, config)
-                ran += 1
+        turn += 1
+        dtype, scale = (torch.bfloat16, SCALES[seed % 3]) if turn % 2 else (torch.float16, torch.float32)
+        problem = weights_problem(seed + len(name), dtype, name, scale, block)
+        if configs.is_valid(config, problem.spec):
+            _is_right(problem, config)
+            ran += 1
     assert ran
 
 

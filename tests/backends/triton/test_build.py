@@ -1,46 +1,132 @@
 """What the shipped kernels compile to, for GPUs that need not be here: no spills, the right instructions.
 
-A process of its own compiles them, because the interpreter that other tests use changes Triton for
-the whole process.
+One other process compiles them all, because the interpreter that other tests use changes Triton for the whole process.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+import multigemm as mg
+from multigemm.problem.spec import ProblemSpec
 
 pytest.importorskip("triton", reason="the triton package is not installed: pip install triton")
+pytestmark = pytest.mark.slow
+
+Compile = Callable[..., Any]
+"""Calls a function of this file in the process that compiles."""
 
 
-def compiled(capability: int, folder: Any) -> list[dict[str, Any]]:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "MULTIGEMM_"))}
-    environment |= {"MULTIGEMM_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton-own")}
-    command = [sys.executable, "-m", "multigemm.backends.triton.shipped", "--quick", str(capability)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+@pytest.fixture(scope="module")
+def in_compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
+    """A process whose Triton compiles, with a cache of its own."""
+    folder = tmp_path_factory.mktemp("compiled")
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        with pytest.MonkeyPatch.context() as environment:
+            for name in [name for name in os.environ if name.startswith(("TRITON_", "MULTIGEMM_"))]:
+                environment.delenv(name)
+            environment.setenv("MULTIGEMM_CACHE_DIR", str(folder))
+            environment.setenv("TRITON_CACHE_DIR", str(folder / "triton-own"))
+            pool.submit(int).result()  # starts the process
+        yield lambda work, *given: pool.submit(work, *given).result()
 
 
-@pytest.mark.slow
+# --- what runs in the process that compiles ---------------------------------------------------------------------------
+
+
+def quick_reports(capability: int) -> list[Any]:
+    """Registers, stack and shared memory of a few kernels of every kind."""
+    from multigemm.backends.triton import shipped
+
+    return list(shipped.reports(capability, most=1, only=shipped.QUICK if capability == 90 else shipped.FEW))
+
+
+def ptx_of(source: Any, capability: int) -> str:
+    """The PTX text of a kernel."""
+    from multigemm.backends.triton import build
+
+    return str(build.build(source, capability).asm["ptx"])
+
+
+def sass_of_shifted_weights(folder: Path) -> str:
+    """The machine code of the Hopper kernel for weights in odd lines, as text."""
+    from triton import knobs
+
+    from multigemm.backends.triton import build, shipped
+    from multigemm.backends.triton.choice import hopper_candidates
+    from multigemm.backends.triton.hopper import hopper_source
+
+    spec = dict(shipped.specs())["jagged_m bf16 unaligned"]
+    config = next(x for x in hopper_candidates(spec) if x.shift_b and x.block_m == 128)
+    (folder / "shifted.cubin").write_bytes(build.cubin(hopper_source(spec, config), 90).code)
+    command = [str(knobs.nvidia.nvdisasm.path), "-c", str(folder / "shifted.cubin")]
+    return subprocess.check_output(command, text=True)
+
+
+def products_of(capability: int, *names: str) -> dict[str, dict[str, Any]]:
+    """What kernels of quantised operands multiply by: `fresh` counts wgmma that begin a sum of their own instead of
+    going on with one."""
+    from multigemm.backends.triton import shipped
+
+    specs, found = dict(shipped.quantised_specs()), dict[str, dict[str, Any]]()
+    for name in names:
+        _, source = next(shipped.sources(specs[name], capability))
+        ptx = ptx_of(source, capability)
+        products = re.findall(r"(wgmma\.mma_async|mma\.sync|tcgen05\.mma)\S*?\.((?:f32|cta)\S*) (.*?);", ptx)
+        found[name] = {
+            "kinds": sorted({f"{unit} {types}" for unit, types, _ in products}),
+            "all": len(products),
+            "fresh": sum(bool(re.search(r", 0, 1, 1(, [01], [01])?$", rest)) for _, _, rest in products),
+            "depth": dict(source.constants)["BK"],
+            "multiplied": "mul.rn.bf16x2" in ptx,
+        }
+    return found
+
+
+def products_that_are_summed(spec: ProblemSpec, name: str) -> dict[str, list[tuple[str, str]]]:
+    """For each kernel of a spec the sums in its PTX one of whose terms is a product; compiled without fusion of both by
+    Triton itself."""
+    from multigemm.backends.triton import shipped
+
+    found = {}
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+        for label, source in shipped.sources(spec, 90, 1):
+            if label.startswith(("pointer", "hopper")):
+                ptx = ptx_of(source, 90)
+                products = set(re.findall(rf"\bmul(?:\.rn)?\.{name}\s+(%\w+),", ptx))
+                sums = re.findall(rf"\b(?:add|sub)(?:\.rn)?\.{name}\s+%\w+, (%\w+), (%\w+);", ptx)
+                found[label.split()[0]] = [pair for pair in sums if products & set(pair)]
+    return found
+
+
+# --- tests ------------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_shipped_kernels_compile_without_spills(capability: int, tmp_path: Any) -> None:
-    reports = compiled(capability, tmp_path)
+def test_shipped_kernels_compile_without_spills(capability: int, in_compiler: Compile) -> None:
+    reports = in_compiler(quick_reports, capability)
     assert len(reports) >= (16 if capability == 90 else 5)
-    spilled = [r for r in reports if r["stack"]]
+    spilled = [r for r in reports if r.stack]
     assert not spilled
-    assert all(0 < r["registers"] <= 255 for r in reports)
+    assert all(0 < r.registers <= 255 for r in reports)
     limit = {80: 163, 90: 227, 100: 227}[capability] * 1024
-    assert all(r["shared"] <= limit for r in reports)
-    assert any(r["kernel"].startswith("hopper") for r in reports) == (capability == 90)
+    assert all(r.shared <= limit for r in reports)
+    assert any(r.kernel.startswith("hopper") for r in reports) == (capability == 90)
 
 
-@pytest.mark.slow
-def test_a_second_process_loads_what_the_first_compiled(tmp_path: Any) -> None:
+def test_a_second_process_loads_what_the_first_compiled(tmp_path: Path) -> None:
     code = (
         "import sys, torch; from multigemm.backends.triton import build as c, shipped as s;"
         "spec = dict(s.specs())['jagged_m bf16']; source = next(s.sources(spec, 90))[1];"
@@ -59,59 +145,19 @@ def test_a_second_process_loads_what_the_first_compiled(tmp_path: Any) -> None:
     assert first[2:] == second[2:]
 
 
-@pytest.mark.slow
-def test_products_of_shifted_weights_overlap(tmp_path: Any) -> None:
+def test_products_of_shifted_weights_overlap(in_compiler: Compile, tmp_path: Path) -> None:
     """ptxas lets each wgmma wait for the one before where a register that one reads is written in between, and only
     tells a log that nobody reads. Then every product would be followed by a wait for all."""
-    code = (
-        "import subprocess; from triton import knobs; from multigemm.backends.triton import build as c, shipped as s;"
-        "from multigemm.backends.triton.choice import hopper_candidates;"
-        "from multigemm.backends.triton.hopper import hopper_source;"
-        "spec = dict(s.specs())['jagged_m bf16 unaligned'];"
-        "found = [x for x in hopper_candidates(spec) if x.shift_b and x.block_m == 128];"
-        "open('carry.cubin', 'wb').write(c.cubin(hopper_source(spec, found[0]), 90).code);"
-        "print(subprocess.check_output([knobs.nvidia.nvdisasm.path, '-c', 'carry.cubin'], text=True))"
-    )
-    environment = {**os.environ, "MULTIGEMM_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "own")}
-    environment.pop("TRITON_INTERPRET", None)
-    run = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True,
-                         check=False)  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    products, waits_for_all = run.stdout.count("HGMMA"), run.stdout.count("DEPBAR.LE gsb0, 0x0")
+    sass = in_compiler(sass_of_shifted_weights, tmp_path)
+    products, waits_for_all = sass.count("HGMMA"), sass.count("DEPBAR.LE gsb0, 0x0")
     assert products >= 16
     assert waits_for_all < products / 2
 
 
-QUANTISED = """
-import json, re, sys
-from multigemm.backends.triton import build, shipped
-specs = dict(shipped.quantised_specs())
-for name in sys.argv[2:]:
-    kernel, source = next(shipped.sources(specs[name], int(sys.argv[1])))
-    ptx = build.build(source, int(sys.argv[1])).asm["ptx"]
-    products = re.findall(r"(wgmma\\.mma_async|mma\\.sync|tcgen05\\.mma)\\S*?\\.((?:f32|cta)\\S*) (.*?);", ptx)
-    kinds = sorted({f"{unit} {types}" for unit, types, _ in products})
-    fresh = sum(bool(re.search(r", 0, 1, 1(, [01], [01])?$", rest)) for _, _, rest in products)
-    told = {"name": name, "kinds": kinds, "all": len(products), "fresh": fresh, "depth": dict(source.constants)["BK"]}
-    print(json.dumps({**told, "multiplied": "mul.rn.bf16x2" in ptx}))
-"""
-"""Prints what kernels multiply by: `fresh` counts wgmma that begin a sum of their own instead of going on with one."""
-
-
-def products_of(capability: int, folder: Any, *names: str) -> dict[str, dict[str, Any]]:
-    environment = {**os.environ, "MULTIGEMM_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "own")}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-c", QUANTISED, str(capability), *names]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return {found["name"]: found for found in map(json.loads, run.stdout.splitlines())}
-
-
-@pytest.mark.slow
-def test_hopper_multiplies_float8_as_such_and_promotes_its_sums(tmp_path: Any) -> None:
+def test_hopper_multiplies_float8_as_such_and_promotes_its_sums(in_compiler: Compile) -> None:
     """Every 128 of K, or every block of scales, begins a sum of its own; only "fast" goes on with one."""
     promoted = ("float8 rows", "float8 unscaled", "float8 blocks", "float8 blocks thin", "float8 mx")
-    found = products_of(90, tmp_path, *promoted, "float8 fast", "float8 weights")
+    found = in_compiler(products_of, 90, *promoted, "float8 fast", "float8 weights")
     for name in promoted:
         seen = found[name]
         assert all(kind.startswith("wgmma.mma_async f32.e") for kind in seen["kinds"]), seen
@@ -121,48 +167,35 @@ def test_hopper_multiplies_float8_as_such_and_promotes_its_sums(tmp_path: Any) -
     assert found["float8 weights"]["kinds"] == ["wgmma.mma_async f32.bf16.bf16"]
 
 
-@pytest.mark.slow
-def test_infinities_of_e5m2_weights_stay_infinite(tmp_path: Any) -> None:
+def test_infinities_of_e5m2_weights_stay_infinite(in_compiler: Compile) -> None:
     """Triton's own way from e5m2 to bfloat16 multiplies by 2^112, which makes 65536 of infinity."""
-    [seen] = products_of(90, tmp_path, "e5m2 weights").values()
+    [seen] = in_compiler(products_of, 90, "e5m2 weights").values()
     assert seen["kinds"] == ["wgmma.mma_async f32.bf16.bf16"] and not seen["multiplied"]
 
 
-@pytest.mark.slow
-def test_float8_is_converted_where_its_products_are_narrow_or_missing(tmp_path: Any) -> None:
-    for capability in (80, 89, 120):
-        [seen] = products_of(capability, tmp_path, "float8 rows").values()
-        assert seen["kinds"] == ["mma.sync f32.f16.f16.f32"], (capability, seen)
+@pytest.mark.parametrize("capability", [80, 89, 120])
+def test_float8_is_converted_where_its_products_are_narrow_or_missing(capability: int, in_compiler: Compile) -> None:
+    [seen] = in_compiler(products_of, capability, "float8 rows").values()
+    assert seen["kinds"] == ["mma.sync f32.f16.f16.f32"], seen
 
 
-EPILOGUE = """
-import re, sys, torch, multigemm as mg
-from multigemm.backends.triton import build, shipped
-inputs, bits, name = {"16 bits": (torch.float16, 32, "f32"), "64 bits": (torch.float64, 64, "f64")}[sys.argv[1]]
-a, b = torch.zeros(512, 264, dtype=inputs), torch.zeros(6, 264, 264, dtype=inputs).mT
-c = torch.zeros(512, 264, dtype=torch.float32 if bits == 32 else torch.float64)
-for extra in ({"c": c, "alpha": 0.3, "beta": -0.6, "activation": "gelu"}, {"bias": c[:6], "alpha": 0.3},
-              {"c": c, "beta": -0.6, "bias": c[:6], "activation": "gelu_tanh"}):
-    spec = mg.GroupedGemmProblem(a, b, sizes=[100] * 5 + [12], out_dtype=c.dtype, **extra).spec
-    for label, source in shipped.sources(spec, 90, 1):
-        if label.startswith(("pointer", "hopper")):
-            ptx = build.build(source, 90).asm["ptx"]
-            products = set(re.findall(rf"\\bmul(?:\\.rn)?\\.{name}\\s+(%\\w+),", ptx))
-            sums = re.findall(rf"\\b(?:add|sub)(?:\\.rn)?\\.{name}\\s+%\\w+, (%\\w+), (%\\w+);", ptx)
-            assert not [pair for pair in sums if products & set(pair)], (label, extra.keys())
-            print(label, list(extra))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("inputs", ["16 bits", "64 bits"])
-def test_no_product_of_the_epilogue_is_left_to_be_fused_or_not(inputs: str, tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    ("inputs", "wide", "name", "kernels"),
+    [(torch.float16, torch.float32, "f32", {"pointer", "hopper"}), (torch.float64, torch.float64, "f64", {"pointer"})],
+    ids=["16 bits", "64 bits"],
+)
+def test_no_product_of_the_epilogue_is_left_to_be_fused_or_not(
+    inputs: torch.dtype, wide: torch.dtype, name: str, kernels: set[str], in_compiler: Compile
+) -> None:
     """Else an element's last bit depends on the tile: compilers fuse in one kernel and not in the next."""
-    environment = {**os.environ, "MULTIGEMM_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "own")}
-    environment |= {"TRITON_DEFAULT_FP_FUSION": "0"}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-c", EPILOGUE, inputs]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    kernels = {line.split()[0] for line in run.stdout.splitlines()}
-    assert kernels == ({"pointer", "hopper"} if inputs == "16 bits" else {"pointer"})
+    a, b = torch.zeros(512, 264, dtype=inputs), torch.zeros(6, 264, 264, dtype=inputs).mT
+    c = torch.zeros(512, 264, dtype=wide)
+    epilogues: list[dict[str, Any]] = [
+        {"c": c, "alpha": 0.3, "beta": -0.6, "activation": "gelu"},
+        {"bias": c[:6], "alpha": 0.3},
+        {"c": c, "beta": -0.6, "bias": c[:6], "activation": "gelu_tanh"},
+    ]
+    for epilogue in epilogues:
+        spec = mg.GroupedGemmProblem(a, b, sizes=[100] * 5 + [12], out_dtype=wide, **epilogue).spec
+        found = in_compiler(products_that_are_summed, spec, name)
+        assert set(found) == kernels and not any(found.values()), (found, epilogue.keys())

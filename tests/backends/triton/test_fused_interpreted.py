@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ import multigemm as mg
 from multigemm import quantize as q
 from multigemm.backends.triton import BACKEND, Config, choice
 from multigemm.backends.triton.config import problem_with
-from multigemm.integrations import eager
+from multigemm.integrations import eager, fused_parallel
 from multigemm.integrations.fused_experts import Network, experts_forward, gate_backward
-from multigemm.integrations.layer_ops import add_returned
+from multigemm.integrations.layer_ops import add_returned, copy_rows
 from multigemm.problem.spec import GATES, GLU_LAYOUTS
 from tests.support.fused_cases import FUSED, findings
 
@@ -180,10 +181,11 @@ def test_the_pass_between_backward_products(kind: str, layout: str, monkeypatch:
         got = kernels.pair_backward(net.gate, preact, dh, weights, ends)
         for one, other in zip(got, gate_backward(net, preact, dh, weights, ends), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-        places = torch.randperm(12)[:9]
+        places, there = torch.randperm(12)[:9], slice(0, int(ends[-1]))
         wanted = preact.new_full((12, 40), 5.0), preact.new_full((12, 20), 5.0)
         for whole, rows in zip(wanted, got, strict=False):
-            whole[places] = rows
+            whole[places[there]] = rows[there]
+        places[ends[-1] :] = 1 << 40  # nothing is written for pairs of no expert
         into = preact.new_full((12, 40), 5.0), preact.new_full((12, 20), 5.0), places
         moved = kernels.pair_backward(net.gate, preact, dh, weights, ends, into)
         for one, other in zip(moved, (*wanted, got[2]), strict=True):
@@ -341,3 +343,42 @@ def test_a_rows_of_nan_stays_out_of_other_rows() -> None:
     y = solved(x, torch.randn(1, 8, 4), sizes=[5], a_rows=rows, bias=bias)
     assert torch.equal(y[1], bias[0]) and torch.equal(y[3], bias[0])
     assert y.isnan().any(1).tolist() == [False, False, False, False, True]
+
+
+@pytest.mark.parametrize(("tokens", "ranks", "chunks"), [(700, 2, 1), (11, 3, 2), (1, 1, 1), (0, 2, 2), (513, 4, 3)])
+def test_tokens_that_travel_are_counted_and_laid_out(
+    tokens: int, ranks: int, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels of a GPU, beside the same in steps of torch; some numbers are no experts."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    kernels: Any = importlib.import_module("multigemm.integrations.layer_kernels")
+    monkeypatch.setattr(eager, "current_device", lambda: -1)
+    experts, top_k, here = 7, 3, ranks - 1
+    each = -(-experts // ranks)
+    for dtype in (torch.int64, torch.int32, torch.uint8):
+        index = torch.randint(0, experts + 1, (tokens, top_k), dtype=dtype)
+        group: Any = types.SimpleNamespace(size=lambda: ranks, rank=lambda: here)
+        plain = fused_parallel.Departures(index, experts, group, chunks)
+        want, got = (torch.zeros(ranks, 1 + 2 * chunks, dtype=torch.int64) for _ in range(2))
+        plain.count(want)
+        counts = kernels.count_departures(index, experts, each, here, chunks, got)
+        assert torch.equal(got, want)
+        rows, place = plain.lay_out()
+        got_rows, got_place = kernels.lay_out_departures(index, experts, each, here, chunks, counts)
+        sent = int(want[:, 1::2].sum())
+        assert torch.equal(got_place, place) and torch.equal(got_rows[:sent], rows[:sent])
+
+
+@pytest.mark.parametrize("picked", [True, False])
+def test_rows_of_two_matrices_are_copied(picked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    kernels: Any = importlib.import_module("multigemm.integrations.layer_kernels")
+    monkeypatch.setattr(eager, "current_device", lambda: -1)
+    x, y = torch.randn(5, 2100).half(), torch.randint(0, 99, (5, 6), dtype=torch.int32)
+    rows = torch.tensor([4, 0, 4]) if picked else None
+    count = 3 if picked else 5
+    got, want = ((torch.zeros(count, 2112).half()[:, 5:2105], torch.zeros(count, 9).int()[:, 1:7]) for _ in range(2))
+    kernels.copy_rows((x, y), rows, got)
+    copy_rows((x, y), rows, want)
+    for one, other, source in zip(got, want, (x, y), strict=True):
+        assert torch.equal(one, other) and torch.equal(one[1], source[0 if picked else 1])

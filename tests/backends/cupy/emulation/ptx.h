@@ -2,6 +2,18 @@
 // some time later, and products read shared memory when they are waited for: so a stage that is given back too soon is seen.
 #pragma once
 #include "common.cuh"
+#ifndef TF32
+#define TF32 0
+#endif
+#ifndef INT8
+#define INT8 0
+#endif
+#define WORD_RESULTS (TF32 || INT8)
+#if INT8
+typedef int Sum;
+#else
+typedef float Sum;
+#endif
 
 // Shared memory of the blocks of a cluster. Addresses begin at BASE, which is aligned to 16 bytes and no more.
 constexpr u32 BASE = 48, SIZE = 232448;
@@ -224,6 +236,22 @@ inline void store_matrices(u32 row, const u32 (&v)[4], bool transposed) {
         }
     wait_for_warp();
 }
+// The other way round, transposed.
+inline void load_matrices(u32 (&v)[4], u32 row) {
+    Slots& s = slots();
+    const int lane = threadIdx.x & 31;
+    s.of[lane][0] = row;
+    wait_for_warp();
+    for (int b = 0; b < 4; ++b) {
+        v[b] = 0;
+        for (int e = 0; e < 2; ++e) {
+            u16 value;
+            memcpy(&value, at(u32(s.of[b * 8 + (lane & 3) * 2 + e][0]) + lane / 4 * 2), 2);
+            v[b] |= u32(value) << 16 * e;
+        }
+    }
+    wait_for_warp();
+}
 inline void store_transposed(u32 row, u32 a, u32 b, u32 c, u32 d) { store_matrices(row, {a, b, c, d}, true); }
 inline void store_blocks(u32 row, u32 a, u32 b, u32 c, u32 d) { store_matrices(row, {a, b, c, d}, false); }
 template <class T> T load_shared_as(u32 address) {
@@ -234,6 +262,7 @@ template <class T> T load_shared_as(u32 address) {
 }
 inline uint4 load_shared16(u32 address) { return load_shared_as<uint4>(address); }
 inline float load_shared(u32 address) { return load_shared_as<float>(address); }
+template <class T> void load_shared(T& v, u32 address) { v = load_shared_as<T>(address); }
 template <class T> void store_shared(u32 address, T v) {
     if (address % sizeof v) fail("a store that is not aligned");
     memcpy(at(address), &v, sizeof v);

@@ -1,27 +1,69 @@
-// mma.cuh for a host: wgmma of 16 bits, whose operands lie along k, or across it in blocks of 64.
+// mma.cuh and fragments.cuh for a host: wgmma of 16 bits, whose operands lie along k, or across it in blocks of 64; of tf32 and
+// int8, which lie along k in shared memory, while weights may come in registers.
 #pragma once
 #include "ptx.cuh"
+#ifndef BFLOAT
+#define BFLOAT 0
+#endif
 constexpr int ACCUMULATORS = PINGPONG ? ROWS : ROWS / 2;
-#if defined(BFLOAT) && !defined(W_CODE)
-inline float element_at(u64 descriptor, bool along_k, int mn, int k) {
+#if !defined(W_CODE) && !defined(W_E5M2)
+constexpr int SIZE_OF_ONE = TF32 ? 4 : INT8 ? 1 : 2;
+#if INT8
+typedef i64 Exact;
+#else
+typedef double Exact;
+#endif
+inline Exact number_of(u32 bits) {
+    if (INT8) return (signed char)bits;
+    if (!TF32) return BFLOAT ? to_float(bf16{u16(bits)}) : to_float(f16{u16(bits)});
+    bits &= ~0x1FFFu;                       // the tensor cores do not read the low bits
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+inline Exact element_at(u64 descriptor, bool along_k, int mn, int k) {
     const u32 base = u32(descriptor & 0x3FFF) << 4, apart = u32(descriptor >> 16 & 0x3FFF) << 4;
-    u16 bits;
-    memcpy(&bits, at(swizzled(along_k ? base + mn * 128 + k * 2 : base + mn / 64 * apart + k * 128 + mn % 64 * 2)), 2);
-    return BFLOAT ? to_float(bf16{bits}) : to_float(f16{bits});
+    if (SIZE_OF_ONE != 2 && !along_k) fail("an operand across k");
+    u32 bits = 0;
+    memcpy(&bits, at(swizzled(along_k ? base + mn * 128 + k * SIZE_OF_ONE : base + mn / 64 * apart + k * 128 + mn % 64 * 2)), SIZE_OF_ONE);
+    return number_of(bits);
+}
+template <int N, class W> void multiply_later(Sum* d, u64 x, W weight) {
+    products().push_back([=] {
+        const int lane = threadIdx.x & 31;
+        for (int i = 0; i < N / 2; ++i) {
+            const int row = i / 4 * 8 + (lane & 3) * 2 + (i & 1);
+            Exact sum = d[i];
+            for (int k = 0; k < 32 / SIZE_OF_ONE; ++k) sum += weight(i >> 1 & 1, k) * element_at(x, X_K, row, k);
+            d[i] = Sum(sum);
+        }
+    });
 }
 #endif
 template <int N, int FIRST> struct Mma {
-    static void run(float (&d)[ACCUMULATORS], u64 w, u64 x) {
-#if defined(BFLOAT) && !defined(W_CODE)
-        products().push_back([=, &d] {
-            const int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5;
-            for (int i = 0; i < N / 2; ++i) {
-                const int column = warp * 16 + lane / 4 + (i >> 1 & 1) * 8, row = i / 4 * 8 + (lane & 3) * 2 + (i & 1);
-                double sum = d[FIRST + i];
-                for (int k = 0; k < 16; ++k) sum += double(element_at(w, W_K, column, k)) * double(element_at(x, X_K, row, k));
-                d[FIRST + i] = float(sum);
-            }
-        });
+    static void run(Sum (&d)[ACCUMULATORS], u64 w, u64 x) {
+#if !defined(W_CODE) && !defined(W_E5M2)
+        const int own = (threadIdx.x & 127) / 32 * 16 + (threadIdx.x & 31) / 4;
+        multiply_later<N>(d + FIRST, x, [=](int upper, int k) { return element_at(w, W_K, own + upper * 8, k); });
 #endif
     }
 };
+#if WORD_RESULTS
+// Register v of lane l holds line l / 4 + v % 2 * 8, and words l % 4 + v / 2 * 4 of 32 bytes of k.
+template <int N> struct MmaFragment {
+    static void run(Sum (&d)[ROWS / 2], const u32* w, u64 x) {
+        Slots& s = slots();
+        const int lane = threadIdx.x & 31;
+        for (int v = 0; v < 4; ++v) s.of[lane][v] = w[v];
+        wait_for_warp();
+        struct { u32 word[2][8]; } own;
+        for (int upper = 0; upper < 2; ++upper)
+            for (int i = 0; i < 8; ++i) own.word[upper][i] = u32(s.of[(lane & ~3) + i % 4][upper + i / 4 * 2]);
+        wait_for_warp();
+        multiply_later<N>(d, x, [=](int upper, int k) {
+            constexpr int IN_WORD = 4 / SIZE_OF_ONE;
+            return number_of(own.word[upper][k / IN_WORD] >> k % IN_WORD * 8);
+        });
+    }
+};
+#endif
