@@ -165,12 +165,13 @@ class _Bound:
         """After a call with these addresses: keeps the launches as a graph once there were enough of them."""
         if at != self._at or len(self._graphs) >= GRAPHS:
             return
-        calls = self._calls[at] = self._calls.get(at, 0) + 1
+        calls = self._calls.pop(at, 0) + 1
         if calls >= OFTEN:
             self._graphs[at] = Graph(self._launches)
+            return
+        if len(self._calls) >= 4 * GRAPHS:  # addresses that do not come again
             self._calls.clear()
-        elif len(self._calls) >= 4 * GRAPHS:
-            self._calls.clear()
+        self._calls[at] = calls
 
     def _move(
         self, at: Places, tensors: tuple[Tensor | None, ...], out: Tensor, work: Tensor, nets: Networks
