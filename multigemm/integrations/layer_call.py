@@ -279,8 +279,9 @@ def call(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor | 
             return None
         layouts.append((t.shape, t.stride(), t.dtype, at & GPU_BITS))
         tensors.append(at)
-    stream = current_raw_stream(x.get_device())
-    key = ("layer", *layouts, *nets[4:], id(known_settings), stream, get_ident())
+    device = x.get_device()
+    stream = current_raw_stream(device)
+    key = ("layer", device, *layouts, *nets[4:], id(known_settings), stream, get_ident())
     known: _Bound | None = LAUNCHES.find(key)
     if known is not None:
         return known.run(x, index, weights, nets, tensors)

@@ -170,3 +170,13 @@ def test_a_layer_that_stays_where_it_is_becomes_one_launch(layers: FakeDriver, m
         assert layer_call.call(*one) is not None
         assert "cuGraphLaunch" in layers.calls
     LAUNCHES.clear()
+
+
+def test_a_layer_is_kept_for_one_device(layers: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Default streams of all devices have the same handle, and memory may lie alike on two of them."""
+    keys = list[Any]()
+    monkeypatch.setattr(LAUNCHES, "find", keys.append)
+    x, index, weights, nets = given(3, NETS["fused"])
+    with torch.no_grad():
+        layer_call.call(x, index, weights, nets)
+    assert keys[0][1] == x.get_device()
