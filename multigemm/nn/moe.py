@@ -20,6 +20,7 @@ from multigemm.integrations.quantised_weights import quantize_stack, scale_keywo
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.integrations.torch_op import grouped_gemm
 from multigemm.nn.linear import check_layer, init_linear_
+from multigemm.planning.launch_key import PLAIN as PLAIN_TENSORS
 from multigemm.problem import epilogue
 from multigemm.problem.spec import GATES, GLU_LAYOUTS
 from multigemm.quantize import Format
@@ -225,7 +226,8 @@ class Experts(nn.Module):
             return False
         invariant = _invariant_unless_told() if self.batch_invariant is None else self.batch_invariant
         weight: Any = self._parameters[self.first]
-        return not invariant and weight.dtype is x.dtype and not in_transform()
+        plain = type(x) in PLAIN_TENSORS and type(weight) in PLAIN_TENSORS and weight.dtype is x.dtype  # no DTensor, say
+        return plain and not invariant and not in_transform()
 
     @property
     def _own_gate(self) -> bool:
