@@ -226,7 +226,8 @@ class Experts(nn.Module):
             return False
         invariant = _invariant_unless_told() if self.batch_invariant is None else self.batch_invariant
         weight: Any = self._parameters[self.first]
-        plain = type(x) in PLAIN_TENSORS and type(weight) in PLAIN_TENSORS and weight.dtype is x.dtype  # no DTensor, say
+        plain = type(x) in PLAIN_TENSORS and type(weight) in PLAIN_TENSORS  # no DTensor, say
+        plain = plain and weight.dtype is x.dtype
         return plain and not invariant and not in_transform()
 
     @property
