@@ -295,7 +295,7 @@ def test_a_layer_that_was_not_told_is_fused_where_that_is_faster(monkeypatch: py
 
     def runs_fused(x: Tensor = x, **options: Any) -> bool:
         del asked[:]
-        kept = {"backend": "cpu", "dtype": torch.bfloat16} | options
+        kept: dict[str, Any] = {"backend": "cpu", "dtype": torch.bfloat16} | options
         Experts(HERE, HIDDEN, INNER, **kept)(x, index.clamp(max=HERE - 1), weights)
         return bool(asked)
 
