@@ -112,6 +112,9 @@ BODIES = {
         "void copy_async(u32 to, const void* from, int bytes)": (
             "copy_later(dynamic_shared() + to, (const char*)from, 16, bytes);"
         ),
+        "void copy_async_if(u32 flags, u32 one, u32 to, const void* from)": (
+            "copy_later(dynamic_shared() + to, (const char*)from, 16, flags & one ? 16 : 0);"
+        ),
         "void commit_copies()": "close_group();",
         "void wait_for_copies()": "wait_for_groups(PENDING);",
         "u16 bf16_bits(float x)": "return u16(bf16_of(x));",
@@ -143,6 +146,9 @@ BODIES = {
     "gated.cuh": {
         "float power_of_2(float x)": "return exp2f(x);",
         "float reciprocal(float x)": "return 1.0f / x;",
+    },
+    "picked_rows.cuh": {
+        "const char* line_at(const char* base, u32 line, u32 pitch)": "return base + u64(line) * pitch;",
     },
     "weights.cuh": {
         "u32 multiply_pairs(u32 a, u32 b)": "return of_pairs(a, b, [](float x, float y) { return x * y; });",
