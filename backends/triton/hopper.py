@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 
 from multigemm.backend import Launch, Recipe
-from multigemm.backends.triton.build import KernelSource, TritonKernel, load
+from multigemm.backends.triton.build import KernelSource, load
 from multigemm.backends.triton.config import STRIP, Config, consumers, depth_of, part_of, piece_of, raw_bytes
 from multigemm.backends.triton.generic import (
     TYPES,
