@@ -12,7 +12,7 @@ typedef float Acc;
 #endif
 constexpr int SIZE = size_of(Y_TYPE), MOST_THREADS = 256, AHEAD = 8;
 // Blocks of a multiprocessor: a block waits for its indices and then for its rows, and others have to fill that time.
-constexpr int RESIDENT = SIZE == 2 ? 4 : 2;
+constexpr int RESIDENT = SIZE == 2 ? 3 : 2;
 constexpr int VECTOR = WIDE ? 16 / SIZE : 1;
 
 // Field by field as `SUM` in fused.py.
