@@ -141,37 +141,6 @@ def test_the_launches_of_a_fused_layer(layers: FakeDriver) -> None:
     LAUNCHES.clear()
 
 
-def test_a_layer_that_stays_where_it_is_becomes_one_launch(layers: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a number of calls with the same addresses on; another set of addresses moves the kernels again."""
-    LAUNCHES.clear()
-    memory = {dtype: zeros(1 << 20, dtype=dtype) for dtype in (torch.uint8, torch.bfloat16)}
-    monkeypatch.setattr(
-        layer_call, "empty_cuda",
-        lambda shape, strides, dtype: memory[dtype][: torch.Size(shape).numel()].view(shape),
-    )  # fmt: skip
-    one, other = given(3, NETS["fused"]), given(3, NETS["fused"])
-    other = (*other[:3], one[3])
-    with torch.no_grad():
-        layer_call.call(*one)
-        for number in range(layer_call.OFTEN):
-            layers.calls.clear()
-            assert layer_call.call(*one) is not None
-            assert "cuGraphLaunch" not in layers.calls, number
-        assert layers.calls.count("cuStreamEndCapture") == 1
-        half_of_them = layers.calls.count("cuLaunchKernelEx") // 2
-        called, recorded = layers.launched[-2 * half_of_them : -half_of_them], layers.launched[-half_of_them:]
-        assert called and [x._replace(stream=0) for x in called] == [x._replace(stream=0) for x in recorded]
-        layers.calls.clear()
-        assert layer_call.call(*one) is not None
-        assert [x for x in layers.calls if "Launch" in x] == ["cuGraphLaunch"]
-        layers.calls.clear()
-        assert layer_call.call(*other) is not None
-        assert "cuGraphLaunch" not in layers.calls and "cuLaunchKernelEx" in layers.calls
-        assert layer_call.call(*one) is not None
-        assert "cuGraphLaunch" in layers.calls
-    LAUNCHES.clear()
-
-
 def test_a_layer_is_kept_for_one_device(layers: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Default streams of all devices have the same handle, and memory may lie alike on two of them."""
     keys = list[Any]()
