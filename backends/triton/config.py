@@ -287,8 +287,8 @@ def float8_problem(config: Config, spec: ProblemSpec) -> str:
         return "batch_invariant=True: kernel='quantised' multiplies every size by one tile"
     if spec.alpha == "zero" or config.pack or config.shift_b:
         return f"alpha={spec.alpha}, pack={config.pack}, shift_b={config.shift_b}: float8 is multiplied as it lies"
-    if config.block_n < 128 or (consumers(config) == 3 and config.block_n > 128):
-        return f"tile {config.block_m}x{config.block_n}: float8 is multiplied by 128 columns, by three warpgroups once"
+    if config.block_m == 3 * STRIP or config.block_n < 128:
+        return f"tile {config.block_m}x{config.block_n}: two warpgroups multiply float8, by 128 columns"
     for name, x, order in (("a", spec.a, "row"), ("b", spec.b, "col")):
         if not mappable(x) or x.order != order:
             seen = f"{name} is {x.order}, {x.align}-byte aligned, dense={x.dense}"
