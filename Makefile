@@ -5,7 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # the site is built from the sources alone: what builds it needs neither torch nor multigemm installed
 DOCS := .venv-docs
-# of the cores, for each of the two processes that test: threads of both that spin for one core hold each other up
+# processes that test: one more than two cores, because some tests wait for processes of their own
+WORKERS := 3
+# of the cores, for each of them: threads of several that spin for one core hold each other up
 SHARE = $(shell echo $$(( ($$(nproc) + 1) / 2 )))
 
 .PHONY: demo test quick test-gpu check docs bench fuzz clean
@@ -20,8 +22,8 @@ demo: $(STAMP)  ## every backend solves and cross-checks one jagged problem, on 
 	MULTIGEMM_EMULATE=1 $(BIN)/python -m multigemm demo
 
 test: $(STAMP)  ## the whole suite
-	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -n 2 --dist worksteal --ignore-glob '*/triton/test_*interprete*.py' $(ARGS)
-	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -n 2 --dist worksteal tests/backends/triton/test_*interprete*.py tests/backends/triton/test_lists.py  # apart: triton is interpreted or compiled, per process
+	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --ignore-glob '*/triton/test_*interprete*.py' $(ARGS)
+	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/backends/triton/test_*interprete*.py tests/backends/triton/test_lists.py  # apart: triton is interpreted or compiled, per process
 
 quick: $(STAMP)  ## what a contributor runs first: no compiler, no other process, under a minute
 	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)

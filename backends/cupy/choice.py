@@ -21,6 +21,9 @@ from multigemm.backends.cupy.config import (
     COLUMNS,
     FP8,
     FP8_ALONE,
+    FP8_BROAD,
+    FP8_BROAD_ALONE,
+    FP8_MIDDLE,
     FP8_NARROW,
     FP8_SINGLE,
     FP8_WIDE,
@@ -74,6 +77,7 @@ from multigemm.backends.cupy.support import (
     sends,
     small_list_reasons,
     small_reasons,
+    trades_sides,
     words_of,
 )
 from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
@@ -107,7 +111,7 @@ SMALL_COLUMNS = 1024
 WORTH_COPYING = 1 << 24
 """Products (rows x columns x k) from which a copy costs less than the generic kernel."""
 WORDS_WORK = 1 << 30
-"""Products (rows x columns x k) of tf32 or int8 from which the Hopper kernel is faster than the generic one; not measured."""
+"""Products (rows x columns x k) of tf32 or int8 from which the Hopper kernel is faster than the generic one."""
 SPARSE_ROWS = 32
 """Rows per group up to which weights that are shifted as they are read want low tiles and many stages."""
 FP8_SPARSE_ROWS = 32
@@ -253,7 +257,10 @@ def _takes(config: Config, spec: ProblemSpec, total: Number, groups: Number) -> 
         return (total <= SMALL_MAX_ROWS) & (
             groups <= (MAX_LISTED_GROUPS if spec.form == "per_group" else SMALL_MAX_ROWS)
         )
-    return groups <= (MAX_LISTED_GROUPS if config.kernel == "small_list" else min(config.groups_at_most, MAX_GROUPS))
+    fits = groups <= (MAX_LISTED_GROUPS if config.kernel == "small_list" else min(config.groups_at_most, MAX_GROUPS))
+    if config.columns != COLUMNS and spec.form in ("jagged_m", "jagged_n"):
+        return fits & (total <= MAX_ROWS)  # support.sends
+    return fits
 
 
 def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
@@ -266,10 +273,12 @@ def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
         return
     if layout.spec.fused is not None and (layout.hopper or not gathered_reasons(layout.spec)):
         yield _fused_rules(layout, counts)
-    if words_of(layout.spec) and layout.spec.fused is None:
+    words = layout.spec.fused is None and layout.spec.compute not in HALVES and bool(words_of(layout.spec))
+    if words:
         yield _words_rules(layout, counts)
     if layout.spec.compute not in HALVES or layout.spec.fused is not None:
         yield list(_generic_rules(layout, counts))
+        yield [(words, WORDS), (words, tuple(replace(config, kernel="packed") for config in WORDS))]
         return
     small, listed = _few_tiles_rules(layout, counts), _small_list_rules(layout, counts)
     yield [*listed, *small] if layout.k > LIST_LEAST_K else [*small, *listed]
@@ -282,9 +291,10 @@ def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
 def _quantised_rules(layout: Layout, counts: Counts) -> list[Rule]:
     """Of quantised operands: high tiles, which skewed sizes need, but for few rows per group.
 
-    Fitted to every config's times on an H200, 2026-11-22: e4m3, the 11 shapes of the suite `moe`, sizes balanced, zipf
-    and with empty groups. Where scales change along k, a block alone takes 0.91 to 1.02 of the time of a cluster of
-    two, elsewhere 0.93 to 1.03. A choice takes at most 1.07 times as long as the fastest config.
+    Fitted to times on an H200. Scales that cover all of k, 2026-11-22: e4m3, the 11 shapes of the suite `moe`, sizes
+    balanced, zipf and with empty groups: a block alone takes 0.93 to 1.03 of the time of a cluster of two. Rows by
+    blocks of 128 x 128, 2026-11-23, five shapes, balanced and zipf: tiles of 192 columns take 0.89 to 0.96 of the time
+    of 128, and a cluster as long as a block alone, within 2 %.
     """
     rows = _rows(layout, counts)
     if layout.spec.quantised == "weights":
@@ -293,7 +303,15 @@ def _quantised_rules(layout: Layout, counts: Counts) -> list[Rule]:
     sparse = rows <= FP8_SPARSE_ROWS
     odd = layout.columns % 2 == 1 and layout.columns <= FEW_COLUMNS
     high = (FP8_ALONE, FP8_WIDE) if odd or has_block_scales(layout.spec) else (FP8_WIDE, FP8_ALONE)
+    if trades_sides(layout.spec):
+        high = (*((FP8_BROAD, FP8_BROAD_ALONE) if _fill_broad_tiles(layout) else ()), FP8_SINGLE, FP8_MIDDLE)
     return [(sparse, (FP8_SINGLE, FP8_NARROW)), (True, (*high, *FP8, QUANTISED))]
+
+
+def _fill_broad_tiles(layout: Layout) -> bool:
+    """Whether tiles of 192 columns cover at most 8 % more of them than tiles of 128."""
+    columns = (layout.spec.m if is_swapped(layout.spec) else layout.spec.n) or layout.spec.largest
+    return -(-columns // FP8_BROAD.columns) * FP8_BROAD.columns <= 1.08 * layout.columns * COLUMNS
 
 
 def _fused_rules(layout: Layout, counts: Counts) -> list[Rule]:
@@ -319,6 +337,10 @@ def _fused_rules(layout: Layout, counts: Counts) -> list[Rule]:
     return found
 
 
+WORDS = (TURNS, WIDE, ALONE, MIDDLE, SINGLE, NARROW, SLIM)
+"""The Hopper kernel's configs for tf32 and int8."""
+
+
 def _words_rules(layout: Layout, counts: Counts) -> list[Rule]:
     """Of tf32 and int8: the tile whose height the average group needs, after copies where TMA and wgmma need them."""
     spec, rows = layout.spec, _rows(layout, counts)
@@ -331,9 +353,7 @@ def _words_rules(layout: Layout, counts: Counts) -> list[Rule]:
         ((rows > 64) & (rows <= 128), (SINGLE, MIDDLE) if odd else (MIDDLE, SINGLE)),
         (rows > 128, tall),
     )
-    return [
-        (holds & heavy, (*some, *(replace(config, kernel="packed") for config in some))) for holds, some in ladders
-    ]
+    return [(holds & heavy, (*some, *(replace(config, kernel="packed") for config in some))) for holds, some in ladders]
 
 
 def _somewhere(holds: Condition) -> bool:

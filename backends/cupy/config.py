@@ -19,11 +19,13 @@ from multigemm.backends.cupy.support import (
     hopper_plain_kind,
     hopper_reasons,
     packed_reasons,
+    packed_spec,
     picks_rows,
     picks_weights,
     shift_b_reasons,
     small_list_reasons,
     small_reasons,
+    trades_sides,
     turns_weights,
     weights_reasons,
     words_of,
@@ -31,7 +33,7 @@ from multigemm.backends.cupy.support import (
 from multigemm.cuda.summation import INTEGERS, Summation, difference
 from multigemm.planning.fused import products_spec
 from multigemm.planning.fused_steps import gathered_spec
-from multigemm.problem.spec import ProblemSpec
+from multigemm.problem.spec import HALVES, ProblemSpec
 
 COLUMNS = 128
 """Columns of a result that one thread block of the Hopper kernel owns."""
@@ -58,7 +60,8 @@ class Config:
     of `tile` squared a thread block of its own, with four blocks of k in flight, or `stages` where lines begin
     anywhere. `small_list` gives a thread block to each tile of a list or batch, laid out by the host; `rows` 0 leaves
     their height to it, which knows all sizes. `quantised` takes any quantised operands, in tiles of 64 squared;
-    `hopper_fp8` is `hopper` for float8, with 128 of k in a stage; `hopper_weights` is `hopper` for quantised weights.
+    `hopper_fp8` is `hopper` for float8, with 128 of k in a stage, and tiles of
+    `columns`; `hopper_weights` is `hopper` for quantised weights.
     `hopper_gather` is `hopper` for rows picked by index, which two warps copy on their way; the blocks of a cluster
     share weights there, and `rows` are those of one block. `gathered` copies picked rows first and runs `hopper`.
     """
@@ -83,12 +86,15 @@ class Config:
     cluster: int = 1
     step: int = 16
     pingpong: bool = False
+    columns: int = COLUMNS
 
     def shared_bytes(self, plain: bool) -> int:
         """Dynamic shared memory of the Hopper kernel, and of the one that shifts its weights."""
         line = CODE_LINE if self.kernel == "hopper_weights" else 128
-        weights = self.weight_stages * ODD_WEIGHTS if self.kernel == "hopper_shift_b" else self.stages * COLUMNS * line
-        staging = 2 * (8192 if plain else 9216)
+        weights = self.stages * self.columns * line
+        if self.kernel == "hopper_shift_b":
+            weights = self.weight_stages * ODD_WEIGHTS
+        staging = 2 * (8192 if plain else 9216) * (1 if self.columns == COLUMNS else self.columns // 64)
         return self.stages * self.rows * 128 + weights + staging + self._scales + self._bookkeeping
 
     @property
@@ -96,14 +102,14 @@ class Config:
         """Bytes of the scales of stages, which are as many as there can be of the lowest tile (pipeline.cuh)."""
         if self.kernel != "hopper_fp8":
             return 0
-        places = self.stages * (self.rows + COLUMNS) // (COLUMNS + self.step) + 1
-        return places * (self.rows + COLUMNS) * 4
+        places = self.stages * (self.rows + self.columns) // (self.columns + self.step) + 1
+        return places * (self.rows + self.columns) * 4
 
     @property
     def _bookkeeping(self) -> int:
         """Bytes of the schedule, of tiles and barriers."""
         picked = 4 * self.rows if self.kernel == "hopper_gather" else 0
-        more = 256 if self.kernel == "hopper_weights" else picked  # of more stages, which are smaller
+        more = 512 if self.kernel == "hopper_weights" else picked  # of more stages, which are smaller
         return 16 * self.groups_at_most + 1024 + 768 + more
 
     @property
@@ -115,8 +121,8 @@ class Config:
     @property
     def groups_at_most(self) -> int:
         """What its share of the shared memory lets the schedule hold."""
-        full = self.pingpong or (self.kernel == "hopper_shift_b" and self.rows == SHIFT_B.rows)
-        return TURNS_GROUPS if full else MAX_GROUPS
+        high = self.kernel == "hopper_shift_b" and self.rows == SHIFT_B.rows
+        return TURNS_GROUPS if self.pingpong or self.columns != COLUMNS or high else MAX_GROUPS
 
 
 F16, BF16, TF32, I8, F64, F32 = range(6)
@@ -217,7 +223,9 @@ FP8_MIDDLE = Config("hopper_fp8", rows=128, stages=5, cluster=2)
 FP8_NARROW = Config("hopper_fp8", rows=64, stages=7, cluster=2)
 FP8_SINGLE = Config("hopper_fp8", rows=128, stages=5, cluster=1)
 FP8_ALONE = Config("hopper_fp8", rows=192, stages=4, cluster=1)
-FP8 = (FP8_WIDE, FP8_MIDDLE, FP8_NARROW, FP8_SINGLE, FP8_ALONE)
+FP8_BROAD = Config("hopper_fp8", rows=128, stages=4, cluster=2, columns=192)
+FP8_BROAD_ALONE = Config("hopper_fp8", rows=128, stages=4, cluster=1, columns=192)
+FP8 = (FP8_WIDE, FP8_MIDDLE, FP8_NARROW, FP8_SINGLE, FP8_ALONE, FP8_BROAD, FP8_BROAD_ALONE)
 GATED = tuple(
     Config("hopper", rows=rows, stages=stages, cluster=cluster, pingpong=True)
     for rows, stages in ((192, 5), (128, 6), (64, 8))
@@ -314,6 +322,9 @@ def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -
         return config in (SMALL_32, SMALL_64) or (config == SMALL_DEEP and has_odd_lines(spec))
     if config.kernel == "hopper_fp8" and config.rows not in (64, 128, 192):
         return False
+    broad = config.kernel == "hopper_fp8" and config.rows == 128 and trades_sides(spec)
+    if config.columns != COLUMNS and not (config.columns == 192 and broad):
+        return False
     if config.kernel == "hopper_weights" and (config.pingpong or config.rows > most_weight_rows(spec)):
         return False
     if capability != (9, 0) or config.kernel == "small_list":
@@ -324,11 +335,18 @@ def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -
         return shape_fits(replace(config, kernel="hopper"), gathered_spec(spec), capability)
     if config.kernel == "hopper" and picks_rows(spec):
         return False
-    if words_of(spec) and (config.step < 16 or (config.pingpong and turns_weights(spec))):
+    if config.kernel == "packed":
+        spec = packed_spec(spec)
+    if spec.compute not in HALVES and words_of(spec) and not _fits_words(config, spec):
         return False
     if has_gate(spec) and not (config.pingpong and config.rows <= most_gated_rows(spec)):
         return False
     return _runs_clusters(config, stages_halves(spec)) and spec.groups <= config.groups_at_most
+
+
+def _fits_words(config: Config, spec: ProblemSpec) -> bool:
+    """Whether wgmma has the widths of a config for int8, and a thread registers for weights that it turns."""
+    return config.step >= 16 and not (config.pingpong and turns_weights(spec))
 
 
 def most_gated_rows(spec: ProblemSpec) -> int:
@@ -349,11 +367,17 @@ def most_weight_rows(spec: ProblemSpec) -> int:
 
 @cache
 def _runs_clusters(config: Config, plain: bool) -> bool:
-    """Whether a config is one of the kernels of resident clusters, and fits with results that are plain or not."""
-    stages = config.weight_stages if config.kernel == "hopper_shift_b" else config.stages
+    """Whether a config is one of the kernels of resident clusters, and fits with results that are plain or not.
+
+    A ring whose stages have many heights (`stage_bytes` in pipeline.cuh) leaves up to one stage unused where it wraps,
+    and consumers hold two: a block, and the one before it.
+    """
+    shifts = config.kernel == "hopper_shift_b"
+    stages = config.weight_stages if shifts else config.stages
+    least = 3 if config.rows > 128 and not shifts else 2
     turns = not config.pingpong or (config.rows <= 192 and plain)
     known = config.rows in (64, 128, 192, 256) and config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64)
-    return turns and known and stages >= 2 and config.shared_bytes(plain) <= SHARED_LIMIT
+    return turns and known and stages >= least and config.shared_bytes(plain) <= SHARED_LIMIT
 
 
 @cache

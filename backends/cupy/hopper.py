@@ -200,7 +200,7 @@ class Clusters:
 
     def __init__(self, kernel: Kernel, spec: ProblemSpec, config: Config) -> None:
         self._kernel, self._config, self._swapped = kernel, config, is_swapped(spec)
-        self._shared, across = shared_bytes(spec, config), COLUMNS * config.cluster
+        self._shared, across = shared_bytes(spec, config), config.columns * config.cluster
         self._most = kernel.resident_clusters(config.cluster, THREADS, self._shared)
         rows = config.rows
         if config.kernel == "hopper_gather":  # its blocks share columns, and not rows
@@ -224,7 +224,7 @@ class Clusters:
         table, counter = table_of(ops), Words(self._kernel.index, COUNTERS)
         options = LAUNCH.pack(
             0 if listed is None else listed.data_ptr(), counter.address,
-            self._swapped, BUSY_ROWS, self._aligned, columns > READERS * self._config.cluster * COLUMNS,
+            self._swapped, BUSY_ROWS, self._aligned, columns > READERS * self._config.cluster * self._config.columns,
         )  # fmt: skip
 
         most_tiles = most_tiles_by_rows(ops, view, *self._tile)
@@ -430,8 +430,10 @@ def with_copies(ops: Operands, view: Packed, spec: ProblemSpec, kernel: Kernel, 
 
 
 class PaddedRows:
-    """Copies the row side of a jagged k, of 4 bytes or one, so that k is contiguous and every group begins at a multiple
-    of `tile_side` and ends in zeros: offsets are read on the device."""
+    """Copies the row side of a jagged k, of 4 bytes or one, so that k is contiguous.
+
+    Every group begins at a multiple of `tile_side` and ends in zeros. Offsets are read on the device.
+    """
 
     def __init__(self, spec: ProblemSpec, index: int) -> None:
         self._name = "b" if is_swapped(spec) else "a"
@@ -449,14 +451,16 @@ class PaddedRows:
         memory = _workspace(max(rows * length, 1), cast(Tensor, getattr(ops, self._name)))
         record = COPY_RECORD.pack(x.ptr, memory.data_ptr(), 1, rows, length, 0, mn, k, 0, length, 0)
         copy = fields(record, slot_of(x.ptr, 0))
-        grid = max(1, min(length // self._side * -(-rows // self._side), BLOCKS_PER_SM * processors(self._kernel.index)))
-        launch = self._kernel.bound([problem_bytes(ops, None, view), copy], grid=grid, threads=COPY_THREADS, keep=(memory,))
+        tiles = length // self._side * -(-rows // self._side)
+        grid = max(1, min(tiles, BLOCKS_PER_SM * processors(self._kernel.index)))
+        given = [problem_bytes(ops, None, view), copy]
+        launch = self._kernel.bound(given, grid=grid, threads=COPY_THREADS, keep=(memory,))
         place = Strided(memory.data_ptr(), 0, *((length, 1) if self._name == "a" else (1, length)))
         return (replace(view, a=place) if self._name == "a" else replace(view, b=place)), launch
 
 
 def padded_k(view: Packed, side: int) -> int:
-    """The k of a padded copy: groups begin at multiples of `side`, at most as many further back as groups are before."""
+    """The k of a padded copy, whose group g begins `side` * (start // side + g) from its start (pipeline.cuh)."""
     return (int(view.k) // side + view.groups + 1) * side
 
 

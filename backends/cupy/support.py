@@ -73,7 +73,7 @@ def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
 
 
 def words_of(spec: ProblemSpec) -> Literal["", "TF32", "INT8"]:
-    """What the Hopper kernel multiplies whose sums and plain results are words of 4 bytes; '' for 16 bits and others."""
+    """The operands of the Hopper kernel whose sums and plain results have 4 bytes; '' for 16 bits and others."""
     if spec.quantised:
         return ""
     if spec.compute is torch.int8:
@@ -87,8 +87,8 @@ def is_swapped(spec: ProblemSpec) -> bool:
 
 
 def plain_kind(spec: ProblemSpec) -> int:
-    """0: any epilogue. alpha * A @ B in the operands' type (float8: in 16 bits, int8: int32): 1 along contiguous columns (see
-    is_swapped), 2 rows."""
+    """0: any epilogue. alpha * A @ B in the operands' type (float8: 16 bits, int8: int32): 1 along contiguous columns
+    (see is_swapped), 2 rows."""
     same = spec.out.dtype == (torch.int32 if spec.compute is torch.int8 else spec.compute)
     if spec.quantised == "float8":
         same = spec.out.dtype in HALVES
@@ -112,12 +112,12 @@ def sends(spec: ProblemSpec) -> bool:
 
 def hopper_plain_kind(spec: ProblemSpec) -> int:
     """As `plain_kind`, of the Hopper kernel: plain results of 4 bytes are those that the copy engine stores."""
-    return int(sends(spec)) if words_of(spec) else plain_kind(spec)
+    return plain_kind(spec) if spec.compute in HALVES or not words_of(spec) else int(sends(spec))
 
 
 def pads_rows(spec: ProblemSpec) -> bool:
-    """Whether the row side must be a copy whose groups begin where TMA and wgmma can read them, with zeros behind them."""
-    return bool(words_of(spec)) and spec.form == "jagged_k"
+    """Whether the row side must be a copy whose groups begin where TMA can read them, with zeros behind them."""
+    return spec.form == "jagged_k" and bool(words_of(spec))
 
 
 def turns_weights(spec: ProblemSpec) -> bool:
@@ -159,7 +159,9 @@ def _words_reasons(spec: ProblemSpec, padded: bool) -> list[str]:
 
 def hopper_reasons(spec: ProblemSpec, padded: bool = False) -> list[str]:
     """Why the Hopper kernel cannot run a spec; the generic one can. `padded`: rows of a jagged k are a copy."""
-    reasons = _words_reasons(spec, padded) if words_of(spec) else halves_reasons(spec)
+    reasons = list[str]()
+    if spec.compute not in HALVES:
+        reasons = _words_reasons(spec, padded) if words_of(spec) else halves_reasons(spec)
     for name, operand in (("a", spec.a), ("b", spec.b)):
         if operand.order == "strided" or operand.align < 16 or not operand.dense:
             reasons.append(
@@ -234,11 +236,18 @@ def has_block_scales(spec: ProblemSpec) -> bool:
     return any(x.scale is not None and x.scale.k for x in (spec.a, spec.b))
 
 
+def trades_sides(spec: ProblemSpec) -> bool:
+    """Whether `hopper_fp8` has the rows on wgmma's first side: columns share scales that change along k."""
+    columns = (spec.a if is_swapped(spec) else spec.b).scale
+    return has_block_scales(spec) and sends(spec) and (columns is None or columns.rows != 1)
+
+
 def fp8_reasons(spec: ProblemSpec) -> list[str]:
     """Why the Hopper kernel for float8 cannot run a spec; the one for any quantised operands can."""
     reasons = [] if spec.quantised == "float8" else [f"{spec.a.dtype} x {spec.b.dtype}: it takes float8 on both sides"]
     for name, operand, order in (("a", spec.a, "row"), ("b", spec.b, "col")):
-        if operand.order != order or operand.align < 16 or not operand.dense:
+        readable = operand.order == order and operand.align >= 16 and operand.dense
+        if not readable and spec.form != "jagged_k":  # whose operands are copied
             reasons.append(
                 f"{name} is {operand.order}, aligned to {operand.align} bytes: TMA and wgmma need contiguous k and 16"
             )
@@ -251,8 +260,8 @@ def fp8_reasons(spec: ProblemSpec) -> list[str]:
             reasons.append(f"scale_{name} covers {scale.k} of k: it promotes after 128")
     if spec.groups > MAX_GROUPS or spec.groups == 0:
         reasons.append(f"{spec.groups} groups: its schedule holds 1 to {MAX_GROUPS}")
-    if spec.form in ("jagged_k", "per_group"):
-        reasons.append(f"the form {spec.form}: it takes jagged m, jagged n, batched and masked")
+    if spec.form == "per_group":
+        reasons.append(f"the form {spec.form}: it takes jagged m, n and k, batched and masked")
     if spec.form == "masked" and spec.out.order == "col":
         reasons.append("a masked result stored by columns")
     return reasons
@@ -320,7 +329,8 @@ def _copy_reasons(spec: ProblemSpec, copied: ProblemSpec) -> list[str]:
 def small_list_reasons(spec: ProblemSpec) -> list[str]:
     """Why the kernel for one wave of a list or batch cannot run a spec; operands that TMA cannot read are copied."""
     copied = packed_spec(spec)
-    reasons = [*halves_reasons(spec), *hopper_reasons(copied), *_copy_reasons(spec, copied)]
+    reasons = hopper_reasons(copied) if spec.compute in HALVES else halves_reasons(spec)
+    reasons += _copy_reasons(spec, copied)
     if spec.form not in ("per_group", "batched") or spec.groups > MAX_LISTED_GROUPS:
         reasons.append(
             f"{spec.groups} groups of {spec.form}: it takes a list or a batch of at most {MAX_LISTED_GROUPS}"
@@ -340,7 +350,7 @@ def packed_spec(spec: ProblemSpec) -> ProblemSpec:
 def _packed(spec: ProblemSpec, name: Literal["a", "b"], along_k: Order, across_k: Order) -> OperandSpec:
     operand: OperandSpec = getattr(spec, name)
     order: Order = "row" if operand.order == "strided" else operand.order
-    if words_of(spec) and is_swapped(spec) == (name == "b"):
+    if spec.compute not in HALVES and words_of(spec) and is_swapped(spec) == (name == "b"):
         order = along_k
     elif spec.form == "jagged_k":
         order = across_k
@@ -352,6 +362,8 @@ def packed_reasons(spec: ProblemSpec) -> list[str]:
     """Why copying first does not help a spec."""
     copied = packed_spec(spec)
     reasons = [*hopper_reasons(copied, pads_rows(spec)), *_copy_reasons(spec, copied)]
+    if pads_rows(spec) and (spec.b if is_swapped(spec) else spec.a).wide:
+        reasons.append("rows of 2^31 elements or more, which are not copied: kernel='generic' reads them")
     if copied == spec and not pads_rows(spec):
         reasons.append("nothing needs copying")
     return reasons
@@ -373,7 +385,9 @@ def shift_b_reasons(spec: ProblemSpec) -> list[str]:
     """Why the kernel that shifts its weights cannot, or need not, run a spec."""
     given, copied = weights_of(spec), shift_b_spec(spec)
     readable = replace(given, align=16)
-    reasons = halves_reasons(spec) + hopper_reasons(replace(copied, a=readable) if is_swapped(spec) else replace(copied, b=readable))
+    if spec.compute not in HALVES:
+        return halves_reasons(spec)
+    reasons = hopper_reasons(replace(copied, a=readable) if is_swapped(spec) else replace(copied, b=readable))
     if given == readable:
         reasons.append("nothing needs shifting")
     if spec.form == "jagged_k":

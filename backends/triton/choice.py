@@ -26,6 +26,7 @@ from multigemm.backends.triton.config import (
     SHARED_LIMIT,
     STRIP,
     Config,
+    crossed,
     depth_of,
     finest_block,
     foldable,
@@ -179,11 +180,6 @@ def _slowness(config: Config, spec: ProblemSpec) -> float:
     return 2.0 if min(spec.a.align, spec.b.align, spec.out.align) < 16 or across else 1.0
 
 
-def crossed(spec: ProblemSpec) -> bool:
-    """float32 without tensor cores, weights along k: threads read columns of them that lie in the same banks."""
-    return spec.compute == torch.float32 and spec.precision != "tf32" and spec.b.order == "col"
-
-
 def shared_out(config: Config, spec: ProblemSpec) -> Config:
     """The same with tiles shared out along K, as far as that fills a large GPU."""
     splits, shape = 1, shape_of(spec)
@@ -242,6 +238,9 @@ CROSSED = (Timed(SINGLE[0], 1.60, 1.60), _timed((16, 32, 32), 4, 4, 4, 1.16, 1.1
 """float32 whose weights run along k: reading them from shared memory is what a program waits for, alone or not. Of 28
 rows, tiles of 32 x 32 took 1.3 to 1.45 times as long as those of 64 x 64."""
 
+TURNED = replace(SINGLE[0], pack=("b",))
+"""The same after a copy that turns the weights. Not measured, so it comes last."""
+
 
 def busiest_us(timed: Timed, spec: ProblemSpec) -> float:
     """How long the multiprocessor with most tiles takes; who shares a tile also has a part of it to write and read."""
@@ -275,7 +274,7 @@ def thirty_two_bit(spec: ProblemSpec) -> list[Config]:
         along = (spec.a.order, spec.b.order) == ("row", "col")
         # low tiles read more single elements for each product
         return ranked(ALONG if along else ACROSS, spec) if in_pieces(spec) else [timed.config for timed in ALONG[:2]]
-    return ranked(CROSSED, spec) if crossed(spec) else list(SINGLE)
+    return [*ranked(CROSSED, spec), TURNED] if crossed(spec) else list(SINGLE)
 
 
 def in_pieces(spec: ProblemSpec) -> bool:

@@ -30,7 +30,7 @@ LIST_TILES = ((64, 128), (128, 128), (128, 256), (256, 128))
 class Config:
     """`programs` per multiprocessor; 0 launches one program per tile instead of a persistent grid.
 
-    `pack` (hopper): operands that are first copied into aligned rows.
+    `pack`: operands that are first copied into aligned rows (hopper; pointer: float32 weights along k).
     `splits` (pointer): programs that share a tile along K, where K is long and tiles are few.
     `shift_b` (hopper): weights that no tensor map expresses pass through registers, instead of being copied first.
     `order` (hopper): tiles are dealt out in turn, or drawn from a counter as programs become free, which
@@ -234,6 +234,16 @@ def _kind_problem(spec: ProblemSpec) -> str:
 
 def is_tf32(spec: ProblemSpec) -> bool:
     return spec.compute == torch.float32 and spec.precision == "tf32"
+
+
+def crossed(spec: ProblemSpec) -> bool:
+    """float32 without tensor cores, weights along k: threads read columns of them that lie in the same banks."""
+    return spec.compute == torch.float32 and spec.precision != "tf32" and spec.b.order == "col"
+
+
+def turns_weights(spec: ProblemSpec) -> bool:
+    """Whether the pointer kernel may have its weights copied first, so that they lie across k."""
+    return crossed(spec) and spec.form in ("jagged_m", "batched", "masked") and spec.fused is None
 
 
 def _maps_problem(config: Config, spec: ProblemSpec) -> str:
@@ -471,9 +481,10 @@ def one_instruction(spec: ProblemSpec, capability: tuple[int, int]) -> bool:
 
 def pointer_problem(config: Config, spec: ProblemSpec) -> str:
     """Why the pointer kernel cannot run this spec with this config, or ''."""
-    if config.pack or config.shift_b:
+    if config.shift_b or (config.pack and not (config.pack == ("b",) and turns_weights(spec))):
         return (
-            f"pack={config.pack}, shift_b={config.shift_b}: the pointer kernel reads operands as they lie; use neither"
+            f"pack={config.pack}, shift_b={config.shift_b}: the pointer kernel reads operands as they lie, or packs "
+            "float32 weights along k; use neither"
         )
     for name in ("block_m", "block_n", "block_k"):
         block = getattr(config, name)

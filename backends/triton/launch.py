@@ -25,8 +25,10 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
 
 
 def _emulated(spec: ProblemSpec, config: Config, why: str) -> Recipe:
-    if config.kernel == "hopper":
-        raise InvalidSetting(f"{config} runs on a GPU, and operands are on the CPU: use kernel='pointer' there")
+    if config.kernel == "hopper" or config.pack:
+        raise InvalidSetting(
+            f"{config} runs on a GPU, and operands are on the CPU: use kernel='pointer', pack=() there"
+        )
     from multigemm.backends.triton.emulate import bind_emulated
 
     name, sums = kernel_text(f"{config.kernel} (interpreted)", spec), generic.sums_sizes(spec)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -101,6 +102,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE")
     add("--picture", type=Path, metavar="FILE", help="SVG or PNG of the kernels of one training step of each layer")
     add("--draw", type=Path, metavar="JSON", help="draw --picture from what --json wrote, and do no more")
+    add(
+        "--forecast",
+        type=Path,
+        metavar="JSON",
+        help="print steps of weak training on 4 and 8 GPUs, by what --json wrote",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -109,6 +116,11 @@ def main(args: argparse.Namespace) -> int:
         if not args.picture:
             raise InvalidSetting("--draw needs --picture FILE, with the ending .svg or .png")
         print(f"written: {draw(json.loads(args.draw.read_text())['runs'], args.picture)}")
+        return 0
+    if args.forecast:
+        for run in json.loads(args.forecast.read_text())["runs"]:
+            if _weak_training(run):
+                print(*(line(forecast(run, ranks)) for ranks in (4, 8)), sep="\n")
         return 0
     for name, known in (
         ("layers", LAYERS), ("ways", WAYS), ("scaling", SCALINGS), ("passes", PASSES), ("routing", ROUTINGS)
@@ -452,7 +464,7 @@ class Plain:
         )
         hidden = call(rows, up, offs=ends)
         if "gate_up_proj_bias" in self.held:
-            hidden = hidden + self.held["gate_up_proj_bias"][experts]
+            hidden = hidden + self._bias_of("gate_up_proj_bias", experts)
         if options.get("glu_layout") == "interleaved":
             gate, value = hidden[:, 0::2], hidden[:, 1::2]
             limit = options["glu_limit"]
@@ -462,7 +474,13 @@ class Plain:
             gate, value = hidden.chunk(2, 1)
             hidden = F.silu(gate) * value
         results: Tensor = call(hidden, down, offs=ends)
-        return results + self.held["down_proj_bias"][experts] if "down_proj_bias" in self.held else results
+        return results + self._bias_of("down_proj_bias", experts) if "down_proj_bias" in self.held else results
+
+    def _bias_of(self, name: str, experts: Tensor) -> Tensor:
+        """The bias of each row; its gradient is summed in float32, for in bfloat16 thousands of rows are some percent
+        off."""
+        bias = self.held[name]
+        return bias.float()[experts].to(bias.dtype)
 
 
 # --- time ---------------------------------------------------------------------------------------------
@@ -524,7 +542,7 @@ KINDS = {
     ),
     "sorting": (
         "sort", "count_kernel", "start_kernel", "move_kernel", "one_block", "scatter", "scan", "gather", "index",
-        "search", "cat", "memcpy", "place_kernel",
+        "search", "cat", "memcpy", "place_kernel", "departures", "copy_rows",
     ),
 }  # fmt: skip
 """What a kernel is for, by parts of its name, in this order."""
@@ -560,6 +578,45 @@ def union(spans: list[tuple[float, float]]) -> float:
     return total
 
 
+# --- steps on more GPUs than there are ----------------------------------------------------------------
+
+EXCHANGE_BYTES_S, MEMORY_BYTES_S = 270e9, 4e12
+"""Two H200, 2026-11-23: 67 MB went from one to the other in 0.25 ms; copies of rows."""
+TIMES_MOVED = 14
+"""How often the row of a token that travels is read or written in a step: packed, sent, summed, sent, added, twice."""
+SHARED_FLOPS = 650e12
+
+
+def _weak_training(run: dict[str, Any]) -> bool:
+    """Whether `forecast` takes a run."""
+    wanted = {"way": "fused", "chunks": 1, "scaling": "weak", "pass": "training", "routing": "uniform"}
+    return all(run[name] == value for name, value in wanted.items())
+
+
+def forecast(run: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """A run of weak training with `chunks` 1 on more ranks, where each expert gets as many tokens as any other.
+
+    Products stay as long; rows that travel become more, and this rank's own pairs, beside whose products they travel,
+    fewer. Ranks are taken to be in step.
+    """
+    layer, before = LAYERS[run["layer"]], run["ranks"]
+    shared = 6e3 * run["tokens"] * layer.hidden * layer.shared / SHARED_FLOPS
+    unit = (run["split_ms"]["products"] - 3 * shared) / 9  # of as many operations as rows @ down
+
+    def moved(count: int) -> tuple[float, float]:
+        """Bytes that a rank sends one way; milliseconds in which nothing else runs."""
+        others = (count - 1) * (1 - (1 - 1 / count) ** layer.top_k)
+        size = others * run["tokens"] * layer.hidden * 2
+        ms = size / EXCHANGE_BYTES_S * 1e3
+        beside = (2 * unit / count + shared, unit / count, unit / count, 3 * unit)
+        return size, sum(max(0.0, ms - products) for products in beside)
+
+    (size, waits), (size_before, waits_before) = moved(ranks), moved(before)
+    ms = run["ms"] + waits - waits_before + TIMES_MOVED * (size - size_before) / MEMORY_BYTES_S * 1e3
+    kept = {name: run[name] for name in ("layer", "scaling", "pass", "routing", "way", "chunks", "tokens", "host_ms")}
+    return {**kept, "ranks": ranks, "ms": ms, "alone_ms": run["alone_ms"], "speedup": ranks * run["alone_ms"] / ms}
+
+
 # --- a picture of a step ------------------------------------------------------------------------------
 
 LANES = {
@@ -590,6 +647,15 @@ def draw(runs: list[dict[str, Any]], path: Path) -> Path:
         axes.set_yticks([1.5, 0.5], ["compute", "exchange"])
         axes.set(title=f"{run['layer']}: a training step on rank 0 of {run['ranks']}, {run['tokens']} tokens of each")
     axes.set(xlabel="ms")
-    figure.savefig(path, dpi=140)
+    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "steps"}):  # text as text; the same file each time
+        figure.savefig(path, dpi=140)
     pyplot.close(figure)
+    if path.suffix == ".svg":
+        path.write_text(_without_addresses(path.read_text()))
     return path
+
+
+def _without_addresses(svg: str) -> str:
+    """The picture without what names other hosts: its document type, who drew it when, and an older kind of links."""
+    svg = re.sub(r"<!DOCTYPE.*?>\s*|<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    return svg.replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "").replace("xlink:href", "href")

@@ -147,7 +147,7 @@ def device_of(mesh: Any, x: Tensor) -> torch.device:
 
 def check_routing(x: Tensor, index: Tensor, weights: Tensor, device: torch.device) -> None:
     """Refuses what is no routing of tokens x [tokens, H], index and weights [tokens, k], or is not on the device."""
-    if x.dim() != 2 or tuple(index.shape) != tuple(weights.shape) or index.dim() != 2 or len(index) != len(x):
+    if x.dim() != 2 or index.shape != weights.shape or index.dim() != 2 or index.shape[0] != x.shape[0]:
         raise InvalidProblem(
             f"x {tuple(x.shape)}, index {tuple(index.shape)}, weights {tuple(weights.shape)}: index and weights must "
             "be [tokens, k] for x [tokens, H]"

@@ -12,23 +12,25 @@ reads it.
 
     forward     send all; first product of the own piece; for each piece of the others: wait, both products, send the
                 sums home; copy the own rows into X; second product of the own piece; wait, add
-    backward    send gradients; own piece; for each other one: wait, its gradients, send those of tokens home;
-                the gradients of all weights, over all pieces at once; wait, add
+    backward    send gradients; own piece, back through down and the gate; for each other one: wait, the same, send the
+                gradients of routing weights home; those of all tokens, of which others' go home; those of all weights;
+                wait, add
 
 A token travels as one row, [features | experts and weights], since each exchange needs multiprocessors of its own: the
 products are persistent kernels, and an exchange that comes after one of them has begun waits for its end. So a short
 kernel stands between the departure of rows and a product that might otherwise begin at the same time.
 
 So an exchange always has products beside it: the own ones on the way there, and on the way home the second product, or
-the gradients of the weights. The latter read all pairs of an expert side by side: the backward pass of the gate writes
-its rows in that order, whatever piece they are of. What a caller computes between `_Leave` and `_Finish`, such as
-shared experts, lies beside the way there, and in the backward pass beside the way home.
+the gradients of the weights. The backward pass of the gate writes all pairs of an expert side by side, whatever piece
+they are of: what comes behind it is one product over all pieces. What a caller computes between `_Leave` and `_Finish`,
+such as shared experts, lies beside the way there, and in the backward pass beside the way home.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -216,17 +218,23 @@ class _Own(NamedTuple):
 
     def empty_rows(self, count: int) -> Rows:
         """Memory for rows of tokens that travel."""
-        start = -(-self.x.shape[1] * self.x.itemsize // WORD) * WORD
-        size = -(-(start + self.routing.shape[1] * self.routing.itemsize) // LINE) * LINE
-        whole = self.x.new_empty(count, size // self.x.itemsize)
-        numbers = whole.view(self.routing.dtype)[:, start // self.routing.itemsize :][:, : self.routing.shape[1]]
-        return Rows(whole, whole[:, : self.x.shape[1]], numbers)
+        (_, features), (_, numbers), x, kind = self.x.shape, self.routing.shape, self.x, self.routing.dtype
+        width, start = row_layout(features, x.element_size(), numbers, self.routing.element_size())
+        whole = x.new_empty((count, width))
+        return Rows(whole, whole.narrow(1, 0, features), whole.view(kind).narrow(1, start, numbers))
 
     def rows_of(self, tokens: Tensor) -> Tensor:
         """These tokens as rows that travel."""
-        rows = self.empty_rows(len(tokens))
+        rows = self.empty_rows(tokens.shape[0])
         copy_rows((self.x, self.routing), tokens, (rows.x, rows.routing))
         return rows.whole
+
+
+@lru_cache(maxsize=64)
+def row_layout(features: int, size: int, numbers: int, number_size: int) -> tuple[int, int]:
+    """(elements of a row that travels, the number at which its experts and weights begin), by sizes in bytes."""
+    start = -(-features * size // WORD) * WORD
+    return -(-(start + numbers * number_size) // LINE) * LINE // size, start // number_size
 
 
 class Rows(NamedTuple):
@@ -264,21 +272,22 @@ class _Call:
 
         def lay_out() -> None:
             layout.extend(leave[0].lay_out())
-            wide = weights.detach().to(torch.promote_types(weights.dtype, torch.float32)).contiguous()
-            self.own = _Own(x.detach(), wide, _packed(index, wide), self.sorted(index))
+            wide = weights.to(torch.promote_types(weights.dtype, torch.float32)).contiguous()
+            self.own = _Own(x, wide, _packed(index, wide), self.sorted(index))
 
         agreed = agree(read, 2 * chunks, self.experts, self.group, self.device, lay_out)
         send, receive = (
             [[of_rank[2 * c] for of_rank in counts] for c in range(chunks)] for counts in (agreed.sent, agreed.received)
         )
         rooms = [room_for(sum(rows)) for rows in receive]
-        ends = [0, *accumulate(rooms, initial=len(x))]
+        tokens, top_k = index.shape
+        ends = [0, *accumulate(rooms, initial=tokens)]
         others = [of_rank for rank, of_rank in enumerate(agreed.received) if rank != here]
         many = [sum(agreed.sent[here][1::2]), *(sum(of_rank[2 * c + 1] for of_rank in others) for c in range(chunks))]
         self.ways = Journeys(
             self.group, send, receive, tokens=layout[0][: sum(map(sum, send))], place=layout[1],
             pieces=[slice(a, b) for a, b in pairwise(ends)],
-            pairs=[min(room_for(n), rows * index.shape[1]) for n, rows in zip(many, (len(x), *rooms), strict=True)],
+            pairs=[min(room_for(n), rows * top_k) for n, rows in zip(many, (tokens, *rooms), strict=True)],
         )  # fmt: skip
         self.needs_grad = agreed.needs_grad
 
@@ -489,10 +498,12 @@ class _Layer(NamedTuple):
         weights = piece.weights.detach()
         return self._summed(piece, hidden, by_rows(self.down, self.net.stacked), weights, bias=self.down_bias)
 
-    def _summed(self, piece: _Piece, rows: Tensor, b: Tensor, weights: Tensor | None, **keywords: Any) -> Tensor:
-        if not len(piece.tokens):
-            return rows.new_zeros(len(piece.place), b.shape[2])
-        return product(self.net, rows, b, piece.ends, combine=(piece.place, weights), **keywords)
+    def _summed(
+        self, pairs: _Piece | _EveryPair, rows: Tensor, b: Tensor, weights: Tensor | None, **keywords: Any
+    ) -> Tensor:
+        if not len(pairs.tokens):
+            return rows.new_zeros(len(pairs.place), b.shape[2])
+        return product(self.net, rows, b, pairs.ends, combine=(pairs.place, weights), **keywords)
 
     def backward(
         self, pieces: list[_Piece], grad: Tensor, wanted: tuple[bool, ...]
@@ -509,22 +520,25 @@ class _Layer(NamedTuple):
         weights = pieces[0].weights
         of_pairs = grad.new_empty(len(every.tokens), self.up.shape[2 if self.net.stacked else 1])
         weighted = grad.new_empty(len(every.tokens), self.down.shape[1 if self.net.stacked else 2])
-        returns = [Return(ways, whole), Return(ways, weights)] if call.needs_grad else []
+        of_rows, of_weights = Return(ways, whole), Return(ways, weights)
         own: tuple[Tensor | None, Tensor | None] = (None, None)
         for number, piece in enumerate(pieces):
             if number:
                 ways.wait(arrivals[number - 1])
-            rows, places = whole[ways.pieces[number]], every.places[number]
-            dots = self._through_gate(number, piece, rows, (of_pairs, weighted, places))
-            if not call.needs_grad:
-                continue
-            found = self._of_rows(piece, of_pairs, places), self._of_weights(number, piece, rows, dots)
-            if number:
-                for back, sums in zip(returns, found, strict=True):
-                    back.send(number - 1, sums)
-            else:
-                own = found
-        call.returns = returns
+            rows = whole[ways.pieces[number]]
+            dots = self._through_gate(number, piece, rows, (of_pairs, weighted, every.places[number]))
+            if call.needs_grad:
+                found = self._of_weights(number, piece, rows, dots)
+                if number:
+                    of_weights.send(number - 1, found)
+                else:
+                    own = None, found
+        if call.needs_grad:
+            sums = self._summed(every, of_pairs, by_rows(self.up, not self.net.stacked), None)
+            own = sums[ways.pieces[0]], own[1]
+            for chunk, where in enumerate(ways.pieces[1:]):
+                of_rows.send(chunk, sums[where])
+            call.returns = [of_rows, of_weights]
         return own, self._of_parameters(every, whole, of_pairs, weighted, wanted)
 
     def _every_pair(self, pieces: list[_Piece]) -> _EveryPair:
@@ -534,7 +548,7 @@ class _Layer(NamedTuple):
         places = [
             place[rows].view(-1).index_select(0, piece.order) for rows, piece in zip(ways.pieces, pieces, strict=True)
         ]
-        return _EveryPair(tokens[:total], ends, order[:total], places)
+        return _EveryPair(tokens[:total], place, ends, order[:total], places)
 
     def _through_gate(self, number: int, piece: _Piece, grad: Tensor, into: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Writes the gradients of the first products, and weight * hidden; gives <gradient, hidden> of each pair."""
@@ -549,17 +563,14 @@ class _Layer(NamedTuple):
         dh = product(net, grad, matrix, piece.ends, a_rows=piece.tokens)
         return gate_backward(net, preact, dh, weights, piece.ends, into)[2]
 
-    def _of_rows(self, piece: _Piece, of_pairs: Tensor, places: Tensor) -> Tensor:
-        """The gradient of each row of a piece, by experts here."""
-        return self._summed(piece, of_pairs, by_rows(self.up, not self.net.stacked), None, a_rows=places)
-
     def _of_weights(self, number: int, piece: _Piece, grad: Tensor, dots: Tensor) -> Tensor:
         """<gradient, row of down> of each pair that is here, and 0 for the others."""
         found = torch.cat([dots, dots.new_zeros(1)])[piece.place.clamp(max=len(dots))]
         if self.down_bias is not None and self.call.here:
             first = self.call.group.rank() * self.call.each
             local = _index_of(self.routing[self.call.ways.pieces[number]]).long() - first
-            every = grad.to(dots.dtype) @ self.down_bias.detach().to(dots.dtype).t()
+            bias = self.down_bias.detach().t().unsqueeze(0)
+            every = product(self.net, grad.unsqueeze(0), bias, None, out_dtype=dots.dtype).squeeze(0)
             known = every.gather(1, local.clamp(0, self.call.here - 1))
             found = found + torch.where((local >= 0) & (local < self.call.here), known, 0)
         return found.to(piece.weights.dtype)
@@ -590,10 +601,11 @@ class _Layer(NamedTuple):
 
 
 class _EveryPair(NamedTuple):
-    """The pairs of all pieces by expert: their tokens in X, where experts end, which pair each is, and by piece where
-    its pairs went."""
+    """The pairs of all pieces by expert: their tokens in X, where the pairs of each row went, where experts end, which
+    pair each is, and by piece where its pairs went."""
 
     tokens: Tensor
+    place: Tensor
     ends: Tensor
     order: Tensor
     places: list[Tensor]

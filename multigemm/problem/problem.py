@@ -123,7 +123,7 @@ class GroupedGemmProblem:
         out: receives the result, and keeps what no group owns; without it those rows are 0.
         out_dtype: of the result; that of the operands by default, int32 for int8. Operands of two float dtypes are
             multiplied in torch.promote_types of them: bfloat16 x float16 in float32.
-        precision: of float32 products: "ieee" is true float32, "tf32" rounds the operands to 11 bits.
+        precision: of float32 products: "ieee" is true float32, "tf32" rounds or cuts off the operands to 11 bits.
         deterministic: the same call gives the same bits; False permits what is faster without.
         batch_invariant: a row of the result has the same bits whoever else is in the batch: they depend on its row of
             a, its columns of b, K, the dtypes, the epilogue and the backend alone, in every form; None: as

@@ -117,7 +117,8 @@ def rank(query: Query, why_not: str = "") -> Ranking:
     """The ranking of the backends that are able to solve a problem; measures them, unless `why_not` or a setting is
     against it."""
     device, tuned = query.problem.device, table.table()
-    times = {name: x for name in query.order if (x := tuned.find(name, query.problem_class, device)) is not None}
+    found = tuned.find(query.problem_class, device)
+    times = {name: found[name] for name in query.order if name in found}
     if len(times) > 1:
         return query.ranked(times)
     candidates, forbids = query.candidates, forbidden()

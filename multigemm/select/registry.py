@@ -233,9 +233,9 @@ def _config_for(name: str, problem: GroupedGemmProblem, spec: ProblemSpec, given
     valid = get(name).configs(spec, problem.device)
     if given is not None:
         return completed(given, valid), "given"
-    found = table.table().find(name, class_of(problem, spec), problem.device)
-    if found is not None:
-        measured, source = found
+    found = table.table().find(class_of(problem, spec), problem.device)
+    if name in found:
+        measured, source = found[name]
         for config in valid:
             if is_dataclass(config) and as_dict(config) == dict(measured.config):
                 return config, f"measured ({measured.us:.1f} us, {source})"

@@ -130,18 +130,19 @@ class TuningTable:
         entries = [decoded(raw, f"shipped {name}") for name, table in tables.items() for raw in table["entries"]]
         self._shipped = {(entry.device, entry.key): entry for entry in entries}
 
-    def find(self, backend: str, problem_class: ProblemClass, device: torch.device) -> tuple[Measured, str] | None:
-        """What a backend takes for a class, and who says so: the user's own entry, else a shipped one.
+    def find(self, problem_class: ProblemClass, device: torch.device) -> dict[str, tuple[Measured, str]]:
+        """What backends take for a class, and who says so: the user's own entry, else a shipped one.
 
         Kernels that read sizes on the device run alike wherever the sizes lie: their times there stand in.
         """
         others = {EQUAL: (ON_HOST, ON_DEVICE), ON_HOST: (ON_DEVICE,)}.get(problem_class.where, ())
+        found = dict[str, tuple[Measured, str]]()
         for c in (problem_class, *(replace(problem_class, where=where) for where in others)):
             place = device_name(device), str(c)
             for entry in (self.own.find(*place), self._shipped.get(place)):
-                if entry is not None and backend in entry.backends:
-                    return entry.backends[backend], entry.source
-        return None
+                if entry is not None:
+                    found = {name: (measured, entry.source) for name, measured in entry.backends.items()} | found
+        return found
 
     def keep(self, found: Iterable[Entry]) -> str:
         """Adds measurements to the user's entries; where the disk does not take them all, why."""

@@ -112,7 +112,7 @@ def test_shipped_tunings_are_found_by_the_problems_they_were_measured_on(
                 continue
             met += 1
             for name, measured in entries[str(c)].backends.items():
-                assert shipped.find(name, c, torch.device("cpu")) == (measured, f"shipped {path.name}")
+                assert shipped.find(c, torch.device("cpu"))[name] == (measured, f"shipped {path.name}")
     assert met >= 10
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -176,16 +174,6 @@ def test_who_is_stopped_while_writing_leaves_what_was_there(tmp_path: Path, monk
     with pytest.raises(KeyboardInterrupt):
         reports.write(path, made_up_report(suites="small"))
     assert reports.read(path) == report
-
-
-@pytest.mark.slow
-def test_bench_imports_no_gpu_library_and_no_optional_one() -> None:
-    code = (
-        "import sys, multigemm.bench.cli, multigemm.bench.tune\n"
-        "print([m for m in ('triton', 'cupy', 'numba', 'matplotlib') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_a_lost_device_ends_the_child_with_its_own_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -27,15 +27,14 @@ def entry(c: ProblemClass = HOST, config: dict[str, Any] | None = None, **us: fl
 
 
 def us_of(table: TuningTable, name: str, c: ProblemClass = HOST) -> float | None:
-    found = table.find(name, c, CPU)
+    found = table.find(c, CPU).get(name)
     return None if found is None else found[0].us
 
 
 def test_a_new_process_finds_what_was_kept(tmp_path: Path) -> None:
     TuningTable(tmp_path).keep([entry(config={"kernel": "blas"}, cpu=5.0)])
     fresh = TuningTable(tmp_path)
-    found = fresh.find("cpu", HOST, CPU)
-    assert found == (Measured(5.0, {"kernel": "blas"}), "own cache")
+    assert fresh.find(HOST, CPU) == {"cpu": (Measured(5.0, {"kernel": "blas"}), "own cache")}
     assert us_of(fresh, "cpu", replace(HOST, total=724)) is None
     assert us_of(fresh, "null") is None
     assert [list(e.backends) for e in fresh.own.entries()] == [["cpu"]]
@@ -62,10 +61,9 @@ def test_a_config_comes_back_as_it_was(tmp_path: Path) -> None:
     config = Config(pack=("a",))
     kept = entry(config=asdict(config), triton=5.0)
     TuningTable(tmp_path).keep([kept])
-    found = TuningTable(tmp_path).find("triton", HOST, CPU)
+    found = TuningTable(tmp_path).find(HOST, CPU)
     shared = decoded(json.loads(json.dumps(kept.encoded())), "file").backends["triton"]
-    assert found is not None
-    for again in (found[0], shared):
+    for again in (found["triton"][0], shared):
         assert Config(**again.config) == config
 
 
@@ -122,7 +120,7 @@ def test_own_entries_win_over_shipped_ones_and_other_devices_count_for_nothing(
     (tmp_path / "a.json").write_text(json.dumps({"entries": raws}))
     monkeypatch.setattr(tuning, "SHIPPED", tmp_path)
     table = TuningTable(tmp_path)
-    assert table.find("null", HOST, CPU) == (Measured(10.0), "shipped a.json")
+    assert table.find(HOST, CPU)["null"] == (Measured(10.0), "shipped a.json")
     table.keep([entry(cpu=7.0)])
     assert [us_of(table, name) for name in ("cpu", "null")] == [7.0, 10.0]
     assert us_of(table, "cpu", replace(HOST, n=16)) is None

@@ -318,9 +318,9 @@ def fused_rows_travel_while_multiplying() -> None:
         assert seen == ["start", "shared", "first", "wait", "first", "product", "start", "product", "wait"], seen
         seen.clear()
         y.sum().backward()
-        ways = ["product", "product"]  # through down, and to the tokens
-        home = ["start", "start"]  # gradients of tokens, and of their weights
-        assert seen == ["start", *ways, "wait", *ways, *home, "weights", "weights", "shared", "wait", "wait"], seen
+        there = ["start", "product", "wait", "product"]  # through down, own pairs first
+        home = ["start", "product", "start"]  # gradients of routing weights; those of tokens
+        assert seen == [*there, *home, "weights", "weights", "shared", "wait", "wait"], seen
         kept.clear()
         with torch.no_grad():
             assert torch.equal(spread(x), y)
@@ -348,7 +348,7 @@ def other_routings_have_the_same_shapes() -> None:
             index = torch.rand(tokens, EXPERTS, generator=make).topk(TOP).indices
             counts.add(int((index < EXPERTS // 2).sum()))
             spread.experts(x, index, weights).sum().backward()
-    products = 10  # each piece: two, through each back to its rows; and two gradients of weights
+    products = 9  # each piece: two, and back through down; those of all tokens, and of two weights
     assert len(counts) > 8 and asked == 12 * products and len(shapes) <= 3 * products, (counts, asked, shapes)
     assert all(n <= fused_parallel.room_for(n) <= max(n + n / 64 + 15, n * 1.08) for n in range(3000))
     assert {fused_parallel.room_for(8192 + n) for n in range(-120, 120)} == {8704}

@@ -15,7 +15,7 @@ import pytest
 
 from multigemm.cuda.arguments import words
 from multigemm.planning import fused_steps
-from tests.support.cublas_fake import PRELUDE, PTX
+from tests.support.cublas_fake import CPP, PRELUDE, PTX
 
 ARGUMENTS = {"gather_rows": "Gather", "finish_rows": "Finish", "sum_rows": "Sum"}
 RUN = """
@@ -44,7 +44,7 @@ def _compiled(name: str, defines: dict[str, int], folder: Path) -> Any:
     if stem not in BUILT:
         (folder / f"{stem}.cpp").write_text(source)
         built = folder / f"{stem}.so"
-        command = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w", *options]
+        command = ["g++", CPP, "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w", *options]
         subprocess.run([*command, str(folder / f"{stem}.cpp"), "-o", str(built)], check=True)
         BUILT[stem] = ctypes.CDLL(str(built)).run
     return BUILT[stem]

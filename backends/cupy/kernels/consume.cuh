@@ -353,24 +353,33 @@ __device__ __forceinline__ void multiply(Shared& s, u32 stages, Ring& ring, int 
 }
 
 #if WORD_RESULTS && !W_K
-// The same with weights that come in registers: they are read there by the lanes while the other warpgroup multiplies.
+// The same with weights that come in registers: those of a block are read while the block before is multiplied.
 template <int N> __device__ __forceinline__ void multiply_turned(Shared& s, u32 stages, Ring& ring, int blocks, u32 bytes, int half, Sum (&d)[ACCUMULATORS], bool first) {
     const int lane = threadIdx.x & 31;
-    if (first && half == 1) wait_for_other(half);
-#pragma unroll 1
-    for (int kb = 0; kb < blocks; ++kb, ring.next(bytes)) {
+    u32 even[TURNED_WORDS], odd[TURNED_WORDS];
+    const auto read = [&](u32 (&w)[TURNED_WORDS]) {
         barrier_wait(shared_address(&s.full[ring.place]), ring.parity);
-        const u32 stage = stages + ring.at;
-        u32 w[TURNED_WORDS];
-        read_turned(w, stage, half);
-        const u64 x = smem_descriptor(stage + W_BYTES, BLOCK, 1024);
+        read_turned(w, stages + ring.at, half);
+    };
+    const auto block = [&](const u32 (&w)[TURNED_WORDS], u32 (&next)[TURNED_WORDS], int kb) {
+        const u64 x = smem_descriptor(stages + ring.at + W_BYTES, BLOCK, 1024);
+        const int place = ring.place;
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) MmaFragment<N>::run(d, w + k * 4, x + k * (32 >> 4));
         wgmma_commit();
         if (first && half == 0 && kb == 0) let_other(half);
+        ring.next(bytes);
+        if (kb + 1 < blocks) read(next);
         wgmma_wait<0>();
-        if (lane < CLUSTER) barrier_arrive(shared_address(&s.empty[ring.place]), lane);
+        if (lane < CLUSTER) barrier_arrive(shared_address(&s.empty[place]), lane);
+    };
+    if (first && half == 1) wait_for_other(half);
+    read(even);
+#pragma unroll 1
+    for (int kb = 0; kb < blocks; kb += 2) {
+        block(even, odd, kb);
+        if (kb + 1 < blocks) block(odd, even, kb + 1);
     }
 }
 #endif

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from multigemm.backends.cupy.choice import heuristic
+from multigemm.backends.cupy.support import words_of
 from multigemm.problem.spec import OperandSpec, ProblemSpec
 
 REPORTS = sorted((Path(__file__).parents[3] / "benchmarks" / "results").glob("*/report.json"))
@@ -25,7 +26,7 @@ RENAMED = {"wave": "small_list", "portable": "generic"}
 """Kernels that had other names when a report was made."""
 REGRET = 1.03
 """How many times slower than the fastest config a choice may be."""
-UNJUDGED = 0.08
+UNJUDGED = 0.09
 """The part of the workloads that may have a choice that no report measured."""
 Fields = frozenset[tuple[str, str]]
 
@@ -38,7 +39,8 @@ def operand(dtype: str, order: str, line: int | None) -> Any:
 
 
 def spec_of(row: dict[str, Any]) -> ProblemSpec | None:
-    """The spec of a row's workload; None for classes with more to them."""
+    """The spec of a row's workload; None for classes with more to them, and for tf32 and int8, which ran on the generic
+    kernel when the reports were made."""
     found = CLASS.fullmatch(row["spec"])
     if found is None:
         return None
@@ -48,7 +50,8 @@ def spec_of(row: dict[str, Any]) -> ProblemSpec | None:
     right = operand(b, b_order, n if b_order == "row" else k)
     result = operand(out, out_order, n if out_order == "row" else m)
     more: dict[str, Any] = {"compute": left.dtype, "precision": precision}
-    return ProblemSpec(form, row["groups"], m, n, k, int(total), 0, left, right, result, **more)  # type: ignore[arg-type]
+    spec = ProblemSpec(form, row["groups"], m, n, k, int(total), 0, left, right, result, **more)  # type: ignore[arg-type]
+    return None if words_of(spec) else spec
 
 
 def identity(fields: dict[str, Any]) -> Fields:
@@ -76,6 +79,6 @@ def test_no_choice_is_slower_than_what_a_report_has_measured() -> None:
             regrets[case] = times[chosen] / min(times.values())
         else:
             unjudged.append(case)
-    assert len(known) > 300
+    assert len(known) > 280
     assert {case: regret for case, regret in regrets.items() if regret > REGRET} == {}
     assert len(unjudged) <= UNJUDGED * len(known), unjudged

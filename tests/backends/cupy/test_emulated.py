@@ -1,4 +1,5 @@
-"""Random problems through cupy's kernels for quantised operands, which run on the CPU from their own sources."""
+"""Random problems through cupy's kernels for quantised operands and unaligned weights, which run on the CPU from their
+own sources."""
 
 from __future__ import annotations
 
@@ -81,6 +82,23 @@ def float8_problem(seed: int) -> GroupedGemmProblem:
     )  # fmt: skip
 
 
+def jagged_k_problem(seed: int) -> GroupedGemmProblem:
+    """The same under a jagged k whose groups begin anywhere; operands as a training step has them, or along k."""
+    rng = np.random.default_rng(seed)
+    groups, m, n = int(rng.integers(1, 6)), 8 * int(rng.integers(1, 40)), 8 * int(rng.integers(1, 40))
+    sizes = rng.choice([0, 1, 7, 127, 128, 129, 300], groups).tolist()
+    total = sum(sizes)
+    a, b = _numbers(rng, (total, m)).mT, _numbers(rng, (total, n))
+    if rng.integers(2):
+        a = a.contiguous()
+    if rng.integers(2):
+        b = b.mT.contiguous().mT
+    deep = total // 128 + groups
+    return GroupedGemmProblem(
+        a, b, jagged="k", sizes=sizes, scale_a=_scale(rng, (m, deep)), scale_b=_scale(rng, (deep, n))
+    )
+
+
 WEIGHTS = ("e4m3", "e5m2", "int8", "int4", "uint4", "e2m1")
 SCALES = (torch.float32, torch.float8_e8m0fnu, torch.bfloat16)
 
@@ -143,7 +161,7 @@ def words_problem(seed: int, dtype: torch.dtype, form: str, w_k: bool) -> Groupe
     high = 128 if dtype is torch.int8 else 2048
 
     def matrix(*shape: int) -> Tensor:
-        return torch.from_numpy(rng.integers(-high + 1, high, shape).astype(np.int64) // 2 ** int(rng.integers(3))).to(dtype)
+        return torch.from_numpy(rng.integers(-high + 1, high, shape) // 2 ** int(rng.integers(3))).to(dtype)
 
     def weights(*shape: int) -> Tensor:
         return matrix(*shape[:-2], shape[-1], shape[-2]).mT if w_k else matrix(*shape)
@@ -158,7 +176,8 @@ def words_problem(seed: int, dtype: torch.dtype, form: str, w_k: bool) -> Groupe
     if form == "jagged_n":
         total, options["bias"] = sum(sizes), None
         a = matrix(groups, n, k) if w_k else matrix(groups, k, n).mT
-        return GroupedGemmProblem(a, matrix(total, k).mT, sizes=sizes, jagged="n", out=_by_columns(n, total, dtype), **options)
+        options |= {"jagged": "n", "out": _by_columns(n, total, dtype)}
+        return GroupedGemmProblem(a, matrix(total, k).mT, sizes=sizes, **options)
     rows = (sum(sizes),) if form == "jagged_m" else (groups, 150)
     options |= {"sizes": sizes} if form == "jagged_m" else {}
     if form == "masked":
@@ -169,8 +188,10 @@ def words_problem(seed: int, dtype: torch.dtype, form: str, w_k: bool) -> Groupe
 def odd_words_problem(seed: int, dtype: torch.dtype, form: str) -> GroupedGemmProblem:
     """The same, where rows lie across k, or lines begin anywhere; jagged k."""
     rng = np.random.default_rng(seed)
-    groups, k, n, m = int(rng.integers(1, 6)), int(rng.integers(1, 300)), int(rng.integers(1, 200)), int(rng.integers(1, 200))
+    groups, (k, n, m) = int(rng.integers(1, 6)), (int(extent) for extent in rng.integers(1, 250, 3))
     sizes = rng.choice([0, 1, 7, 31, 64, 129, 200], groups).tolist()
+    if form == "jagged_k" and seed == 0:
+        sizes = rng.choice([0, 1, 2], 70).tolist()  # more than a warp looks at at once
     options: dict[str, Any] = {"precision": "tf32"} if dtype is torch.float32 else {}
 
     def matrix(*shape: int) -> Tensor:
@@ -179,9 +200,8 @@ def odd_words_problem(seed: int, dtype: torch.dtype, form: str) -> GroupedGemmPr
 
     if form == "jagged_k":
         a, b = matrix(m, sum(sizes)), matrix(sum(sizes), n)
-        offsets = torch.tensor([3, *np.cumsum(sizes[:-1]).clip(3).tolist(), sum(sizes)]) if groups > 1 and sum(sizes) > 9 else None
-        where: dict[str, Any] = {"sizes": sizes} if offsets is None else {"offsets": offsets.cummax(0).values}
-        return GroupedGemmProblem(a, b, jagged="k", **where, **options)
+        offsets = np.minimum(sum(sizes), np.cumsum([min(sum(sizes), 3), *sizes]))  # the first three belong to no group
+        return GroupedGemmProblem(a, b, jagged="k", offsets=torch.from_numpy(offsets), **options)
     if form == "per_group":
         return GroupedGemmProblem([matrix(s, k) for s in sizes], [matrix(k, n) for _ in sizes], **options)
     if form == "jagged_n":
@@ -248,16 +268,66 @@ def test_weights_by_wgmma(name: str, config: Config) -> None:
     assert ran
 
 
-@pytest.mark.parametrize("config", configs.FP8, ids=lambda c: f"{c.rows}x{c.cluster}")
+@pytest.mark.parametrize("config", configs.FP8, ids=lambda c: f"{c.rows}x{c.cluster}x{c.columns}")
 def test_float8_by_wgmma(config: Config) -> None:
     """Tiles of every height, halved ones, empty groups, tails of k; threads and copies come in a random order."""
     subject, forms = Subject(emulation.EmulatedBackend(config)), set[str]()
     for seed in range(PROBLEMS):
         problem = float8_problem(seed)
+        if not configs.is_valid(config, problem.spec):  # columns with scales of their own have no broad tiles
+            continue
         out = allocate(problem)
         choice = Choice("emulated", subject.recipe(problem.spec, CPU), problem.spec, "")
         bind(choice, problem, out).launch()
         verdict = judge(answer(problem), caller_result(problem, out), suspicion=False)
         assert verdict, (seed, problem, verdict.text)
         forms.add(problem.spec.form)
-    assert len(forms) == 3
+    assert len(forms) >= 2
+
+
+@pytest.mark.parametrize("config", [configs.FP8_ALONE, configs.FP8_MIDDLE], ids=lambda c: f"{c.rows}x{c.cluster}")
+def test_float8_of_a_jagged_k(config: Config) -> None:
+    """Blocks of scales that are counted from each group's start, tails of blocks, empty groups."""
+    for seed in range(PROBLEMS // 2):
+        _is_right(jagged_k_problem(seed), config)
+
+
+def unaligned_problem(seed: int) -> GroupedGemmProblem:
+    """Whole numbers, N and K of any size, operands that begin at any element: in lines along k or across it."""
+    rng = np.random.default_rng(seed)
+    form, turned = ("jagged_m", "list", "batched", "masked")[seed % 4], bool(seed // 4 % 2)
+    groups, dtype = int(rng.integers(1, 5)), torch.bfloat16 if seed % 5 else torch.float16
+    n, k = int(rng.integers(1, 300)), int(rng.choice([rng.integers(1, 200), rng.integers(200, 400)]))
+    sizes = rng.choice([0, 1, 7, 8, 60, 129, 257, 300], groups).tolist()
+
+    def operand(*shape: int, turned: bool = False) -> Tensor:
+        first = int(rng.integers(0, 4))
+        rows, columns = (shape[-1], shape[-2]) if turned else shape[-2:]
+        count = int(np.prod(shape[:-2])) * rows * columns
+        numbers = torch.from_numpy(rng.integers(-7, 8, first + count).astype(np.float32)).to(dtype)
+        matrix = numbers[first:].view(*shape[:-2], rows, columns)
+        return matrix.mT if turned else matrix
+
+    if form == "list":
+        rows = [operand(size, k) for size in sizes]
+        return GroupedGemmProblem(rows, [operand(k, n, turned=turned) for _ in sizes])
+    b = operand(groups, k, n, turned=turned)
+    if form == "jagged_m":
+        return GroupedGemmProblem(operand(sum(sizes), k), b, sizes=sizes)
+    m = int(rng.integers(1, 200))
+    valid = {"valid_rows": rng.integers(0, m + 1, groups).tolist()} if form == "masked" else {}
+    return GroupedGemmProblem(operand(groups, m, k), b, **valid)
+
+
+@pytest.mark.parametrize(
+    "config", [configs.SHIFT_B, configs.SHIFT_B_MIDDLE, configs.SHIFT_B_NARROW], ids=lambda c: str(c.rows)
+)
+def test_shifted_weights_by_wgmma(config: Config) -> None:
+    """One to six blocks of k, tails of them, lists, empty groups; registers of products under way stay as they are."""
+    forms = set[str]()
+    for seed in range(PROBLEMS + 4):
+        problem = unaligned_problem(seed)
+        if configs.is_valid(config, problem.spec):
+            _is_right(problem, config)
+            forms.add(f"{problem.spec.form} {problem.spec.b.order}")
+    assert {"jagged_m row", "jagged_m col", "per_group row"} <= forms

@@ -22,6 +22,7 @@ from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import SOURCES, Source, architecture, compile_source, headers
 from multigemm.backends.cupy.config import Config
 from multigemm.backends.cupy.fused import sum_source
+from multigemm.backends.cupy.support import packed_spec
 from multigemm.problem.spec import FusedSpec, OperandSpec, Order, ProblemSpec
 
 REGISTERS_PER_SM = 65536
@@ -68,13 +69,13 @@ def report(source: Source, arch: str) -> tuple[int, int]:
 
 @cache
 def ptx_of(source: Source, arch: str) -> str:
-    """The PTX text of a kernel."""
+    """The PTX text of a kernel, which a virtual architecture gives without ptxas."""
     from cupy.cuda import nvrtc
 
     names = [(name.encode(), body.encode()) for name, body in headers()]
     text = (SOURCES / source.file).read_text()
     program = nvrtc.createProgram(text, source.file, [body for _, body in names], [name for name, _ in names])
-    nvrtc.compileProgram(program, source.options(arch))
+    nvrtc.compileProgram(program, source.options(arch.replace("sm", "compute")))
     ptx = nvrtc.getPTX(program)
     return ptx.decode() if isinstance(ptx, bytes) else str(ptx)
 
@@ -113,9 +114,10 @@ def test_generic_kernel_compiles_without_spills(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
-def test_copying_kernel_compiles_without_spills(arch: str) -> None:
-    assert report(hopper.COPY_SOURCE, arch)[1] == 0
+def test_copying_kernel_compiles_without_spills(arch: str, dtype: torch.dtype) -> None:
+    assert report(hopper.copy_source(dtype), arch)[1] == 0
 
 
 @pytest.mark.slow
@@ -160,6 +162,39 @@ def test_hopper_kernel_does_not_spill_in_its_consumers(problem: ProblemSpec, con
     registers, spilled = report(hopper.source(problem, config), "sm_90a")
     assert registers * hopper.THREADS <= REGISTERS_PER_SM
     assert spilled <= 96, "a few words round the loops are harmless; an accumulator in memory is not"
+
+
+TF32: dict[str, Any] = {"dtype": torch.float32, "precision": "tf32"}
+INT8: dict[str, Any] = {"dtype": torch.int8}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "config"),
+    [
+        ({"b": "col"}, configs.TURNS),
+        ({"b": "row"}, configs.WIDE),
+        ({"b": "row", "activation": "relu"}, configs.WIDE),
+        ({"b": "col", "form": "per_group"}, configs.MIDDLE),
+        ({"a": "col", "form": "jagged_k"}, configs.WIDE),
+    ],
+    ids=["turns", "across-k", "across-k, any-epilogue", "list", "jagged_k"],
+)
+@pytest.mark.parametrize("kind", [TF32, INT8], ids=["tf32", "int8"])
+def test_words_by_wgmma_do_not_spill_and_weights_across_k_come_in_registers(
+    kind: dict[str, Any], given: dict[str, Any], config: Config
+) -> None:
+    problem = packed_spec(spec(**kind | given))
+    source = hopper.source(problem, config)
+    registers, spilled = report(source, "sm_90a")
+    assert registers * hopper.THREADS <= REGISTERS_PER_SM and spilled <= A_WORD_PER_TILE
+    instruction = r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k\d+\.(?:f32\.tf32\.tf32|s32\.s8\.s8)"
+    text = ptx_of(source, "sm_90a").replace(" ", "")
+    found, turned = re.findall(instruction, text), re.findall(instruction + r"\{[^}]*\},\{", text)
+    assert found and len(turned) == (len(found) if given.get("b", "row") == "row" else 0)
+    assert ("cp.async.bulk.tensor.5d.global" in text) == (
+        given.get("form") != "per_group" and "activation" not in given
+    )
 
 
 def fused(layout: Any = "halves", **changes: Any) -> ProblemSpec:

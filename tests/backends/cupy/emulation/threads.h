@@ -135,11 +135,14 @@ template <class T> T __shfl_up_sync(unsigned, T v, int by) {
     return __shfl_sync(~0u, v, lane >= by ? lane - by : lane);
 }
 template <class T> T __shfl_xor_sync(unsigned, T v, int by) { return __shfl_sync(~0u, v, (threadIdx.x & 31) ^ by); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline unsigned __ballot_sync(unsigned, bool mine) {
     unsigned found = 0;
     for (int lane = 0; lane < 32; ++lane) found |= unsigned(__shfl_sync(~0u, int(mine), lane)) << lane;
     return found;
 }
+
+inline bool __any_sync(unsigned lanes, bool mine) { return __ballot_sync(lanes, mine) != 0; }
 
 // ---- cp.async: a thread's copies come when it waits for their group ----
 
