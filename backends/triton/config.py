@@ -28,7 +28,9 @@ LIST_TILES = ((64, 128), (128, 128), (128, 256), (256, 128))
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """`programs` per multiprocessor; 0 launches one program per tile instead of a persistent grid.
+    """`hopper` is the warp-specialised kernel, of float8 too; `pointer` takes any plain operands, `quantised` any others.
+
+    `programs` per multiprocessor; 0 launches one program per tile instead of a persistent grid.
 
     `pack`: operands that are first copied into aligned rows (hopper; pointer: float32 weights along k).
     `splits` (pointer): programs that share a tile along K, where K is long and tiles are few.

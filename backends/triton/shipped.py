@@ -4,7 +4,7 @@
 
 compiles every kernel of every class for those compute capabilities (no GPU is needed) and prints
 registers, stack bytes (spills) and shared memory. A stack frame in a shipped kernel is a bug: the
-config is then too large for its class. They are read from the cubin itself, so any machine that can
+config is then too large for its class. (In float8 with blocks of scales it holds what all tiles share.) They are read from the cubin itself, so any machine that can
 compile can also check.
 """
 
