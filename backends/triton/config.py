@@ -28,7 +28,7 @@ LIST_TILES = ((64, 128), (128, 128), (128, 256), (256, 128))
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """`hopper` is the warp-specialised kernel, of float8 too; `pointer` takes all plain operands, `quantised` the others.
+    """`hopper` is the warp-specialised kernel, also of float8; `pointer` takes plain operands, `quantised` the others.
 
     `programs` per multiprocessor; 0 launches one program per tile instead of a persistent grid.
 
