@@ -49,6 +49,9 @@ UNCOPIED_ROWS = {256: 1024, 128: 256}
 """Rows per group up to which a copy of unaligned weights takes longer than tiles of that height that shift them."""
 FEW_ROWS_OF_A_GATE = 16
 """Rows per group up to which a gate's tile is as low as tiles are."""
+FEW_ROWS_OF_FLOAT8 = 16
+"""Rows per group up to which a low tile of the portable kernel beats the warp-specialised one: 262 us, 294 (H200, 4
+rows of each of 64 groups, K = N = 4096)."""
 CHEAP_TO_COPY = 4 << 20
 """Elements of weights up to which a copy of them costs less than the slower products: it never leaves the L2 cache."""
 DEEP = 2048
@@ -79,7 +82,7 @@ SHIFTED = 1.6
 """How many times as long products of shifted weights take."""
 POINTER_STEP_US, POINTER_DEPTH, POINTER_PROGRAMS = 0.3, 64, 2
 """A block of K, its depth, and programs on a multiprocessor: those of an ordinary config of the pointer kernel."""
-STEP_US = {(192, 256): 0.64, (256, 128): 0.51, (128, 256): 0.51, (192, 128): 0.45, (128, 128): 0.40}
+STEP_US = {(192, 256): 0.64, (256, 128): 0.51, (128, 256): 0.51, (128, 128): 0.40}
 """A block of K through the ring, one program alone: bound by how many stages are on their way."""
 
 
@@ -502,24 +505,30 @@ def fused_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) ->
 
 
 def quantised_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> list[Config]:
-    """Valid configs for quantised operands, the best guess first: the warp-specialised kernel where it takes them."""
+    """Valid configs for quantised operands, the best guess first: the warp-specialised kernel where it takes them, but
+    for few rows, which one strip of 64 in each tile would leave to one of two warpgroups."""
     fast = float8_candidates(spec) if capability[0] == 9 else []
-    return [*fast, *portable_quantised(spec, capability)]
+    portable = portable_quantised(spec, capability)
+    few = shape_of(spec).rows <= FEW_ROWS_OF_FLOAT8
+    return [*portable[:1], *fast, *portable[1:]] if few else [*fast, *portable]
 
 
 def float8_candidates(spec: ProblemSpec) -> list[Config]:
-    """Configs of the warp-specialised kernel for float8, the best guess first; empty where it cannot run."""
+    """Configs of the warp-specialised kernel for float8, the best guess first; empty where it cannot run.
+
+    Measured on an H200 (us; 8192 rows of 32 groups, K = 7168, N = 4096; in front of 192x128 by three warpgroups): with
+    scales of 1x128 and 128x128, 420 by 256x128, 429 by 128x256, 562; of rows 382, 382 and 411.
+    """
     tall = Config("hopper", block_m=256, block_n=128, block_k=depth_of(spec), stages=4, warps=4)
     wide = replace(tall, block_m=128, block_n=256)
     flat = replace(tall, block_m=128, block_n=128, stages=6)
-    three = replace(tall, block_m=192, stages=5)
-    ranked = [wide, flat, tall] if typical_rows(spec) <= STRIP else [three, tall, wide, flat]
+    ranked = [tall, wide, flat] if finest_block(spec) else [wide, tall, flat]
     found = [config for config in ranked if not problem_with(config, spec)]
     return _ordered(found, spec) if found else []
 
 
 def portable_quantised(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> list[Config]:
-    """Valid configs of the kernel of any quantised operands, the best guess first. None of them was measured.
+    """Valid configs of the kernel of any quantised operands, the best guess first. Those for few rows were measured.
 
     A tile as low as its tokens wastes no products. Few tokens wait for weights: long steps and several programs on a
     multiprocessor keep more bytes on their way. Many tokens share every weight with as many rows as registers hold
@@ -534,16 +543,19 @@ def portable_quantised(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) 
     single = not in_pieces(spec)
     deep = PROMOTION if foldable(spec) else finest_block(spec) or PROMOTION
     short = min(deep, 64 if foldable(spec) or not single else 32)
-    low = Config("quantised", _pow2(rows, 16, 32), 128, deep, warps=4, stages=4, programs=3)
+    low = Config("quantised", _pow2(rows, 16, 32), 64, deep, warps=4, stages=4, programs=4)
     mid = Config("quantised", 64, 128, deep, warps=4, stages=4, programs=2)
     high = Config("quantised", 128, 128, deep, warps=8, stages=4, programs=1)
     small = Config("quantised", 64, 64, deep, warps=4, stages=3, programs=3)
     if converted:
-        low, mid = replace(low, block_n=64), replace(mid, warps=8)
+        mid = replace(mid, warps=8)
     if capability[0] >= 10:
-        low, mid = replace(low, warps=8), replace(mid, warps=4 if converted else 8)
+        low = replace(low, block_n=64 if converted else 128, warps=8, programs=3)
+        mid = replace(mid, warps=4 if converted else 8)
+    elif not heavy(spec) and spec.activation in (None, "relu"):
+        low = _few_rows(spec, low, capability[0] == 9)
     if burdened_quantised(spec) or capability[0] < 9:
-        low, mid, high = replace(low, block_n=64), replace(mid, warps=8), replace(high, block_n=64)
+        mid, high = replace(mid, warps=8), replace(high, block_n=64)
     if burdened_quantised(spec) and capability[0] < 9:
         mid = high = replace(mid, block_n=64)
         small = replace(small, warps=8, block_n=32)
@@ -555,6 +567,20 @@ def portable_quantised(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) 
     if rows > 32 and tiles_in(sizes[0], spec) < PROCESSORS:
         sizes = [small, *(config for config in sizes if config is not small)]
     return [config for config in dict.fromkeys(sizes) if not problem_with(config, spec)]
+
+
+def _few_rows(spec: ProblemSpec, low: Config, wgmma: bool) -> Config:
+    """The tile of few rows, which wait for weights: warps that wait for no others keep most bytes on their way.
+
+    Measured on an H200 (us; 4 rows of each of 32 groups, K = 7168, N = 4096, Triton 3.6; in front of 64 columns by four
+    warps, which wgmma multiplies): float8 weights 240, 257; int8 244, 337; int4 220, 286; e2m1 279, 344. float8 on both
+    sides is multiplied by wgmma alone: 448 in blocks of 32 by 128 columns, 511 by 64.
+    """
+    if spec.b.packed:
+        return replace(low, warps=2, stages=3, programs=8)
+    if spec.quantised == "weights":
+        return replace(low, block_n=32, warps=1, programs=8)
+    return replace(low, block_n=128, stages=6, programs=3) if low.block_k == 32 and wgmma else low
 
 
 def burdened_quantised(spec: ProblemSpec) -> bool:

@@ -28,7 +28,9 @@ LIST_TILES = ((64, 128), (128, 128), (128, 256), (256, 128))
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """`programs` per multiprocessor; 0 launches one program per tile instead of a persistent grid.
+    """`hopper` is the warp-specialised kernel, also of float8; `pointer` takes plain operands, `quantised` the others.
+
+    `programs` per multiprocessor; 0 launches one program per tile instead of a persistent grid.
 
     `pack`: operands that are first copied into aligned rows (hopper; pointer: float32 weights along k).
     `splits` (pointer): programs that share a tile along K, where K is long and tiles are few.
@@ -297,8 +299,8 @@ def float8_problem(config: Config, spec: ProblemSpec) -> str:
         return "batch_invariant=True: kernel='quantised' multiplies every size by one tile"
     if spec.alpha == "zero" or config.pack or config.shift_b:
         return f"alpha={spec.alpha}, pack={config.pack}, shift_b={config.shift_b}: float8 is multiplied as it lies"
-    if config.block_n < 128 or (consumers(config) == 3 and config.block_n > 128):
-        return f"tile {config.block_m}x{config.block_n}: float8 is multiplied by 128 columns, by three warpgroups once"
+    if config.block_m == 3 * STRIP or config.block_n < 128:
+        return f"tile {config.block_m}x{config.block_n}: two warpgroups multiply float8, by 128 columns"
     for name, x, order in (("a", spec.a, "row"), ("b", spec.b, "col")):
         if not mappable(x) or x.order != order:
             seen = f"{name} is {x.order}, {x.align}-byte aligned, dense={x.dense}"

@@ -8,7 +8,7 @@ import torch
 
 from multigemm.backend import Recipe
 from multigemm.backends.triton.build import KernelSource
-from multigemm.backends.triton.config import STRIP, Config
+from multigemm.backends.triton.config import STRIP, Config, finest_block
 from multigemm.backends.triton.generic import TYPES
 from multigemm.backends.triton.hopper import (
     HopperPlan,
@@ -26,7 +26,7 @@ from multigemm.problem.spec import ProblemSpec, ScaleSpec
 
 SCALES = ("scale_a", "scale_b")
 STRIDES = tuple(f"{side}_{along}" for side in ("sa", "sb") for along in ("group", "line", "deep"))
-PLAIN_ALONE = ("PIECE", "ALIGN", "A_ORDER", "B_ORDER", "LATE")
+PLAIN_ALONE = ("PIECE", "ALIGN", "A_ORDER", "B_ORDER", "LATE", "CONSUMERS")
 """Constants of the plain kernel that have one value here."""
 FARTHEST_LINE = 2**31 // STRIP // 4
 """Elements from one row's scale to the next: from here on the last row of a strip is 2^31 bytes away."""
@@ -39,7 +39,8 @@ def float8_source(given: ProblemSpec, config: Config) -> KernelSource:
     types = argument_types(spec, config) | dict.fromkeys(STRIDES, "i64")
     types |= {name: "*" + TYPES[torch.float32 if x is None else x.dtype] for name, x in scales.items()}
     arguments = tuple((name, types[name]) for name in (*names_of(config), *SCALES, *STRIDES))
-    covers = {**_covers("SA", spec.a.scale), **_covers("SB", spec.b.scale)}
+    sums = "blocks" if finest_block(spec) else spec.accumulate
+    covers = {"SUMS": sums, **_covers("SA", spec.a.scale), **_covers("SB", spec.b.scale)}
     constants = {**kernel_constants(spec, config, given.form), **covers}
     for name in PLAIN_ALONE:
         del constants[name]

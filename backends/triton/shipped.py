@@ -2,10 +2,10 @@
 
     python -m multigemm.backends.triton.shipped 80 90 100        (--quick: a few classes)
 
-compiles every kernel of every class for those compute capabilities (no GPU is needed) and prints
-registers, stack bytes (spills) and shared memory. A stack frame in a shipped kernel is a bug: the
-config is then too large for its class. They are read from the cubin itself, so any machine that can
-compile can also check.
+compiles every kernel of every class for those compute capabilities (no GPU is needed) and prints registers, stack bytes
+(spills) and shared memory. A stack frame in a shipped kernel is a bug: the config is then too large for its class. Only
+in float8 with blocks of scales does it hold what all tiles share, outside of the loop along K. They are read from the
+cubin itself, so any machine that can compile can also check.
 """
 
 from __future__ import annotations

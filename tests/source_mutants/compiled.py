@@ -211,10 +211,12 @@ def _triton_tables(spec: Any, config: Any) -> list[str]:
 
 def triton_sources(spec: Any, config: Any) -> dict[str, Any]:
     """All kernels that problems of a spec may run with a config, by name."""
-    from multigemm.backends.triton import generic, hopper, lists, quantised
+    from multigemm.backends.triton import generic, hopper, hopper_float8, lists, quantised
 
     if config.kernel == "quantised":
         return dict(quantised.quantised_sources(spec, config, 90))
+    if spec.quantised:
+        return dict(hopper_float8.float8_sources(spec, config))
     if spec.form == "per_group":
         of_kernel = lists.hopper_list_sources if config.kernel == "hopper" else lists.generic_list_sources
     else:

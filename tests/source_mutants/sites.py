@@ -23,6 +23,7 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "schedule.py": ("pointer", "hopper", "quantised", "fused"),
         "epilogue.py": ("pointer", "hopper", "quantised", "fused"), "quantised.py": ("quantised",),
         "hopper.py": ("hopper",), "hopper_tiles.py": ("hopper",), "hopper_shift_b.py": ("hopper",),
+        "hopper_float8.py": ("hopper",),
         "lists.py": ("pointer", "hopper"), "fused.py": ("fused",),
     },
     "cupy": {},

@@ -71,7 +71,7 @@ def read_rows(at, line_step, rows, some, LAYOUT: gl.constexpr, SA: gl.constexpr)
     if SA[0]:
         if SA[1] == 1:
             i = gl.arange(0, STRIP, gl.SliceLayout(1, LAYOUT))
-            return gl.load(at + i * line_step, mask=(i < rows) & some, other=0)
+            return gl.load(at + (i * line_step).to(gl.uint32), mask=(i < rows) & some, other=0)
         else:
             return gl.load(at, mask=some, other=0)
     else:
@@ -110,9 +110,11 @@ def product_of(rows, column, SA: gl.constexpr, SB: gl.constexpr):
 
 
 @gluon.jit
-def joined(acc, part, scale, SA: gl.constexpr, BLOCKED: gl.constexpr):
-    """acc + part, times the block's scale."""
-    if not BLOCKED:
+def joined(acc, part, scale, SA: gl.constexpr, SUMS: gl.constexpr):
+    """acc + part, times the block's scale; a part that went on with the sum is the sum."""
+    if SUMS == "fast":
+        return part
+    elif SUMS == "promoted":
         return acc + part
     elif SA[1] == 1:
         return acc + part * scale[:, None]
@@ -163,21 +165,22 @@ def write_scaled(acc, out, spot, scales, PART: gl.constexpr, END: gl.constexpr, 
 
 
 @gluon.jit
-def block_product(ring, stage, strip, piece: gl.constexpr, zeros, PIECES: gl.constexpr, MOST: gl.constexpr):
-    """Starts the product of a strip and a piece of a block, from zero."""
+def block_product(ring, stage, strip, piece: gl.constexpr, acc, PIECES: gl.constexpr, MOST: gl.constexpr,
+                  SUMS: gl.constexpr):  # fmt: skip
+    """Starts the product of a strip and a piece of a block, from zero unless it may go on with the sum."""
     a_smem, b_smem, _, _ = ring
     a = a_smem.index(stage * MOST + strip)
     b = oriented(b_smem.index(stage * PIECES + piece), True)
-    return warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
+    return warpgroup_mma(a, b, acc, use_acc=SUMS == "fast", is_async=True)
 
 
 @gluon.jit
 def multiply(ring, stage, phase, k_length, first, out, spot, scales, STRIPS: gl.constexpr, PIECES: gl.constexpr,
-             MOST: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr, END: gl.constexpr, SA: gl.constexpr,
-             SB: gl.constexpr):  # fmt: skip
+             MOST: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr, END: gl.constexpr, SUMS: gl.constexpr,
+             SA: gl.constexpr, SB: gl.constexpr):  # fmt: skip
     """One tile: products of one strip, of two strips, or of one strip with two pieces of columns."""
     TWO: gl.constexpr = STRIPS * PIECES == 2
-    BLOCKED: gl.constexpr = (SA[0] and SA[2] != 0) or (SB[0] and SB[2] != 0)
+    BLOCKED: gl.constexpr = SUMS == "blocks"
     _, _, full, empty = ring
     layout: gl.constexpr = sum_layout(PIECE, 8)
     zeros = gl.zeros([STRIP, PIECE], gl.float32, layout)
@@ -204,14 +207,15 @@ def multiply(ring, stage, phase, k_length, first, out, spot, scales, STRIPS: gl.
             column_second = read_column(at_column_beside, col1 < n, SB)
     for block in range(blocks):
         mbarrier.wait(full.index(stage), phase)
-        part = block_product(ring, stage, first, 0, zeros, PIECES, MOST)
+        part = block_product(ring, stage, first, 0, sum0 if SUMS == "fast" else zeros, PIECES, MOST, SUMS)
         scale = product_of(rows_first, column_first, SA, SB)
         part = warpgroup_mma_wait(num_outstanding=0, deps=[part])
         if not TWO:
             mbarrier.arrive(empty.index(stage))
-        sum0 = joined(sum0, part, scale, SA, BLOCKED)
+        sum0 = joined(sum0, part, scale, SA, SUMS)
         if TWO:
-            part = block_product(ring, stage, first + STRIPS - 1, PIECES - 1, zeros, PIECES, MOST)
+            part = block_product(ring, stage, first + STRIPS - 1, PIECES - 1, sum1 if SUMS == "fast" else zeros,
+                                 PIECES, MOST, SUMS)  # fmt: skip
             if STRIPS == 2:
                 scale = product_of(rows_second, column_first, SA, SB)
             else:
@@ -232,7 +236,7 @@ def multiply(ring, stage, phase, k_length, first, out, spot, scales, STRIPS: gl.
         if TWO:
             part = warpgroup_mma_wait(num_outstanding=0, deps=[part])
             mbarrier.arrive(empty.index(stage))
-            sum1 = joined(sum1, part, scale, SA, BLOCKED)
+            sum1 = joined(sum1, part, scale, SA, SUMS)
         stage, phase = after(stage, phase, STAGES)
     write_scaled(sum0, out, spot, scales, PART, END, SA, SB, BLOCKED)
     if TWO:
@@ -241,17 +245,17 @@ def multiply(ring, stage, phase, k_length, first, out, spot, scales, STRIPS: gl.
 
 
 @gluon.jit
-def consume_float8(WHICH: gl.constexpr, CONSUMERS: gl.constexpr, out, unowned, ring, mail, scales, BN: gl.constexpr,
-                   PART: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr, END: gl.constexpr,
-                   ZERO: gl.constexpr, SIZES: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr):  # fmt: skip
-    """One warpgroup: its share of each tile's strips."""
-    if ZERO is not None and WHICH == CONSUMERS - 1:
+def consume_float8(WHICH: gl.constexpr, out, unowned, ring, mail, scales, BN: gl.constexpr, PART: gl.constexpr,
+                   MOST: gl.constexpr, STAGES: gl.constexpr, END: gl.constexpr, ZERO: gl.constexpr,
+                   SIZES: gl.constexpr, SUMS: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr):  # fmt: skip
+    """One of two warpgroups: its share of each tile's strips."""
+    if ZERO is not None and WHICH == 1:
         zero_unowned(out, unowned[0], unowned[1], END[0], ZERO, SIZES)
     stage = 0
     phase = 0
     slot = 0
     turn = 0
-    FIRST: gl.constexpr = WHICH * (MOST // CONSUMERS)
+    FIRST: gl.constexpr = WHICH * (MOST // 2)
     g, row, rows, col, low, k_length = take(mail, slot, turn)
     while rows > 0:
         strips = (rows + STRIP - 1) // STRIP
@@ -264,10 +268,10 @@ def consume_float8(WHICH: gl.constexpr, CONSUMERS: gl.constexpr, out, unowned, r
         spot = (g, row + above * STRIP, rows - above * STRIP, low, row + rows, col)
         if MOST == 4 and mine == 2:
             stage, phase = multiply(ring, stage, phase, k_length, FIRST, out, spot, scales, 2, 1, MOST, STAGES, PART,
-                                    END, SA, SB)  # fmt: skip
+                                    END, SUMS, SA, SB)  # fmt: skip
         elif mine == 1:
             stage, phase = multiply(ring, stage, phase, k_length, FIRST, out, spot, scales, 1, BN // PIECE, MOST,
-                                    STAGES, PART, END, SA, SB)  # fmt: skip
+                                    STAGES, PART, END, SUMS, SA, SB)  # fmt: skip
         else:
             stage, phase = pass_by(ring, stage, phase, k_length, STAGES)
         slot, turn = after_slot(slot, turn)
@@ -285,12 +289,13 @@ def float8_kernel(
     WIDTH: gl.constexpr, ORDER: gl.constexpr, MASKED: gl.constexpr,
     STORE: gl.constexpr, C: gl.constexpr, BIAS: gl.constexpr, ALPHA: gl.constexpr, ACTIVATION: gl.constexpr,
     ZERO: gl.constexpr, SIZES: gl.constexpr,
-    HAS_SA: gl.constexpr, SA_ROWS: gl.constexpr, SA_K: gl.constexpr, SA_E8M0: gl.constexpr,
+    SUMS: gl.constexpr, HAS_SA: gl.constexpr, SA_ROWS: gl.constexpr, SA_K: gl.constexpr, SA_E8M0: gl.constexpr,
     HAS_SB: gl.constexpr, SB_ROWS: gl.constexpr, SB_K: gl.constexpr, SB_E8M0: gl.constexpr,
-    CONSUMERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Roles: CONSUMERS warpgroups multiply and write, one more warp loads. K is contiguous on both sides.
+    """Roles: two warpgroups multiply and write, one more warp loads. K is contiguous on both sides.
 
+    SUMS: what becomes of a block's product: scaled by itself ("blocks"), "promoted" to the sum, or part of it ("fast").
     SA and SB: whether there are scales, how many rows (columns) and how much of K one covers, whether they are e8m0.
     """
     SA: gl.constexpr = (HAS_SA, SA_ROWS, SA_K, SA_E8M0)
@@ -301,11 +306,11 @@ def float8_kernel(
     staged: gl.constexpr = gl.NVMMASharedLayout(128, out_type.primitive_bitwidth, 2)
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * MOST, STRIP, DEEP], swizzled)
     b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES * PIECES, PIECE, DEEP], swizzled)
-    held: gl.constexpr = [CONSUMERS, STRIP, PART] if STORE == "tma" else [CONSUMERS, 8, 64]
+    held: gl.constexpr = [2, STRIP, PART] if STORE == "tma" else [2, 8, 64]
     staging = gl.allocate_shared_memory(out_type, held, staged)
     tickets = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ring = (a_smem, b_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
-    mail = (tickets, barriers(2, 1), barriers(2, CONSUMERS))
+    ring = (a_smem, b_smem, barriers(STAGES, 1), barriers(STAGES, 2))
+    mail = (tickets, barriers(2, 1), barriers(2, 2))
     tiles_n = (n + BN - 1) // BN
     total = tiles_of_launch(records, m, groups, tiles_n, FORM, MOST)
     extents = (m, n, k, groups, head)
@@ -317,32 +322,15 @@ def float8_kernel(
     unowned = (ends, extents) if ZERO is not None else ()
     out0 = (out_desc, staging.index(0), tensors, strides, n)
     out1 = (out_desc, staging.index(1), tensors, strides, n)
-    if CONSUMERS == 3:
-        out2 = (out_desc, staging.index(2), tensors, strides, n)
-        gl.warp_specialize(
-            [
-                (consume_float8, (0, CONSUMERS, out0, unowned, ring, mail, scales, BN, PART, MOST, STAGES, END, ZERO,
-                                  SIZES, SA, SB)),
-                (consume_float8, (1, CONSUMERS, out1, unowned, ring, mail, scales, BN, PART, MOST, STAGES, END, ZERO,
-                                  SIZES, SA, SB)),
-                (consume_float8, (2, CONSUMERS, out2, unowned, ring, mail, scales, BN, PART, MOST, STAGES, END, ZERO,
-                                  SIZES, SA, SB)),
-                (produce, ((a_desc, b_desc), ring, mail, records, ends, extents, tiles_n, total, a_rows, b_step, FORM,
-                           BN, PIECES, PIECE, MOST, STAGES, WIDTH, ORDER, 1, MASKED, SIZES, "row", "col")),
-            ],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (consume_float8, (0, CONSUMERS, out0, unowned, ring, mail, scales, BN, PART, MOST, STAGES, END, ZERO,
-                                  SIZES, SA, SB)),
-                (consume_float8, (1, CONSUMERS, out1, unowned, ring, mail, scales, BN, PART, MOST, STAGES, END, ZERO,
-                                  SIZES, SA, SB)),
-                (produce, ((a_desc, b_desc), ring, mail, records, ends, extents, tiles_n, total, a_rows, b_step, FORM,
-                           BN, PIECES, PIECE, MOST, STAGES, WIDTH, ORDER, 1, MASKED, SIZES, "row", "col")),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (consume_float8, (0, out0, unowned, ring, mail, scales, BN, PART, MOST, STAGES, END, ZERO, SIZES,
+                              SUMS, SA, SB)),
+            (consume_float8, (1, out1, unowned, ring, mail, scales, BN, PART, MOST, STAGES, END, ZERO, SIZES,
+                              SUMS, SA, SB)),
+            (produce, ((a_desc, b_desc), ring, mail, records, ends, extents, tiles_n, total, a_rows, b_step, FORM,
+                       BN, PIECES, PIECE, MOST, STAGES, WIDTH, ORDER, 1, MASKED, SIZES, "row", "col")),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

@@ -39,8 +39,7 @@ def function_of(file: str, name: str) -> ast.FunctionDef:
 # --- arguments ----------------------------------------------------------------------------------------
 
 
-TAKEN = ("float8 rows", "float8 blocks", "float8 unscaled", "masked float8 blocks", "batched float8 blocks",
-         "float8 blocks thin")  # fmt: skip
+TAKEN = ("float8 rows", "float8 blocks", "float8 unscaled", "masked float8 blocks", "batched float8 blocks")
 
 
 @pytest.mark.parametrize("name", TAKEN)
@@ -111,6 +110,16 @@ def test_float8_along_k_is_taken_by_the_warp_specialised_kernel(name: str) -> No
     assert all(not problem_with(config, spec) for config in found)
     assert {config.kernel for config in quantised_candidates(spec, (8, 0))} == {"quantised"}
     assert {summation_of(config, spec).unit for config in float8_candidates(spec)} == {"wgmma"}
+
+
+def test_few_rows_are_left_to_low_tiles() -> None:
+    """A strip of 64 rows would keep one warpgroup of two."""
+    found = quantised_candidates(SPECS["float8 blocks thin"])
+    assert [config.kernel for config in found[:2]] == ["quantised", "hopper"]
+    assert found[0].block_m == 16
+    by_format = {name: quantised_candidates(SPECS[f"{name} weights thin"])[0] for name in ("int8", "int4", "mxfp4")}
+    tiles = {name: (config.block_n, config.warps) for name, config in by_format.items()}
+    assert tiles == {"int8": (32, 1), "int4": (64, 2), "mxfp4": (64, 2)}, "mma.sync: wgmma takes four warps"
 
 
 def test_a_part_and_a_sum_of_its_size_share_the_registers() -> None:
