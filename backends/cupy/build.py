@@ -175,8 +175,8 @@ template <int N, int FIRST> struct Mma;   // FIRST: the accumulator's first regi
 
 
 class Element(NamedTuple):
-    """What wgmma multiplies: the define of kernels for it, the name of the instruction for `n` rows, the constraint of
-    a sum, and whether operands may lie across k in shared memory."""
+    """What wgmma multiplies: the define of kernels for it, the instruction for `n` rows, the constraint of a sum, and
+    whether operands may lie across k in shared memory."""
 
     condition: str
     instruction: str

@@ -273,10 +273,12 @@ def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
         return
     if layout.spec.fused is not None and (layout.hopper or not gathered_reasons(layout.spec)):
         yield _fused_rules(layout, counts)
-    if layout.spec.fused is None and layout.spec.compute not in HALVES and words_of(layout.spec):
+    words = layout.spec.fused is None and layout.spec.compute not in HALVES and bool(words_of(layout.spec))
+    if words:
         yield _words_rules(layout, counts)
     if layout.spec.compute not in HALVES or layout.spec.fused is not None:
         yield list(_generic_rules(layout, counts))
+        yield [(words, WORDS), (words, tuple(replace(config, kernel="packed") for config in WORDS))]
         return
     small, listed = _few_tiles_rules(layout, counts), _small_list_rules(layout, counts)
     yield [*listed, *small] if layout.k > LIST_LEAST_K else [*small, *listed]
@@ -333,6 +335,10 @@ def _fused_rules(layout: Layout, counts: Counts) -> list[Rule]:
         found.append((holds & (rows <= PICKED_ROWS), (*alone, *copied, *shared)))
         found.append((holds & (rows > PICKED_ROWS), (*copied, *alone, *shared)))
     return found
+
+
+WORDS = (TURNS, WIDE, ALONE, MIDDLE, SINGLE, NARROW, SLIM)
+"""The Hopper kernel's configs for tf32 and int8."""
 
 
 def _words_rules(layout: Layout, counts: Counts) -> list[Rule]:

@@ -19,6 +19,7 @@ from multigemm.backends.cupy.support import (
     hopper_plain_kind,
     hopper_reasons,
     packed_reasons,
+    packed_spec,
     picks_rows,
     picks_weights,
     shift_b_reasons,
@@ -334,6 +335,8 @@ def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -
         return shape_fits(replace(config, kernel="hopper"), gathered_spec(spec), capability)
     if config.kernel == "hopper" and picks_rows(spec):
         return False
+    if config.kernel == "packed":
+        spec = packed_spec(spec)
     if spec.compute not in HALVES and words_of(spec) and not _fits_words(config, spec):
         return False
     if has_gate(spec) and not (config.pingpong and config.rows <= most_gated_rows(spec)):
@@ -364,11 +367,17 @@ def most_weight_rows(spec: ProblemSpec) -> int:
 
 @cache
 def _runs_clusters(config: Config, plain: bool) -> bool:
-    """Whether a config is one of the kernels of resident clusters, and fits with results that are plain or not."""
-    stages = config.weight_stages if config.kernel == "hopper_shift_b" else config.stages
+    """Whether a config is one of the kernels of resident clusters, and fits with results that are plain or not.
+
+    A ring whose stages have many heights (`stage_bytes` in pipeline.cuh) leaves up to one stage unused where it wraps,
+    and consumers hold two: a block, and the one before it.
+    """
+    shifts = config.kernel == "hopper_shift_b"
+    stages = config.weight_stages if shifts else config.stages
+    least = 3 if config.rows > 128 and not shifts else 2
     turns = not config.pingpong or (config.rows <= 192 and plain)
     known = config.rows in (64, 128, 192, 256) and config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64)
-    return turns and known and stages >= 2 and config.shared_bytes(plain) <= SHARED_LIMIT
+    return turns and known and stages >= least and config.shared_bytes(plain) <= SHARED_LIMIT
 
 
 @cache

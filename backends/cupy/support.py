@@ -362,6 +362,8 @@ def packed_reasons(spec: ProblemSpec) -> list[str]:
     """Why copying first does not help a spec."""
     copied = packed_spec(spec)
     reasons = [*hopper_reasons(copied, pads_rows(spec)), *_copy_reasons(spec, copied)]
+    if pads_rows(spec) and (spec.b if is_swapped(spec) else spec.a).wide:
+        reasons.append("rows of 2^31 elements or more, which are not copied: kernel='generic' reads them")
     if copied == spec and not pads_rows(spec):
         reasons.append("nothing needs copying")
     return reasons

@@ -201,21 +201,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_ragged(const __grid_c
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
-    const u32 across = u32(c.inner / SIDE), units = across * u32(ceil_div(c.outer, SIDE));
-    for (u32 unit = blockIdx.x; unit < units; unit += gridDim.x) {
-        const i64 block = unit % across, i0 = i64(unit / across) * SIDE;
-        i64 start, end;
-        int low = 0, high = p.groups;
-        while (high - low > 1) {                                // the last group that begins at or before the block
-            const int middle = (low + high) >> 1;
-            jagged_span(p, middle, start, end);
-            if (start / SIDE + middle <= block) low = middle;
-            else high = middle;
+    const u32 down = u32(ceil_div(c.outer, SIDE)), units = u32(c.inner / SIDE) * down, share = (units + gridDim.x - 1) / gridDim.x;
+    i64 block = -1, start = 0, end = 0, first = 0;
+    for (u32 unit = blockIdx.x * share; unit < min(units, (blockIdx.x + 1) * share); ++unit) {
+        if (unit / down != block) {                             // the last group that begins at or before the next block of k
+            block = unit / down;
+            int before = 0;
+            for (int base = 0; base < p.groups; base += 32) {
+                const int g = base + (threadIdx.x & 31);
+                if (g < p.groups) jagged_span(p, g, start, end);
+                before += __popc(__ballot_sync(~0u, g < p.groups && start / SIDE + g <= block));
+            }
+            const int g = max(before - 1, 0);
+            jagged_span(p, g, start, end);
+            first = start + (block - (start / SIDE + g)) * SIDE;
         }
-        jagged_span(p, low, start, end);
-        const i64 first = start + (block - (start / SIDE + low)) * SIDE;
         if (first < start || first >= end) continue;            // between two groups, or offsets that lie
-        const i64 j0 = block * SIDE;
+        const i64 i0 = i64(unit % down) * SIDE, j0 = block * SIDE;
         Copy group = c;
         group.inner = j0 + end - first;
         turn_tile<true>(group, c.from + (first - j0) * c.from_inner, c.to, i0, j0);

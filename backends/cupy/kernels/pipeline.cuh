@@ -97,7 +97,7 @@ struct Shared {
     u64 rows_full[PLACES];
 #endif
 #if GATHER && !RAGGED_K
-    int picked[ROWS];           // numbers of a tile's rows (picked_rows.cuh)
+    alignas(16) int picked[8][ROWS / 8];    // numbers of a tile's rows: of every eighth row one after the other (picked_rows.cuh)
 #endif
     u32 begins[LOADERS][PLACES];   // where each stage in flight begins (load.cuh), for each of the warps that load
     alignas(16) Tile tiles[SLOTS];

@@ -21,6 +21,9 @@ STRIDED = replace(BF16, order="strided")
 ODD_B = {"b": ODD["b"]}
 LIST = {"form": "per_group", "n": None, "k": None}
 JAGGED_K = {"form": "jagged_k", "k": None, "a": COLUMNS}
+TF32: Change = {"compute": torch.float32, "precision": "tf32", **dict.fromkeys("ab", OperandSpec(torch.float32))}
+INT8: Change = {"compute": torch.int8, **dict.fromkeys("ab", OperandSpec(torch.int8))}
+TF32["out"], INT8["out"] = OperandSpec(torch.float32), OperandSpec(torch.int32)
 
 
 def spec(**change: Any) -> ProblemSpec:
@@ -140,7 +143,9 @@ def test_large_unreadable_operands_are_copied_and_small_ones_are_not(change: dic
     assert support.packed_spec(copied) == copied and support.packed_reasons(SPEC)
 
 
-@pytest.mark.parametrize("change", [{}, {"form": "per_group"}, {"n": 128, "k": 256}, ODD_B, ODD, LIST], ids=str)
+@pytest.mark.parametrize(
+    "change", [{}, {"form": "per_group"}, {"n": 128, "k": 256}, ODD_B, ODD, LIST, TF32, INT8], ids=str
+)
 def test_a_layouts_family_holds_every_choice_for_other_counts(change: dict[str, Any]) -> None:
     problem = spec(**change)
     members = choice.first_choices(problem, (9, 0))
@@ -213,6 +218,47 @@ def test_shifted_weights_need_two_stages_beside_those_of_the_rows() -> None:
         assert fitting.weight_stages >= 2 and is_valid(fitting, spec(**ODD_B))
         for stages in range(most + 1, 40):
             assert not is_valid(replace(fitting, stages=stages), spec(**ODD_B)), (rows, stages)
+
+
+def test_stages_of_many_heights_need_a_ring_of_three() -> None:
+    """With two, a warp waited for room that consumers gave back after the stage that it was to load."""
+    for rows, least in ((256, 3), (192, 3), (128, 2), (64, 2)):
+        fitting = Config("hopper", rows=rows, stages=least)
+        assert is_valid(fitting, SPEC) and not is_valid(replace(fitting, stages=least - 1), SPEC)
+
+
+def across(kind: Change, *names: str) -> Change:
+    """The kind with operands whose columns are contiguous in a, or rows in b turned into columns."""
+    return kind | {name: replace(kind[name], order="col") for name in names}
+
+
+@pytest.mark.parametrize("kind", [TF32, INT8], ids=["tf32", "int8"])
+def test_words_go_to_the_hopper_kernel_with_copies_of_rows_that_lie_across_k(kind: Change) -> None:
+    along, turned, rows = spec(**across(kind, "b")), spec(**kind), spec(**across(kind, "a", "b"))
+    ragged = spec(**across(kind, "a"), form="jagged_k", k=None, m=4096)
+    assert not support.turns_weights(along) and support.turns_weights(turned)
+    assert is_valid(configs.TURNS, along) and not is_valid(configs.TURNS, turned) and is_valid(configs.WIDE, turned)
+    assert not is_valid(replace(configs.WIDE, step=8), along), "wgmma of int8 has no such widths"
+    copied = support.packed_spec(rows)
+    assert support.hopper_reasons(rows) and not support.packed_reasons(rows) and not support.hopper_reasons(copied)
+    assert (copied.a.order, copied.b.order) == ("row", "col")
+    assert support.hopper_reasons(ragged) and not support.packed_reasons(ragged)
+    assert support.packed_spec(ragged).a.order == "row" and support.packed_spec(ragged).b == ragged.b
+    packed = replace(configs.TURNS, kernel="packed")
+    lines = spec(**across(kind, "a", "b"), form="jagged_k", k=None, m=4096)
+    assert is_valid(packed, rows) and not is_valid(packed, ragged), "weights across k go through registers"
+    assert not is_valid(packed, lines) and is_valid(replace(configs.WIDE, kernel="packed"), lines)
+    for problem in (along, turned, rows, ragged):
+        heavy = replace(problem, total=1 << 14)
+        copies = problem in (rows, ragged)
+        assert choice.heuristic(heavy).kernel == ("packed" if copies else "hopper")
+        assert (
+            choice.heuristic(replace(problem, total=1, n=64, m=problem.m and 64, k=problem.k and 64)).kernel
+            == "generic"
+        )
+        assert choice.heuristic(replace(heavy, batch_invariant=True)).kernel == (
+            "generic" if kind is TF32 else choice.heuristic(heavy).kernel
+        )
 
 
 def test_the_kernels_key_knows_no_sizes() -> None:

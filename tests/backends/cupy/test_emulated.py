@@ -1,4 +1,5 @@
-"""Random problems through cupy's kernels for quantised operands, which run on the CPU from their own sources."""
+"""Random problems through cupy's kernels for quantised operands and unaligned weights, which run on the CPU from their
+own sources."""
 
 from __future__ import annotations
 
@@ -189,6 +190,8 @@ def odd_words_problem(seed: int, dtype: torch.dtype, form: str) -> GroupedGemmPr
     rng = np.random.default_rng(seed)
     groups, (k, n, m) = int(rng.integers(1, 6)), (int(extent) for extent in rng.integers(1, 250, 3))
     sizes = rng.choice([0, 1, 7, 31, 64, 129, 200], groups).tolist()
+    if form == "jagged_k" and seed == 0:
+        sizes = rng.choice([0, 1, 2], 70).tolist()  # more than a warp looks at at once
     options: dict[str, Any] = {"precision": "tf32"} if dtype is torch.float32 else {}
 
     def matrix(*shape: int) -> Tensor:
@@ -287,3 +290,44 @@ def test_float8_of_a_jagged_k(config: Config) -> None:
     """Blocks of scales that are counted from each group's start, tails of blocks, empty groups."""
     for seed in range(PROBLEMS // 2):
         _is_right(jagged_k_problem(seed), config)
+
+
+def unaligned_problem(seed: int) -> GroupedGemmProblem:
+    """Whole numbers, N and K of any size, operands that begin at any element: in lines along k or across it."""
+    rng = np.random.default_rng(seed)
+    form, turned = ("jagged_m", "list", "batched", "masked")[seed % 4], bool(seed // 4 % 2)
+    groups, dtype = int(rng.integers(1, 5)), torch.bfloat16 if seed % 5 else torch.float16
+    n, k = int(rng.integers(1, 300)), int(rng.choice([rng.integers(1, 200), rng.integers(200, 400)]))
+    sizes = rng.choice([0, 1, 7, 8, 60, 129, 257, 300], groups).tolist()
+
+    def operand(*shape: int, turned: bool = False) -> Tensor:
+        first = int(rng.integers(0, 4))
+        rows, columns = (shape[-1], shape[-2]) if turned else shape[-2:]
+        count = int(np.prod(shape[:-2])) * rows * columns
+        numbers = torch.from_numpy(rng.integers(-7, 8, first + count).astype(np.float32)).to(dtype)
+        matrix = numbers[first:].view(*shape[:-2], rows, columns)
+        return matrix.mT if turned else matrix
+
+    if form == "list":
+        rows = [operand(size, k) for size in sizes]
+        return GroupedGemmProblem(rows, [operand(k, n, turned=turned) for _ in sizes])
+    b = operand(groups, k, n, turned=turned)
+    if form == "jagged_m":
+        return GroupedGemmProblem(operand(sum(sizes), k), b, sizes=sizes)
+    m = int(rng.integers(1, 200))
+    valid = {"valid_rows": rng.integers(0, m + 1, groups).tolist()} if form == "masked" else {}
+    return GroupedGemmProblem(operand(groups, m, k), b, **valid)
+
+
+@pytest.mark.parametrize(
+    "config", [configs.SHIFT_B, configs.SHIFT_B_MIDDLE, configs.SHIFT_B_NARROW], ids=lambda c: str(c.rows)
+)
+def test_shifted_weights_by_wgmma(config: Config) -> None:
+    """One to six blocks of k, tails of them, lists, empty groups; registers of products under way stay as they are."""
+    forms = set[str]()
+    for seed in range(PROBLEMS + 4):
+        problem = unaligned_problem(seed)
+        if configs.is_valid(config, problem.spec):
+            _is_right(problem, config)
+            forms.add(f"{problem.spec.form} {problem.spec.b.order}")
+    assert {"jagged_m row", "jagged_m col", "per_group row"} <= forms

@@ -105,6 +105,21 @@ FORMS: dict[str, Make] = {
         r(137, 304, dtype=torch.float32).T, r(4, 263, 137, dtype=torch.float32).mT, offsets=cut(), precision="tf32",
         bias=r(263, dtype=torch.float32), activation="relu",
     ),
+    "tf32, jagged m, weights by columns": lambda: mg.GroupedGemmProblem(
+        r(304, 136, dtype=torch.float32), r(4, 264, 136, dtype=torch.float32).mT, offsets=cut(), precision="tf32"
+    ),
+    "tf32, jagged k": lambda: mg.GroupedGemmProblem(
+        r(304, 264, dtype=torch.float32).T, r(304, 136, dtype=torch.float32), offsets=cut(), jagged="k",
+        precision="tf32",
+    ),
+    "int8, jagged m": lambda: mg.GroupedGemmProblem(
+        torch.randint(-128, 128, (304, 144), device="cuda", dtype=torch.int8),
+        torch.randint(-128, 128, (4, 144, 272), device="cuda", dtype=torch.int8), offsets=cut(),
+    ),
+    "int8, jagged k": lambda: mg.GroupedGemmProblem(
+        torch.randint(-128, 128, (304, 144), device="cuda", dtype=torch.int8).T,
+        torch.randint(-128, 128, (304, 272), device="cuda", dtype=torch.int8), offsets=cut(), jagged="k",
+    ),
     "tf32": lambda: mg.GroupedGemmProblem(
         r(2, 150, 50, dtype=torch.float32), r(2, 50, 190, dtype=torch.float32), precision="tf32"
     ),

@@ -135,6 +135,7 @@ template <class T> T __shfl_up_sync(unsigned, T v, int by) {
     return __shfl_sync(~0u, v, lane >= by ? lane - by : lane);
 }
 template <class T> T __shfl_xor_sync(unsigned, T v, int by) { return __shfl_sync(~0u, v, (threadIdx.x & 31) ^ by); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline unsigned __ballot_sync(unsigned, bool mine) {
     unsigned found = 0;
     for (int lane = 0; lane < 32; ++lane) found |= unsigned(__shfl_sync(~0u, int(mine), lane)) << lane;
