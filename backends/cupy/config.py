@@ -109,7 +109,7 @@ class Config:
     def _bookkeeping(self) -> int:
         """Bytes of the schedule, of tiles and barriers."""
         picked = 4 * self.rows if self.kernel == "hopper_gather" else 0
-        more = 512 if self.kernel == "hopper_weights" else picked  # of more stages, which are smaller
+        more = 256 if self.kernel == "hopper_weights" else picked  # of more stages, which are smaller
         return 16 * self.groups_at_most + 1024 + 768 + more
 
     @property

@@ -132,7 +132,7 @@ __device__ __forceinline__ void lay_rows(u32 staging, const u32* pair) {
 }
 
 // Packed results that leave 64 x 64 at a time, while the next tile is multiplied.
-struct LateOfEither {
+struct LateTile {
     u32 pair[SUMS / 2];
     Results to;
     int left = 0, traded = 0;
@@ -219,7 +219,7 @@ __device__ __forceinline__ void consume_fp8(const Problem& p, const Launch& l, c
     Ring ring;
     bool first = true;
 #if LATE
-    LateOfEither late;
+    LateTile late;
     const auto more = [&] { return late.left > 0; };
     const auto beside = [&] { late.send(maps, half, staging); };
 #else
@@ -258,7 +258,7 @@ __device__ __forceinline__ void consume_fp8(const Problem& p, const Launch& l, c
         late.keep(p, t, rank, half, trades, total);
 #elif SEND
 #if BROAD
-        LateOfEither now;
+        LateTile now;
         now.keep(p, t, rank, half, trades, total);
         now.send_all(maps, half, staging);
 #else

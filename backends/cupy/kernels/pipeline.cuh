@@ -67,12 +67,12 @@ constexpr int BLOCK = 64 * LINE_BYTES;                 // 64 lines
 constexpr int ACROSS = LINE_BYTES / ELEMENT, ACROSS_BYTES = BK * LINE_BYTES;      // columns of a box of weights with contiguous mn, and its bytes
 constexpr int RESULT = WORD_RESULTS ? 4 : 2;                  // bytes of a plain result
 constexpr int SLOTS = 4;                               // tiles announced ahead
+constexpr int RING_BYTES = STAGES * STAGE_BYTES;
+constexpr int LONG_K = 5120;                           // see stage_bytes
 // Tiles of few rows: how far the blocks of rows of a stage are apart, where lanes that read both meet other banks, and its bytes.
 [[maybe_unused]] constexpr int FEW_ROWS = 16, FEW_APART = (FEW_ROWS + 2) * LINE_BYTES;
 [[maybe_unused]] constexpr int FEW_BYTES = (W_BYTES + (DEEP - 1) * FEW_APART + FEW_ROWS * LINE_BYTES + 1023) / 1024 * 1024;
-constexpr int RING_BYTES = STAGES * STAGE_BYTES;
-constexpr int LONG_K = 5120;                           // see stage_bytes
-constexpr int PLACES = RING_BYTES / (W_BYTES + STEP * LINE_BYTES) + 1;   // stages at most, each with its two barriers
+constexpr int PLACES = RING_BYTES / (FEW ? FEW_BYTES : W_BYTES + STEP * LINE_BYTES) + 1;   // stages at most, each with its two barriers
 [[maybe_unused]] constexpr int PITCH = 68;              // floats per row of the general epilogue's staging
 constexpr int STAGING_BYTES = BROAD ? 64 * 2 * COLUMNS : PLAIN || GATE ? 64 * 128 : 9216; // per consumer warpgroup
 constexpr i64 FAR = 1 << 30;                           // ragged maps: see arguments.py

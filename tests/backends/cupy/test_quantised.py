@@ -85,7 +85,7 @@ def test_hopper_takes_float8_whose_k_is_contiguous(changes: dict[str, Any], reas
 )
 def test_high_tiles_but_for_few_rows(scales: str, rows: int, config: configs.Config) -> None:
     """What was fastest, or within 7 % of it, on an H200."""
-    changes = {
+    changes: dict[str, dict[str, Any]] = {
         "rows": {"scale_a": torch.ones(300, 1), "scale_b": torch.ones(3, 1, 520)},
         "columns in blocks": {"scale_b": torch.ones(3, 4, 520)},
     }
