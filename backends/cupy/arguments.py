@@ -38,7 +38,7 @@ from multigemm.cuda.arguments import (
     tokens_at,
 )
 from multigemm.cuda.device import to_device
-from multigemm.cuda.tensor_map import BLANK, NO_SWIZZLE, SIZE, encode_together, repeat
+from multigemm.cuda.tensor_map import BLANK, NO_SWIZZLE, PROMOTION_128B, SIZE, encode_together, repeat
 from multigemm.planning.operands import ABSENT, Operands, Packed, group_table
 
 PROBLEM = struct.Struct("<" + "4q" * 5 + "3q2d3q12i")
@@ -129,7 +129,8 @@ def _plain_maps(side: Side, heights: tuple[int, ...]) -> Fields:
     line = LINE_BYTES // side.dtype.itemsize
     if side.k_contiguous:
         return encode_together(side.dtype, side.ptr, (side.k, side.mn, side.groups), strides, _boxes(line, heights))
-    return encode_together(side.dtype, side.ptr, (side.mn, side.k, side.groups), strides, _boxes(line, (line,)))
+    across = (side.mn, side.k, side.groups), strides, _boxes(line, (line,))
+    return encode_together(side.dtype, side.ptr, *across, promotion=PROMOTION_128B)
 
 
 def stacked_maps(side: Side, height: int, count: int) -> Fields:
@@ -158,7 +159,7 @@ def gate_map(side: Side, interleaved: bool) -> Fields:
         extents, box = (side.k, 2, features, side.groups), (64, 1, 64, 1)
         return encode_together(side.dtype, side.ptr, extents, (*apart, group), (box,))
     extents, strides = (features, side.k, 2, side.groups), (step, features * side.dtype.itemsize, group)
-    return encode_together(side.dtype, side.ptr, extents, strides, ((64, 64, 1, 1),))
+    return encode_together(side.dtype, side.ptr, extents, strides, ((64, 64, 1, 1),), promotion=PROMOTION_128B)
 
 
 def ragged_map(side: Side) -> Fields:
@@ -197,8 +198,9 @@ def weight_maps(lines: Lines, inner: int, height: int) -> tuple[Fields, ...]:
         count = (lines.number - residue + 7) // 8
         start = lines.ptr + (residue * lines.pitch if count > 0 else 0)
         extents = (start % 16 // lines.dtype.itemsize + lines.length, max(count, 1), 1)
-        base = along(lines.ptr, start - start % 16)
-        parts.append(encode_together(lines.dtype, base, extents, strides, ((inner, height, 1),), swizzle=NO_SWIZZLE))
+        base, box = along(lines.ptr, start - start % 16), (inner, height, 1)
+        modes = {"swizzle": NO_SWIZZLE, "promotion": PROMOTION_128B}  # a box's line is 1.5 or 2.5 times 128 bytes
+        parts.append(encode_together(lines.dtype, base, extents, strides, (box,), **modes))
     return tuple(parts)
 
 

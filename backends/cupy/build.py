@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
 from threading import RLock
 from typing import Any, NamedTuple
@@ -159,9 +160,9 @@ WEIGHTS_HEADER = "mma_weights.cuh"
 WIDTHS = range(8, 257, 8)
 
 
-def _guarded(one: Callable[[int], str]) -> str:
+def _guarded(one: Callable[[int], str], most: str = "ROWS") -> str:
     """The instructions of the widths that a kernel has."""
-    return "".join(f"#if {n} <= ROWS && {n} % STEP == 0\n{one(n)}#endif\n" for n in WIDTHS)
+    return "".join(f"#if {n} <= {most} && {n} % STEP == 0\n{one(n)}#endif\n" for n in WIDTHS)
 
 
 MMA_HEAD = """// Written by build.py: d += W x X for 64 columns, N rows, 32 bytes of k, both in shared memory.
@@ -318,18 +319,13 @@ def weights_header() -> str:
 
 
 FP8_HEAD = """// Written by build.py: W x X for 64 columns, N rows and k = 32 of float8, both in shared memory along k.
-// `start` writes the products, `add` adds them to what is there.
+// `start` writes the products, `add` adds them to what is there; `_traded`: the other side has 64 lines, X x W.
 #pragma once
 #include "ptx.cuh"
-#if W_E5M2 && X_E5M2
-#define FP8_TYPES "e5m2.e5m2"
-#elif W_E5M2
-#define FP8_TYPES "e5m2.e4m3"
-#elif X_E5M2
-#define FP8_TYPES "e4m3.e5m2"
-#else
-#define FP8_TYPES "e4m3.e4m3"
-#endif
+#define FP8_NAME_0 "e4m3"
+#define FP8_NAME_1 "e5m2"
+#define FP8_NAMED(e5m2) FP8_NAME_##e5m2
+#define FP8_NAME(e5m2) FP8_NAMED(e5m2)
 template <int N> struct MmaFp8;
 """
 
@@ -338,11 +334,13 @@ def _of_fp8(n: int) -> str:
     count = n // 2
     registers = ", ".join(f"%{i}" for i in range(count))
     functions = []
-    for name, adds, access in (("start", 0, "="), ("add", 1, "+")):
+    traded = (("", "W", "X"), ("_traded", "X", "W"))
+    for (name, adds, access), (suffix, first, second) in product((("start", 0, "="), ("add", 1, "+")), traded):
         operands = ", ".join(f'"{access}f"(d[{i}])' for i in range(count))
         functions.append(
-            f"    static __device__ __forceinline__ void {name}(float (&d)[{count}], u64 w, u64 x) {{\n"
-            f'        asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k32.f32." FP8_TYPES " {{{registers}}}, '
+            f"    static __device__ __forceinline__ void {name}{suffix}(float (&d)[{count}], u64 w, u64 x) {{\n"
+            f'        asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k32.f32." FP8_NAME({first}_E5M2) "." '
+            f'FP8_NAME({second}_E5M2) " {{{registers}}}, '
             f'%{count}, %{count + 1}, {adds}, 1, 1;"\n'
             f'                     : {operands}\n                     : "l"(w), "l"(x));\n    }}\n'
         )
@@ -351,4 +349,4 @@ def _of_fp8(n: int) -> str:
 
 def fp8_header() -> str:
     """The header for float8 on both sides."""
-    return FP8_HEAD + _guarded(_of_fp8)
+    return FP8_HEAD + _guarded(_of_fp8, "(ROWS > TILE_COLUMNS ? ROWS : TILE_COLUMNS)")

@@ -21,6 +21,9 @@ from multigemm.backends.cupy.config import (
     COLUMNS,
     FP8,
     FP8_ALONE,
+    FP8_BROAD,
+    FP8_BROAD_ALONE,
+    FP8_MIDDLE,
     FP8_NARROW,
     FP8_SINGLE,
     FP8_WIDE,
@@ -74,6 +77,7 @@ from multigemm.backends.cupy.support import (
     sends,
     small_list_reasons,
     small_reasons,
+    trades_sides,
     words_of,
 )
 from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
@@ -253,7 +257,10 @@ def _takes(config: Config, spec: ProblemSpec, total: Number, groups: Number) -> 
         return (total <= SMALL_MAX_ROWS) & (
             groups <= (MAX_LISTED_GROUPS if spec.form == "per_group" else SMALL_MAX_ROWS)
         )
-    return groups <= (MAX_LISTED_GROUPS if config.kernel == "small_list" else min(config.groups_at_most, MAX_GROUPS))
+    fits = groups <= (MAX_LISTED_GROUPS if config.kernel == "small_list" else min(config.groups_at_most, MAX_GROUPS))
+    if config.columns != COLUMNS and spec.form in ("jagged_m", "jagged_n"):
+        return fits & (total <= MAX_ROWS)  # support.sends
+    return fits
 
 
 def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
@@ -284,9 +291,10 @@ def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
 def _quantised_rules(layout: Layout, counts: Counts) -> list[Rule]:
     """Of quantised operands: high tiles, which skewed sizes need, but for few rows per group.
 
-    Fitted to every config's times on an H200, 2026-11-22: e4m3, the 11 shapes of the suite `moe`, sizes balanced, zipf
-    and with empty groups. Where scales change along k, a block alone takes 0.91 to 1.02 of the time of a cluster of
-    two, elsewhere 0.93 to 1.03. A choice takes at most 1.07 times as long as the fastest config.
+    Fitted to times on an H200. Scales that cover all of k, 2026-11-22: e4m3, the 11 shapes of the suite `moe`, sizes
+    balanced, zipf and with empty groups: a block alone takes 0.93 to 1.03 of the time of a cluster of two. Rows by
+    blocks of 128 x 128, 2026-11-23, five shapes, balanced and zipf: tiles of 192 columns take 0.89 to 0.96 of the time
+    of 128, and a cluster as long as a block alone, within 2 %.
     """
     rows = _rows(layout, counts)
     if layout.spec.quantised == "weights":
@@ -295,7 +303,15 @@ def _quantised_rules(layout: Layout, counts: Counts) -> list[Rule]:
     sparse = rows <= FP8_SPARSE_ROWS
     odd = layout.columns % 2 == 1 and layout.columns <= FEW_COLUMNS
     high = (FP8_ALONE, FP8_WIDE) if odd or has_block_scales(layout.spec) else (FP8_WIDE, FP8_ALONE)
+    if trades_sides(layout.spec):
+        high = (*((FP8_BROAD, FP8_BROAD_ALONE) if _fill_broad_tiles(layout) else ()), FP8_SINGLE, FP8_MIDDLE)
     return [(sparse, (FP8_SINGLE, FP8_NARROW)), (True, (*high, *FP8, QUANTISED))]
+
+
+def _fill_broad_tiles(layout: Layout) -> bool:
+    """Whether tiles of 192 columns cover at most 8 % more of them than tiles of 128."""
+    columns = (layout.spec.m if is_swapped(layout.spec) else layout.spec.n) or layout.spec.largest
+    return -(-columns // FP8_BROAD.columns) * FP8_BROAD.columns <= 1.08 * layout.columns * COLUMNS
 
 
 def _fused_rules(layout: Layout, counts: Counts) -> list[Rule]:

@@ -25,6 +25,7 @@ from multigemm.backends.cupy.support import (
     shift_b_reasons,
     small_list_reasons,
     small_reasons,
+    trades_sides,
     turns_weights,
     weights_reasons,
     words_of,
@@ -59,7 +60,8 @@ class Config:
     of `tile` squared a thread block of its own, with four blocks of k in flight, or `stages` where lines begin
     anywhere. `small_list` gives a thread block to each tile of a list or batch, laid out by the host; `rows` 0 leaves
     their height to it, which knows all sizes. `quantised` takes any quantised operands, in tiles of 64 squared;
-    `hopper_fp8` is `hopper` for float8, with 128 of k in a stage; `hopper_weights` is `hopper` for quantised weights.
+    `hopper_fp8` is `hopper` for float8, with 128 of k in a stage, and tiles of
+    `columns`; `hopper_weights` is `hopper` for quantised weights.
     `hopper_gather` is `hopper` for rows picked by index, which two warps copy on their way; the blocks of a cluster
     share weights there, and `rows` are those of one block. `gathered` copies picked rows first and runs `hopper`.
     """
@@ -84,12 +86,15 @@ class Config:
     cluster: int = 1
     step: int = 16
     pingpong: bool = False
+    columns: int = COLUMNS
 
     def shared_bytes(self, plain: bool) -> int:
         """Dynamic shared memory of the Hopper kernel, and of the one that shifts its weights."""
         line = CODE_LINE if self.kernel == "hopper_weights" else 128
-        weights = self.weight_stages * ODD_WEIGHTS if self.kernel == "hopper_shift_b" else self.stages * COLUMNS * line
-        staging = 2 * (8192 if plain else 9216)
+        weights = self.stages * self.columns * line
+        if self.kernel == "hopper_shift_b":
+            weights = self.weight_stages * ODD_WEIGHTS
+        staging = 2 * (8192 if plain else 9216) * (1 if self.columns == COLUMNS else self.columns // 64)
         return self.stages * self.rows * 128 + weights + staging + self._scales + self._bookkeeping
 
     @property
@@ -97,14 +102,14 @@ class Config:
         """Bytes of the scales of stages, which are as many as there can be of the lowest tile (pipeline.cuh)."""
         if self.kernel != "hopper_fp8":
             return 0
-        places = self.stages * (self.rows + COLUMNS) // (COLUMNS + self.step) + 1
-        return places * (self.rows + COLUMNS) * 4
+        places = self.stages * (self.rows + self.columns) // (self.columns + self.step) + 1
+        return places * (self.rows + self.columns) * 4
 
     @property
     def _bookkeeping(self) -> int:
         """Bytes of the schedule, of tiles and barriers."""
         picked = 4 * self.rows if self.kernel == "hopper_gather" else 0
-        more = 256 if self.kernel == "hopper_weights" else picked  # of more stages, which are smaller
+        more = 512 if self.kernel == "hopper_weights" else picked  # of more stages, which are smaller
         return 16 * self.groups_at_most + 1024 + 768 + more
 
     @property
@@ -116,8 +121,8 @@ class Config:
     @property
     def groups_at_most(self) -> int:
         """What its share of the shared memory lets the schedule hold."""
-        full = self.pingpong or (self.kernel == "hopper_shift_b" and self.rows == SHIFT_B.rows)
-        return TURNS_GROUPS if full else MAX_GROUPS
+        high = self.kernel == "hopper_shift_b" and self.rows == SHIFT_B.rows
+        return TURNS_GROUPS if self.pingpong or self.columns != COLUMNS or high else MAX_GROUPS
 
 
 F16, BF16, TF32, I8, F64, F32 = range(6)
@@ -218,7 +223,9 @@ FP8_MIDDLE = Config("hopper_fp8", rows=128, stages=5, cluster=2)
 FP8_NARROW = Config("hopper_fp8", rows=64, stages=7, cluster=2)
 FP8_SINGLE = Config("hopper_fp8", rows=128, stages=5, cluster=1)
 FP8_ALONE = Config("hopper_fp8", rows=192, stages=4, cluster=1)
-FP8 = (FP8_WIDE, FP8_MIDDLE, FP8_NARROW, FP8_SINGLE, FP8_ALONE)
+FP8_BROAD = Config("hopper_fp8", rows=128, stages=4, cluster=2, columns=192)
+FP8_BROAD_ALONE = Config("hopper_fp8", rows=128, stages=4, cluster=1, columns=192)
+FP8 = (FP8_WIDE, FP8_MIDDLE, FP8_NARROW, FP8_SINGLE, FP8_ALONE, FP8_BROAD, FP8_BROAD_ALONE)
 GATED = tuple(
     Config("hopper", rows=rows, stages=stages, cluster=cluster, pingpong=True)
     for rows, stages in ((192, 5), (128, 6), (64, 8))
@@ -314,6 +321,9 @@ def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -
     if config.kernel == "small":
         return config in (SMALL_32, SMALL_64) or (config == SMALL_DEEP and has_odd_lines(spec))
     if config.kernel == "hopper_fp8" and config.rows not in (64, 128, 192):
+        return False
+    broad = config.kernel == "hopper_fp8" and config.rows == 128 and trades_sides(spec)
+    if config.columns != COLUMNS and not (config.columns == 192 and broad):
         return False
     if config.kernel == "hopper_weights" and (config.pingpong or config.rows > most_weight_rows(spec)):
         return False

@@ -23,7 +23,7 @@ from multigemm.problem.fused import PICKED, Fused
 from multigemm.problem.spec import ProblemSpec
 
 FUSED = struct.Struct("<10q3d8i")
-SUM = struct.Struct("<15qd8i")
+SUM = struct.Struct("<15qd9i4x")
 PREACT = 17
 """The first of three columns of a list's table that its products leave free: address and strides of `preact_out`."""
 LAYOUT_CODES = {"interleaved": 1, "halves": 2, "halves_up_first": 2}
@@ -36,8 +36,7 @@ GATE_CODES = {
 }
 """The activation of each gate (kernels/fused.cuh)."""
 SUM_THREADS = 256
-LINE = 32
-"""Lanes that sum neighbouring columns of one row."""
+"""Of a block that sums columns of one row, at most."""
 
 
 def _is_wide(x: Tensor | None) -> bool:
@@ -126,16 +125,17 @@ class SumOfRows:
         # What is sorted anew by each launch lies in memory of its own.
         at = index.data_ptr() if order is not None else address_of(index, "index")
         sorted_at = 0 if order is None else order.data_ptr()
+        units = -(-columns // self._vector)
+        across = -(-units // SUM_THREADS)
         argument = _packed(
             SUM, address_of(y, "out", y), of_c.ptr, to.ptr, address_of(ops.ends, "ends"), at, sorted_at,
             address_of(weights, "weights"),
             y.shape[0], columns, rows, terms, to.row, to.col, of_c.row, of_c.col, float(ops.beta), ops.spec.groups,
             ops.head, _is_wide(ops.ends), _is_wide(index), TYPES[None if weights is None else weights.dtype],
-            TYPES[out.dtype], TYPES[None if c is None else c.dtype], lies_whole,
+            TYPES[out.dtype], TYPES[None if c is None else c.dtype], lies_whole, across,
         )  # fmt: skip
-        units = rows * -(-columns // (LINE * self._vector))
-        grid, kept = -(-units // (SUM_THREADS // LINE)), () if order is None else (index, order)
-        return self._kernel.bound([argument], grid=grid, threads=SUM_THREADS, overlap=True, keep=kept)
+        threads, kept = -(-units // (32 * across)) * 32, () if order is None else (index, order)
+        return self._kernel.bound([argument], grid=rows * across, threads=threads, overlap=True, keep=kept)
 
 
 def summed(spec: ProblemSpec, products: Any, index: int) -> Any:

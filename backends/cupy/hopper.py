@@ -200,7 +200,7 @@ class Clusters:
 
     def __init__(self, kernel: Kernel, spec: ProblemSpec, config: Config) -> None:
         self._kernel, self._config, self._swapped = kernel, config, is_swapped(spec)
-        self._shared, across = shared_bytes(spec, config), COLUMNS * config.cluster
+        self._shared, across = shared_bytes(spec, config), config.columns * config.cluster
         self._most = kernel.resident_clusters(config.cluster, THREADS, self._shared)
         rows = config.rows
         if config.kernel == "hopper_gather":  # its blocks share columns, and not rows
@@ -224,7 +224,7 @@ class Clusters:
         table, counter = table_of(ops), Words(self._kernel.index, COUNTERS)
         options = LAUNCH.pack(
             0 if listed is None else listed.data_ptr(), counter.address,
-            self._swapped, BUSY_ROWS, self._aligned, columns > READERS * self._config.cluster * COLUMNS,
+            self._swapped, BUSY_ROWS, self._aligned, columns > READERS * self._config.cluster * self._config.columns,
         )  # fmt: skip
 
         most_tiles = most_tiles_by_rows(ops, view, *self._tile)

@@ -236,11 +236,18 @@ def has_block_scales(spec: ProblemSpec) -> bool:
     return any(x.scale is not None and x.scale.k for x in (spec.a, spec.b))
 
 
+def trades_sides(spec: ProblemSpec) -> bool:
+    """Whether `hopper_fp8` has the rows on wgmma's first side: columns share scales that change along k."""
+    columns = (spec.a if is_swapped(spec) else spec.b).scale
+    return has_block_scales(spec) and sends(spec) and (columns is None or columns.rows != 1)
+
+
 def fp8_reasons(spec: ProblemSpec) -> list[str]:
     """Why the Hopper kernel for float8 cannot run a spec; the one for any quantised operands can."""
     reasons = [] if spec.quantised == "float8" else [f"{spec.a.dtype} x {spec.b.dtype}: it takes float8 on both sides"]
     for name, operand, order in (("a", spec.a, "row"), ("b", spec.b, "col")):
-        if operand.order != order or operand.align < 16 or not operand.dense:
+        readable = operand.order == order and operand.align >= 16 and operand.dense
+        if not readable and spec.form != "jagged_k":  # whose operands are copied
             reasons.append(
                 f"{name} is {operand.order}, aligned to {operand.align} bytes: TMA and wgmma need contiguous k and 16"
             )
@@ -253,8 +260,8 @@ def fp8_reasons(spec: ProblemSpec) -> list[str]:
             reasons.append(f"scale_{name} covers {scale.k} of k: it promotes after 128")
     if spec.groups > MAX_GROUPS or spec.groups == 0:
         reasons.append(f"{spec.groups} groups: its schedule holds 1 to {MAX_GROUPS}")
-    if spec.form in ("jagged_k", "per_group"):
-        reasons.append(f"the form {spec.form}: it takes jagged m, jagged n, batched and masked")
+    if spec.form == "per_group":
+        reasons.append(f"the form {spec.form}: it takes jagged m, n and k, batched and masked")
     if spec.form == "masked" and spec.out.order == "col":
         reasons.append("a masked result stored by columns")
     return reasons

@@ -158,19 +158,29 @@ class MapEncoder:
             return [bytes(MAPS * tensor_map.SIZE)]
         b_pitch, a_pitch = (b.row if self._b_across else b.col), (a.col if self._a_across else a.row)
         return [
-            self._encode(b, n if self._b_across else k, k if self._b_across else n, groups, b_pitch, self._b_boxes),
-            self._encode(a, m if self._a_across else k, k if self._a_across else m, groups, a_pitch, self._a_boxes),
+            self._encode(b, n, k, groups, b_pitch, self._b_boxes, self._b_across),
+            self._encode(a, m, k, groups, a_pitch, self._a_boxes, self._a_across),
             self._blank,
         ]
 
     def _encode(
-        self, x: Strided, inner: int, outer: int, groups: int, pitch: int, boxes: tuple[tuple[int, int, int], ...]
+        self,
+        x: Strided,
+        mn: int,
+        k: int,
+        groups: int,
+        pitch: int,
+        boxes: tuple[tuple[int, int, int], ...],
+        across: bool,
     ) -> Fields:
-        """Maps of [group, outer, inner] elements, one for each box; `pitch` elements from one `outer` to the next.
+        """Maps of groups of lines of k, or of lines `across` k, one for each box; `pitch` elements from line to line.
 
         A dimension of one element gets a stride that TMA accepts, since it is never multiplied.
         """
         size, groups = self._size, groups if x.group else 1
+        inner, outer = (mn, k) if across else (k, mn)
         step = pitch * size if outer > 1 else GRANULE
         group = x.group * size if groups > 1 else GRANULE
-        return tensor_map.encode_together(self._dtype, x.ptr, (inner, outer, groups), (step, group), boxes)
+        promotion = tensor_map.PROMOTION_128B if across else tensor_map.PROMOTION_256B
+        layout = (inner, outer, groups), (step, group), boxes
+        return tensor_map.encode_together(self._dtype, x.ptr, *layout, promotion=promotion)

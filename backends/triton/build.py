@@ -27,7 +27,7 @@ CACHE = DiskCache("triton")
 KERNELS = Path(__file__).parent / "kernels"
 DEVICE_CODE = ("epilogue.py", "generic.py", "schedule.py")
 HOPPER_CODE = ("hopper.py", "hopper_shift_b.py", "hopper_tiles.py")
-OWN_CODE = ("fused.py", "lists.py", "quantised.py")
+OWN_CODE = ("fused.py", "hopper_float8.py", "lists.py", "quantised.py")
 compilations = 0
 """How many kernels this process compiled (not: loaded from disk). Tests count it."""
 

@@ -26,6 +26,7 @@ from multigemm.backends.triton.config import (
     SHARED_LIMIT,
     STRIP,
     Config,
+    crossed,
     depth_of,
     finest_block,
     foldable,
@@ -77,7 +78,7 @@ SHIFTED = 1.6
 """How many times as long products of shifted weights take."""
 POINTER_STEP_US, POINTER_DEPTH, POINTER_PROGRAMS = 0.3, 64, 2
 """A block of K, its depth, and programs on a multiprocessor: those of an ordinary config of the pointer kernel."""
-STEP_US = {(192, 256): 0.64, (256, 128): 0.51, (128, 256): 0.51, (128, 128): 0.40}
+STEP_US = {(192, 256): 0.64, (256, 128): 0.51, (128, 256): 0.51, (192, 128): 0.45, (128, 128): 0.40}
 """A block of K through the ring, one program alone: bound by how many stages are on their way."""
 
 
@@ -176,11 +177,6 @@ def _slowness(config: Config, spec: ProblemSpec) -> float:
     return 2.0 if min(spec.a.align, spec.b.align, spec.out.align) < 16 or across else 1.0
 
 
-def crossed(spec: ProblemSpec) -> bool:
-    """float32 without tensor cores, weights along k: threads read columns of them that lie in the same banks."""
-    return spec.compute == torch.float32 and spec.precision != "tf32" and spec.b.order == "col"
-
-
 def shared_out(config: Config, spec: ProblemSpec) -> Config:
     """The same with tiles shared out along K, as far as that fills a large GPU."""
     splits, shape = 1, shape_of(spec)
@@ -239,6 +235,9 @@ CROSSED = (Timed(SINGLE[0], 1.60, 1.60), _timed((16, 32, 32), 4, 4, 4, 1.16, 1.1
 """float32 whose weights run along k: reading them from shared memory is what a program waits for, alone or not. Of 28
 rows, tiles of 32 x 32 took 1.3 to 1.45 times as long as those of 64 x 64."""
 
+TURNED = replace(SINGLE[0], pack=("b",))
+"""The same after a copy that turns the weights. Not measured, so it comes last."""
+
 
 def busiest_us(timed: Timed, spec: ProblemSpec) -> float:
     """How long the multiprocessor with most tiles takes; who shares a tile also has a part of it to write and read."""
@@ -272,7 +271,7 @@ def thirty_two_bit(spec: ProblemSpec) -> list[Config]:
         along = (spec.a.order, spec.b.order) == ("row", "col")
         # low tiles read more single elements for each product
         return ranked(ALONG if along else ACROSS, spec) if in_pieces(spec) else [timed.config for timed in ALONG[:2]]
-    return ranked(CROSSED, spec) if crossed(spec) else list(SINGLE)
+    return [*ranked(CROSSED, spec), TURNED] if crossed(spec) else list(SINGLE)
 
 
 def in_pieces(spec: ProblemSpec) -> bool:
@@ -488,7 +487,24 @@ def fused_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) ->
 
 
 def quantised_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> list[Config]:
-    """Valid configs of the kernel of quantised operands, the best guess first. None of them was measured.
+    """Valid configs for quantised operands, the best guess first: the warp-specialised kernel where it takes them."""
+    fast = float8_candidates(spec) if capability[0] == 9 else []
+    return [*fast, *portable_quantised(spec, capability)]
+
+
+def float8_candidates(spec: ProblemSpec) -> list[Config]:
+    """Configs of the warp-specialised kernel for float8, the best guess first; empty where it cannot run."""
+    tall = Config("hopper", block_m=256, block_n=128, block_k=depth_of(spec), stages=4, warps=4)
+    wide = replace(tall, block_m=128, block_n=256)
+    flat = replace(tall, block_m=128, block_n=128, stages=6)
+    three = replace(tall, block_m=192, stages=5)
+    ranked = [wide, flat, tall] if typical_rows(spec) <= STRIP else [three, tall, wide, flat]
+    found = [config for config in ranked if not problem_with(config, spec)]
+    return _ordered(found, spec) if found else []
+
+
+def portable_quantised(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> list[Config]:
+    """Valid configs of the kernel of any quantised operands, the best guess first. None of them was measured.
 
     A tile as low as its tokens wastes no products. Few tokens wait for weights: long steps and several programs on a
     multiprocessor keep more bytes on their way. Many tokens share every weight with as many rows as registers hold

@@ -30,7 +30,7 @@ LIST_TILES = ((64, 128), (128, 128), (128, 256), (256, 128))
 class Config:
     """`programs` per multiprocessor; 0 launches one program per tile instead of a persistent grid.
 
-    `pack` (hopper): operands that are first copied into aligned rows.
+    `pack`: operands that are first copied into aligned rows (hopper; pointer: float32 weights along k).
     `splits` (pointer): programs that share a tile along K, where K is long and tiles are few.
     `shift_b` (hopper): weights that no tensor map expresses pass through registers, instead of being copied first.
     `order` (hopper): tiles are dealt out in turn, or drawn from a counter as programs become free, which
@@ -77,9 +77,20 @@ def tiles_per_consumer(config: Config) -> int:
     return config.block_m // STRIP // consumers(config)
 
 
+def is_float8(spec: ProblemSpec) -> bool:
+    return spec.quantised == "float8"
+
+
+def piece_of(config: Config, spec: ProblemSpec) -> int:
+    """Columns of one wgmma: with three consumers, or with a block's part beside the sums, registers do not suffice for
+    256 at once."""
+    return min(config.block_n, 128) if consumers(config) == 3 or is_float8(spec) else config.block_n
+
+
 def part_of(config: Config, spec: ProblemSpec) -> int:
     """Columns that one part of the epilogue takes: what the staging buffer holds, 256 bytes a row; or a consumer's."""
-    return STRIP if config.shift_b else min(config.block_n, 256 // max(2, spec.out.dtype.itemsize))
+    narrow = config.shift_b or is_float8(spec)
+    return STRIP if narrow else min(config.block_n, 256 // max(2, spec.out.dtype.itemsize))
 
 
 def depth_of(spec: ProblemSpec) -> int:
@@ -151,12 +162,14 @@ def light(spec: ProblemSpec) -> bool:
 
 def hopper_problem(config: Config, spec: ProblemSpec) -> str:
     """Why the warp-specialised kernel cannot run this spec with this config, or ''."""
-    if spec.form == "per_group":
+    if spec.form == "per_group" and not spec.quantised:
         return list_problem(config, spec)
     if (config.splits, config.programs) != (1, 1):
         return (
             f"splits={config.splits}, programs={config.programs}: one program per multiprocessor, tiles unshared; use 1"
         )
+    if spec.quantised:
+        return float8_problem(config, spec) or _ring_problem(config, spec)
     shifted = shift_b_problem(config, spec) if config.shift_b else ""
     return _kind_problem(spec) or shifted or _maps_problem(config, spec) or _ring_problem(config, spec)
 
@@ -223,6 +236,16 @@ def is_tf32(spec: ProblemSpec) -> bool:
     return spec.compute == torch.float32 and spec.precision == "tf32"
 
 
+def crossed(spec: ProblemSpec) -> bool:
+    """float32 without tensor cores, weights along k: threads read columns of them that lie in the same banks."""
+    return spec.compute == torch.float32 and spec.precision != "tf32" and spec.b.order == "col"
+
+
+def turns_weights(spec: ProblemSpec) -> bool:
+    """Whether the pointer kernel may have its weights copied first, so that they lie across k."""
+    return crossed(spec) and spec.form in ("jagged_m", "batched", "masked") and spec.fused is None
+
+
 def _maps_problem(config: Config, spec: ProblemSpec) -> str:
     """Which operand no tensor map brings in the order that the kernel multiplies in, and why."""
     for name, x in (("a", spec.a), ("b", spec.b)):
@@ -261,6 +284,34 @@ def _ring_problem(config: Config, spec: ProblemSpec) -> str:
 
 
 # --- quantised operands -------------------------------------------------------------------------------
+
+
+def float8_problem(config: Config, spec: ProblemSpec) -> str:
+    """Why the warp-specialised kernel does not take these quantised operands, or ''."""
+    if not is_float8(spec) or spec.form in ("per_group", "jagged_k"):
+        kind = f"{spec.form} of {spec.a.dtype} x {spec.b.dtype}"
+        return f"{kind}: kernel='hopper' multiplies stacks and jagged rows of float8"
+    if 0 in (spec.m, spec.n, spec.k) or spec.total > 2**30:
+        return f"m={spec.m} n={spec.n} k={spec.k} T<={spec.total}: tensor maps need 1 to 2^30 rows and columns"
+    if spec.batch_invariant:
+        return "batch_invariant=True: kernel='quantised' multiplies every size by one tile"
+    if spec.alpha == "zero" or config.pack or config.shift_b:
+        return f"alpha={spec.alpha}, pack={config.pack}, shift_b={config.shift_b}: float8 is multiplied as it lies"
+    if config.block_n < 128 or (consumers(config) == 3 and config.block_n > 128):
+        return f"tile {config.block_m}x{config.block_n}: float8 is multiplied by 128 columns, by three warpgroups once"
+    for name, x, order in (("a", spec.a, "row"), ("b", spec.b, "col")):
+        if not mappable(x) or x.order != order:
+            seen = f"{name} is {x.order}, {x.align}-byte aligned, dense={x.dense}"
+            return f"{seen}: wgmma multiplies float8 along K, in aligned rows of it; kernel='quantised' takes all"
+        if x.scale is not None and x.scale.k not in (0, PROMOTION):
+            return f"scale_{name} covers {x.scale.k} of K: products start anew after {PROMOTION} of it"
+        if x.scale is not None and x.scale.align < x.scale.dtype.itemsize:
+            return f"scale_{name} is {x.scale.align}-byte aligned"
+    rows, columns = (spec.b.scale, spec.a.scale) if spec.form == "jagged_n" else (spec.a.scale, spec.b.scale)
+    blocked = any(x is not None and x.k for x in (rows, columns))
+    if blocked and columns is not None and columns.rows == 1:
+        return "a scale for each column beside blocks of K: one number for 128 columns or for all"
+    return ""
 
 
 NARROW = 64
@@ -302,6 +353,18 @@ def quantised_shared(config: Config, spec: ProblemSpec) -> int:
     held = m * k * spec.a.dtype.itemsize + (n * k // 2 if spec.b.packed else n * k)
     numbers = 4 * (m + n * (k // finest_block(spec) if folded(config, spec) else 1))
     return max(config.stages * (held + numbers) + 2 * (m + n) * k, 4 * m * n)
+
+
+FEWEST_REGISTERS = 112
+"""Registers of a thread beside a tile's two sums, at least: addresses, codes and what they become."""
+
+
+def quantised_registers(config: Config) -> int | None:
+    """Registers of a thread with which as many programs as are launched lie beside each other; None where they would
+    not suffice, or where there are no more."""
+    each = 65536 // (config.programs * 32 * config.warps) // 8 * 8 if config.programs else 256
+    needed = 2 * config.block_m * config.block_n // (32 * config.warps) + FEWEST_REGISTERS
+    return each if needed <= each <= 248 else None
 
 
 def quantised_problem(config: Config, spec: ProblemSpec) -> str:
@@ -376,17 +439,19 @@ def problem_with(config: Config, spec: ProblemSpec) -> str:
     spec = products_spec(spec)
     if spec.fused is not None and ((reason := fused_problem(config, spec)) or config.kernel == "hopper"):
         return reason
-    if bool(spec.quantised) != (config.kernel == "quantised"):
+    if config.kernel == "pointer" if spec.quantised else config.kernel == "quantised":
         held = "quantised" if spec.quantised else "plain"
-        return f"kernel={config.kernel!r}: {held} operands have {'one' if spec.quantised else 'kernels'} of their own"
-    if spec.quantised:
-        return quantised_problem(config, spec)
-    found = hopper_problem(config, spec) if config.kernel == "hopper" else pointer_problem(config, spec)
-    return found or variance(config, spec)
+        return f"kernel={config.kernel!r}: {held} operands have kernels of their own"
+    problems = {"hopper": hopper_problem, "quantised": quantised_problem, "pointer": pointer_problem}
+    return problems[config.kernel](config, spec) or variance(config, spec)
 
 
 INVARIANT = Config(block_m=64, block_n=64, block_k=16)
 """What batch-invariant problems are summed like: blocks of K as short as any, so that all are padded alike."""
+
+
+def _tensor_unit(config: Config) -> Literal["mma.sync", "wgmma"]:
+    return "wgmma" if config.kernel == "hopper" else "mma.sync"
 
 
 def summation_of(config: Config, spec: ProblemSpec) -> Summation:
@@ -394,12 +459,11 @@ def summation_of(config: Config, spec: ProblemSpec) -> Summation:
     if spec.compute == torch.int8:
         return INTEGERS
     if spec.quantised:
-        return Summation("mma.sync", 32 if spec.quantised == "float8" else 16)
+        return Summation(_tensor_unit(config), 32 if spec.quantised == "float8" else 16)
     tensor_cores = spec.compute.itemsize == 2 or is_tf32(spec)
     if not tensor_cores:
         return Summation("fused multiply-add", padded=config.block_k, parts=config.splits > 1)
-    unit: Literal["mma.sync", "wgmma"] = "wgmma" if config.kernel == "hopper" else "mma.sync"
-    return Summation(unit, 8 if is_tf32(spec) else 16, parts=config.splits > 1)
+    return Summation(_tensor_unit(config), 8 if is_tf32(spec) else 16, parts=config.splits > 1)
 
 
 def variance(config: Config, spec: ProblemSpec) -> str:
@@ -417,9 +481,10 @@ def one_instruction(spec: ProblemSpec, capability: tuple[int, int]) -> bool:
 
 def pointer_problem(config: Config, spec: ProblemSpec) -> str:
     """Why the pointer kernel cannot run this spec with this config, or ''."""
-    if config.pack or config.shift_b:
+    if config.shift_b or (config.pack and not (config.pack == ("b",) and turns_weights(spec))):
         return (
-            f"pack={config.pack}, shift_b={config.shift_b}: the pointer kernel reads operands as they lie; use neither"
+            f"pack={config.pack}, shift_b={config.shift_b}: the pointer kernel reads operands as they lie, or packs "
+            "float32 weights along k; use neither"
         )
     for name in ("block_m", "block_n", "block_k"):
         block = getattr(config, name)

@@ -7,6 +7,7 @@ shape. Everything else (sizes, strides, addresses, group counts, alpha, beta) is
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -14,17 +15,19 @@ from torch import Tensor
 
 from multigemm.backend import Launch, Recipe
 from multigemm.backends.triton.build import KernelSource, TritonKernel, compile_all, load
-from multigemm.backends.triton.config import Config
+from multigemm.backends.triton.config import Config, is_tf32
 from multigemm.cuda.counters import SLOTS as POOLED
 from multigemm.cuda.counters import Words, ready
 from multigemm.cuda.device import processors
 from multigemm.cuda.launch import BoundKernel, LaunchSequence
 from multigemm.errors import InvalidProblem
-from multigemm.planning.operands import ABSENT, Operands, Packed, address_of, packed
-from multigemm.planning.tiles import most_packed_tiles
-from multigemm.problem.spec import ProblemSpec
+from multigemm.planning.operands import ABSENT, Operands, Packed, Strided, address_of, packed
+from multigemm.planning.tiles import most_packed_tiles, tiles_of
+from multigemm.problem.spec import OperandSpec, Order, ProblemSpec
 
 CHUNK = 256
+BLOCK_ROWS, BLOCK_COLUMNS = 32, 128
+"""What one program of a copy takes."""
 FEW = 32
 """Groups that the scheduler counts at once; up to FEW of them inside each warp, without a barrier."""
 LISTED = 0
@@ -175,8 +178,10 @@ def prefix_source(spec: ProblemSpec, config: Config) -> KernelSource:
 
 
 def generic_sources(spec: ProblemSpec, config: Config) -> dict[str, KernelSource]:
-    """The kernels of a plan: the main one for few groups and for many, and the one that counts tiles."""
-    found = {f"main {chunk}": pointer_source(spec, config, chunk=chunk) for chunk in chunks(spec, config)}
+    """The kernels of a plan: the main one for few groups and for many, copies, and the one that counts tiles."""
+    seen = packed_spec(spec, config)
+    found = {f"main {chunk}": pointer_source(seen, config, chunk=chunk) for chunk in chunks(spec, config)}
+    found |= {f"pack {name}": pack_source(getattr(spec, name), name, spec) for name in config.pack}
     return found if uniform(spec) else {**found, "prefix": prefix_source(spec, config)}
 
 
@@ -260,24 +265,116 @@ def bind_counted(
     return LaunchSequence([count.bound(values, 1, (prefix,), grid_for=lambda tokens: 1), last])
 
 
+# Copies of operands into aligned rows, before the main kernel reads them.
+
+
+def packed_order(spec: ProblemSpec, name: str) -> Order:
+    """How a copied operand lies: as before where the kernel takes that, which makes the copy a straight one.
+
+    Jagged directions must run across the rows in memory; weights may lie either way. tf32 is multiplied
+    along memory only, float32 across the weights' k only.
+    """
+    if spec.compute == torch.float32:
+        return "col" if name == "b" and is_tf32(spec) else "row"
+    if spec.form == "jagged_k":
+        return "col" if name == "a" else "row"
+    weights = "a" if spec.form == "jagged_n" else "b"
+    if name == weights:
+        return "col" if getattr(spec, name).order == "col" else "row"
+    return "col" if spec.form == "jagged_n" else "row"
+
+
+def packed_spec(spec: ProblemSpec, config: Config) -> ProblemSpec:
+    """The spec that the kernel sees once operands were packed: aligned rows, or columns."""
+    changes: dict[str, Any] = {}
+    for name in config.pack:
+        changes[name] = replace(getattr(spec, name), align=16, dense=True, order=packed_order(spec, name))
+    return replace(spec, **changes)
+
+
+def pack_source(operand: OperandSpec, name: str, spec: ProblemSpec) -> KernelSource:
+    """The copy of one operand into aligned rows."""
+    order = packed_order(spec, name)
+    along = "none" if operand.order == "strided" else "row" if operand.order == order else "col"
+    types = "*" + TYPES[operand.dtype]
+    numbers = {**dict.fromkeys(("rows", "columns"), "i32"),
+               **dict.fromkeys(("group", "row", "col", "target_group", "target_row"), "i64")}  # fmt: skip
+    return KernelSource("multigemm.backends.triton.kernels.generic", "pack_kernel",
+                        tuple({"source": types, "target": types, **numbers}.items()),
+                        (("BM", BLOCK_ROWS), ("BN", BLOCK_COLUMNS), ("ALONG", along)),
+                        (("target", 16), ("target_group", 8), ("target_row", 8)))  # fmt: skip
+
+
+def line_of(columns: int, size: int) -> int:
+    """Elements from row to row of a copy: whole lines of 128 bytes, which are read at once, or pieces of 16."""
+    whole = 128 // size if columns >= 256 else 8
+    return -(-columns // whole) * whole
+
+
+def after_copies(config: Config) -> str:
+    """What a plan's name says of them."""
+    return f", after a copy of {' and '.join(config.pack)} into aligned rows" if config.pack else ""
+
+
+class OperandCopy:
+    """Brings an operand into aligned rows before the main kernel reads it.
+
+    An operand that the kernel wants as "col" is copied as its transpose, row by row.
+    """
+
+    __slots__ = ("_dtype", "_kernel", "_turned", "name")
+
+    def __init__(self, name: str, spec: ProblemSpec, kernel: TritonKernel) -> None:
+        self.name, self._kernel = name, kernel
+        self._turned, self._dtype = packed_order(spec, name) == "col", getattr(spec, name).dtype
+
+    def bind(self, shape: Packed, device: torch.device) -> tuple[Packed, BoundKernel | None]:
+        """Where the kernel finds operands after the copy, and the copy; None for an operand without elements."""
+        x: Strided = getattr(shape, self.name)
+        groups = shape.groups if x.group else 1
+        rows, columns = (shape.m, shape.k) if self.name == "a" else (shape.k, shape.n)
+        if self._turned:
+            rows, columns, x = columns, rows, Strided(x.ptr, x.group, x.col, x.row)
+        line = line_of(columns, self._dtype.itemsize)
+        target = torch.empty((groups, rows, line), dtype=self._dtype, device=device)
+        row, col = (1, line) if self._turned else (line, 1)
+        moved = Strided(target.data_ptr(), rows * line if groups > 1 else 0, row, col)
+        shape = replace(shape, a=moved) if self.name == "a" else replace(shape, b=moved)
+        if not x.ptr:  # weights of no group count as one, which a copy would read at address 0
+            return shape, None
+        values = [x.ptr, moved.ptr, rows, columns, x.group, x.row, x.col, rows * line, line]
+        grid = max(1, groups * tiles_of(rows, BLOCK_ROWS) * tiles_of(columns, BLOCK_COLUMNS))
+        tokens = shape.jagged == "k" or (self.name == "a" and shape.jagged == "m")
+        return shape, self._kernel.bound(values, grid, (target,), grid_for=None if tokens else lambda _: grid)
+
+
 class GenericPlan:
     """The kernels of one spec and config, loaded on one device."""
 
-    __slots__ = ("_config", "_count", "_main")
+    __slots__ = ("_config", "_copies", "_count", "_main")
 
     def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
         sources = generic_sources(spec, config)
         compile_all(sources, index)
         self._config, self._main = config, load(sources[f"main {chunk_of(spec, config)}"], index)
+        self._copies = [OperandCopy(name, spec, load(sources[f"pack {name}"], index)) for name in config.pack]
         counted = spec.groups > CHUNK and "prefix" in sources
         self._count = load(sources["prefix"], index) if counted else None
         if config.splits > 1:
             ready(index, max(POOLED))
 
     def bind(self, ops: Operands) -> Launch:
-        """Lays out the arguments of one problem."""
-        shape, config = packed(ops), self._config
-        at, tiles = sizes_address(ops, sums_sizes(ops.spec)), most_tiles_of(shape, shape.m, config)
+        """Lays out the arguments of one problem: copies, if there are any, and then the product."""
+        shape, copies = packed(ops), list[BoundKernel]()
+        for copy in self._copies:
+            shape, launch = copy.bind(shape, ops.device)
+            copies += [launch] if launch else []
+        product = self._product(ops, shape)
+        return LaunchSequence([*copies, product]) if copies else product
+
+    def _product(self, ops: Operands, shape: Packed) -> BoundKernel | LaunchSequence:
+        config, at = self._config, sizes_address(ops, sums_sizes(ops.spec))
+        tiles = most_tiles_of(shape, shape.m, config)
         if self._count is None:
             return bind_main(self._main, ops, shape, config, tiles, shape.groups, sizes=at)
         return bind_counted(self._count, self._main, ops, shape, config, tiles, sizes=at)
@@ -285,4 +382,5 @@ class GenericPlan:
 
 def plan_generic(spec: ProblemSpec, config: Config, index: int, why: str) -> Recipe:
     """Compiles (or loads) the kernels of a packed problem; `bind` then only lays out arguments."""
-    return Recipe("pointer", config, GenericPlan(spec, config, index).bind, why, sums_sizes=sums_sizes(spec))
+    name = "pointer" + after_copies(config)
+    return Recipe(name, config, GenericPlan(spec, config, index).bind, why, sums_sizes=sums_sizes(spec))

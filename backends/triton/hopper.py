@@ -22,11 +22,15 @@ from typing import Any, cast
 import torch
 
 from multigemm.backend import Launch, Recipe
-from multigemm.backends.triton.build import KernelSource, TritonKernel, load
-from multigemm.backends.triton.config import STRIP, Config, consumers, depth_of, part_of, raw_bytes
+from multigemm.backends.triton.build import KernelSource, load
+from multigemm.backends.triton.config import STRIP, Config, consumers, depth_of, part_of, piece_of, raw_bytes
 from multigemm.backends.triton.generic import (
     TYPES,
+    OperandCopy,
+    after_copies,
     bits_of,
+    pack_source,
+    packed_spec,
     sizes_address,
 )
 from multigemm.cuda.arguments import Address, Fields
@@ -34,7 +38,7 @@ from multigemm.cuda.counters import Words, ready
 from multigemm.cuda.device import processors
 from multigemm.cuda.driver import on_device
 from multigemm.cuda.launch import BoundKernel, LaunchSequence
-from multigemm.cuda.tensor_map import BLANK, encode_together
+from multigemm.cuda.tensor_map import BLANK, PROMOTION_128B, PROMOTION_256B, encode_together
 from multigemm.planning.operands import ABSENT, Operands, Packed, Strided, packed
 from multigemm.planning.tiles import most_tiles, tiles_of
 from multigemm.problem.spec import Form, OperandSpec, Order, ProblemSpec
@@ -45,8 +49,6 @@ STRIDES = ("c_group", "c_row", "c_col", "out_group", "out_row", "out_col", "bias
            "alpha_bits", "beta_bits")  # fmt: skip
 RECORD_ROWS = 32
 RECORD_STEP = 512
-BLOCK_ROWS, BLOCK_COLUMNS = 32, 128
-"""What one program of a copy takes."""
 BILLION = 1 << 30
 FAR = 0x7FFF0000
 BESIDE = {rank: (0,) * (2 * rank) for rank in (2, 3, 4)}
@@ -55,30 +57,6 @@ BESIDE = {rank: (0,) * (2 * rank) for rank in (2, 3, 4)}
 
 def _turn(operand: OperandSpec) -> OperandSpec:
     return replace(operand, order=cast(Any, TURNED[operand.order]))
-
-
-def packed_order(spec: ProblemSpec, name: str) -> Order:
-    """How a copied operand lies: as before where the kernel takes that, which makes the copy a straight one.
-
-    Jagged directions must run across the rows in memory; weights may lie either way. tf32 is multiplied
-    along memory only.
-    """
-    if spec.compute == torch.float32:
-        return "row" if name == "a" else "col"
-    if spec.form == "jagged_k":
-        return "col" if name == "a" else "row"
-    weights = "a" if spec.form == "jagged_n" else "b"
-    if name == weights:
-        return "col" if getattr(spec, name).order == "col" else "row"
-    return "col" if spec.form == "jagged_n" else "row"
-
-
-def packed_spec(spec: ProblemSpec, config: Config) -> ProblemSpec:
-    """The spec that the kernel sees once operands were packed: aligned rows, or columns."""
-    changes: dict[str, Any] = {}
-    for name in config.pack:
-        changes[name] = replace(getattr(spec, name), align=16, dense=True, order=packed_order(spec, name))
-    return replace(spec, **changes)
 
 
 def canonical(spec: ProblemSpec) -> ProblemSpec:
@@ -122,7 +100,7 @@ def store_of(spec: ProblemSpec) -> str:
 def stores_late(spec: ProblemSpec, config: Config) -> bool:
     """Whether a tile is stored while the next one multiplies: its result waits in registers that must be free."""
     plain = spec.c is None and spec.bias is None and spec.activation != "gelu"
-    kept = piece_of(config) * spec.out.dtype.itemsize
+    kept = piece_of(config, spec) * spec.out.dtype.itemsize
     return store_of(spec) == "tma" and plain and kept <= 512
 
 
@@ -156,14 +134,9 @@ def start_multiple(spec: ProblemSpec) -> int:
     return 16 // spec.a.dtype.itemsize if cut_of(spec) == "rows" and spec.a.order == "col" else 1
 
 
-def piece_of(config: Config) -> int:
-    """Columns of one wgmma; with three consumers the assembler has no registers for 256 at once."""
-    return min(config.block_n, 128) if consumers(config) == 3 else config.block_n
-
-
 def boxes(spec: ProblemSpec, config: Config) -> dict[str, tuple[int, ...]]:
     """The box that one copy moves, per operand, outermost first."""
-    columns, deep = piece_of(config), depth_of(spec)
+    columns, deep = piece_of(config, spec), depth_of(spec)
     out = (1, 1, STRIP, part_of(config, spec))
     if spec.form == "jagged_k":
         return {"a_desc": (1, 1, deep, STRIP), "b_desc": (1, 1, deep, columns), "out_desc": out}
@@ -180,8 +153,8 @@ def fits(spec: ProblemSpec, shape: Packed) -> bool:
 
 
 def aligned_stride(extent: int) -> int:
-    """A legal row stride for a matrix of one row, whose own stride says nothing."""
-    return max(8, -(-extent // 8) * 8)
+    """A legal row stride for a matrix of one row, whose own stride says nothing: 16 bytes of the narrowest elements."""
+    return max(16, -(-extent // 16) * 16)
 
 
 def _layout(rank: int, size: int) -> str:
@@ -205,9 +178,9 @@ def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
     """The kernel for a spec; classes only, no extents."""
     spec = canonical(packed_spec(given, config))
     module, name = ("hopper_shift_b", "shift_b_kernel") if config.shift_b else ("hopper", "hopper_kernel")
-    types = _types(spec, config)
+    types = argument_types(spec, config)
     arguments = tuple((argument, types[argument]) for argument in names_of(config))
-    constants = {**_cut(spec, config), **_end(spec, config, given.form), **_roles(spec, config)}
+    constants = kernel_constants(spec, config, given.form)
     if config.shift_b:
         del constants["PIECE"], constants["MASKED"], constants["LATE"]
         # two rings leave no room for rows of 32 bits to turn in
@@ -217,7 +190,12 @@ def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
                         gluon=True, room=room)  # fmt: skip
 
 
-def _types(spec: ProblemSpec, config: Config) -> dict[str, str]:
+def kernel_constants(spec: ProblemSpec, config: Config, form: Form) -> dict[str, Any]:
+    """The constexpr arguments; `form` is that of the problem as it was given."""
+    return {**_cut(spec, config), **_end(spec, config, form), **_roles(spec, config)}
+
+
+def argument_types(spec: ProblemSpec, config: Config) -> dict[str, str]:
     """The types of all arguments that either kernel takes."""
     box, out_dtype = boxes(spec, config), spec.out.dtype
     return {
@@ -239,7 +217,7 @@ def _cut(spec: ProblemSpec, config: Config) -> dict[str, Any]:
     return {
         "FORM": "search" if searched(spec, config) else cut_of(spec),
         "BN": config.block_n,
-        "PIECE": piece_of(config),
+        "PIECE": piece_of(config, spec),
         "PART": part_of(config, spec),
         "MOST": config.block_m // STRIP,
         "STAGES": config.stages,
@@ -302,25 +280,6 @@ def records_source(given: ProblemSpec, config: Config) -> KernelSource:
                         tuple(constants.items()))  # fmt: skip
 
 
-def pack_source(operand: OperandSpec, name: str, spec: ProblemSpec) -> KernelSource:
-    """The copy of one operand into aligned rows."""
-    order = packed_order(spec, name)
-    along = "none" if operand.order == "strided" else "row" if operand.order == order else "col"
-    types = "*" + TYPES[operand.dtype]
-    numbers = {**dict.fromkeys(("rows", "columns"), "i32"),
-               **dict.fromkeys(("group", "row", "col", "target_group", "target_row"), "i64")}  # fmt: skip
-    return KernelSource("multigemm.backends.triton.kernels.generic", "pack_kernel",
-                        tuple({"source": types, "target": types, **numbers}.items()),
-                        (("BM", BLOCK_ROWS), ("BN", BLOCK_COLUMNS), ("ALONG", along)),
-                        (("target", 16), ("target_group", 8), ("target_row", 8)))  # fmt: skip
-
-
-def line_of(columns: int, size: int) -> int:
-    """Elements from row to row of a copy: whole lines of 128 bytes, which are read at once, or pieces of 16."""
-    whole = 128 // size if columns >= 256 else 8
-    return -(-columns // whole) * whole
-
-
 def hopper_sources(spec: ProblemSpec, config: Config) -> dict[str, KernelSource]:
     """The kernels of a plan: the main one, copies, the list of tile rows."""
     found = {"main": hopper_source(spec, config)}
@@ -368,6 +327,11 @@ def map_of_a(spec: ProblemSpec, shape: Packed, box: Box) -> Fields:
     return encode_together(dtype, address, (shape.m, shape.k), (line,), box)
 
 
+def weights_promotion(order: Order) -> int:
+    """What the L2 cache asks memory for: of weights along k the 128 bytes behind a box are those of the next block."""
+    return PROMOTION_128B if order == "row" else PROMOTION_256B
+
+
 def map_of_b(spec: ProblemSpec, shape: Packed, box: Box) -> Fields:
     b, dtype, address = shape.b, spec.b.dtype, shape.b.ptr or unread(shape.out)
     if spec.form == "jagged_k":
@@ -375,7 +339,8 @@ def map_of_b(spec: ProblemSpec, shape: Packed, box: Box) -> Fields:
     inner, outer, line = (shape.n, shape.k, b.row) if spec.b.order == "row" else (shape.k, shape.n, b.col)
     line = line or aligned_stride(inner)
     lines = (line * dtype.itemsize, (b.group or line) * dtype.itemsize)
-    return encode_together(dtype, address, (inner, outer, shape.groups if b.group else 1), lines, box)
+    layout = (inner, outer, shape.groups if b.group else 1), lines, box
+    return encode_together(dtype, address, *layout, promotion=weights_promotion(spec.b.order))
 
 
 def map_of_out(spec: ProblemSpec, shape: Packed, box: Box) -> Fields:
@@ -383,43 +348,11 @@ def map_of_out(spec: ProblemSpec, shape: Packed, box: Box) -> Fields:
     return ragged_map(shape.out.ptr, spec.out.dtype, shape.n, shape.out.row or aligned_stride(shape.n), box)
 
 
-class OperandCopy:
-    """Brings an operand into aligned rows before the main kernel reads it.
-
-    An operand that the kernel wants as "col" is copied as its transpose, row by row.
-    """
-
-    __slots__ = ("_dtype", "_kernel", "_turned", "name")
-
-    def __init__(self, name: str, spec: ProblemSpec, kernel: TritonKernel) -> None:
-        self.name, self._kernel = name, kernel
-        self._turned, self._dtype = packed_order(spec, name) == "col", getattr(spec, name).dtype
-
-    def bind(self, shape: Packed, device: torch.device) -> tuple[Packed, BoundKernel | None]:
-        """Where the kernel finds operands after the copy, and the copy; None for an operand without elements."""
-        x: Strided = getattr(shape, self.name)
-        groups = shape.groups if x.group else 1
-        rows, columns = (shape.m, shape.k) if self.name == "a" else (shape.k, shape.n)
-        if self._turned:
-            rows, columns, x = columns, rows, Strided(x.ptr, x.group, x.col, x.row)
-        line = line_of(columns, self._dtype.itemsize)
-        target = torch.empty((groups, rows, line), dtype=self._dtype, device=device)
-        row, col = (1, line) if self._turned else (line, 1)
-        moved = Strided(target.data_ptr(), rows * line if groups > 1 else 0, row, col)
-        shape = replace(shape, a=moved) if self.name == "a" else replace(shape, b=moved)
-        if not x.ptr:  # weights of no group count as one, which a copy would read at address 0
-            return shape, None
-        values = [x.ptr, moved.ptr, rows, columns, x.group, x.row, x.col, rows * line, line]
-        grid = max(1, groups * tiles_of(rows, BLOCK_ROWS) * tiles_of(columns, BLOCK_COLUMNS))
-        tokens = shape.jagged == "k" or (self.name == "a" and shape.jagged == "m")
-        return shape, self._kernel.bound(values, grid, (target,), grid_for=None if tokens else lambda _: grid)
-
-
 class HopperPlan:
     """The kernels of one spec and config, loaded on one device; `instead` plans the generic kernel."""
 
     def __init__(self, given: ProblemSpec, config: Config, index: int, instead: Callable[[], Recipe]) -> None:
-        kernels = {name: load(source, index) for name, source in hopper_sources(given, config).items()}
+        kernels = {name: load(source, index) for name, source in self._sources(given, config).items()}
         self._config, self._index, self._instead = config, index, cache(instead)
         self._main, self._records = kernels["main"], kernels.get("records")
         self._copies = [OperandCopy(name, given, kernels[f"pack {name}"]) for name in config.pack]
@@ -429,6 +362,8 @@ class HopperPlan:
         self._map_boxes()
         self._most = processors(index)
         ready(index, 8)
+
+    _sources = staticmethod(hopper_sources)
 
     def _map_boxes(self) -> None:
         box, spec = boxes(self._spec, self._config), self._spec
@@ -446,10 +381,13 @@ class HopperPlan:
             shape, launch = copy.bind(shape, ops.device)
             launches += [launch] if launch else []
         seen = canonical_shape(shape)
-        if not fits(self._spec, seen):
+        if not self._fits(ops, seen):
             return self._instead().bind(ops)
         launches += self._products(ops, seen)
         return launches[0] if len(launches) == 1 else LaunchSequence(launches)
+
+    def _fits(self, ops: Operands, shape: Packed) -> bool:
+        return fits(self._spec, shape)
 
     def _products(self, ops: Operands, shape: Packed) -> list[BoundKernel]:
         """The launch that lists tile rows, if any, and the main one; without a list it counts in words left at zero."""
@@ -515,7 +453,8 @@ class HopperPlan:
 
 def plan_hopper(spec: ProblemSpec, config: Config, index: int, why: str, instead: Callable[[], Recipe]) -> Recipe:
     """Compiles (or loads) the kernels; `instead` plans the generic kernel for strides that no map expresses."""
-    name = "hopper, weights through registers" if config.shift_b else "hopper"
-    name += f", after a copy of {' and '.join(config.pack)} into aligned rows" if config.pack else ""
+    name = ("hopper, weights through registers" if config.shift_b else "hopper") + after_copies(config)
     sums = sums_sizes(canonical(packed_spec(spec, config)), config)
-    return Recipe(name, config, HopperPlan(spec, config, index, instead).bind, why, sums_sizes=sums)
+    return Recipe(
+        name + after_copies(config), config, HopperPlan(spec, config, index, instead).bind, why, sums_sizes=sums
+    )

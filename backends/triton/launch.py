@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from multigemm.backend import Recipe
-from multigemm.backends.triton import choice, fused, generic, hopper, lists, quantised
+from multigemm.backends.triton import choice, fused, generic, hopper, hopper_float8, lists, quantised
 from multigemm.backends.triton import config as configs
 from multigemm.backends.triton.config import Config
 from multigemm.cuda.device import index_of
@@ -25,8 +25,10 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
 
 
 def _emulated(spec: ProblemSpec, config: Config, why: str) -> Recipe:
-    if config.kernel == "hopper":
-        raise InvalidSetting(f"{config} runs on a GPU, and operands are on the CPU: use kernel='pointer' there")
+    if config.kernel == "hopper" or config.pack:
+        raise InvalidSetting(
+            f"{config} runs on a GPU, and operands are on the CPU: use kernel='pointer', pack=() there"
+        )
     from multigemm.backends.triton.emulate import bind_emulated
 
     name, sums = kernel_text(f"{config.kernel} (interpreted)", spec), generic.sums_sizes(spec)
@@ -36,7 +38,12 @@ def _emulated(spec: ProblemSpec, config: Config, why: str) -> Recipe:
 def _loaded(spec: ProblemSpec, config: Config, index: int, why: str) -> Recipe:
     if spec.fused is not None:
         return fused.plan_fused(spec, config, index, why, _loaded)
-    if config.kernel == "quantised":
+    if spec.quantised and config.kernel == "hopper":
+        return hopper_float8.plan_float8(
+            spec, config, index, why,
+            lambda: quantised.plan_quantised(spec, choice.portable_quantised(spec)[0], index, why),
+        )  # fmt: skip
+    if spec.quantised:
         return quantised.plan_quantised(spec, config, index, why)
     plan_generic = lists.plan_generic_list if spec.form == "per_group" else generic.plan_generic
     if config.kernel != "hopper":

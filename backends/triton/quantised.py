@@ -16,7 +16,7 @@ from torch import Tensor
 
 from multigemm.backend import Launch, Recipe
 from multigemm.backends.triton.build import KernelSource, capability_of, compile_all, load
-from multigemm.backends.triton.config import Config, folded, swapped
+from multigemm.backends.triton.config import Config, folded, quantised_registers, swapped
 from multigemm.backends.triton.generic import (
     CHUNK,
     TYPES,
@@ -63,6 +63,24 @@ def byte_types(spec: ProblemSpec, capability: int) -> bool:
     return not native(capability) or spec.b.dtype not in FLOAT8
 
 
+def by_bits(spec: ProblemSpec, capability: int) -> bool:
+    """Whether weights are decoded by instructions on four bytes at once; the interpreter has none.
+
+    Zero points take int8 past what bfloat16 holds. float8 has instructions of its own, whose NaN no bits express.
+    """
+    integers = spec.b.dtype is torch.int8 and (spec.b.scale is None or spec.b.scale.zero is None)
+    return capability > 0 and (bool(spec.b.packed) or integers)
+
+
+def narrow_fold(spec: ProblemSpec, config: Config, capability: int) -> bool:
+    """Whether folded scales multiply the weights in the type of the activations: a product of two such numbers is
+    rounded once there, as it is in float32 on the way to them."""
+    scale = spec.b.scale
+    if scale is None or scale.zero is not None or not folded(config, spec) or not by_bits(spec, capability):
+        return False
+    return scale.dtype in (spec.compute, torch.float8_e8m0fnu)
+
+
 def _types(spec: ProblemSpec, capability: int) -> dict[str, str]:
     """The types of the arguments, in the order in which the kernel takes them."""
     found = argument_types(spec)
@@ -92,10 +110,12 @@ def quantised_constants(
         "A_FORMAT": FORMATS.get(spec.a.dtype, ""),
         "B_FORMAT": spec.b.packed or FORMATS[spec.b.dtype],
         "NATIVE": not byte_types(spec, capability),
+        "BITS": by_bits(spec, capability),
         "PACKED": bool(spec.b.packed),
         "SWAPPED": swapped(config),
         "PROMOTED": spec.quantised == "float8" and spec.accumulate == "promoted",
         "FOLDED": folded(config, spec),
+        "NARROW_FOLD": narrow_fold(spec, config, capability),
         "SA": a is not None, "SB": b is not None, "ZB": of_b.zero is not None,
         "SA_E8M0": of_a.dtype is e8m0, "SB_E8M0": of_b.dtype is e8m0,
         "SA_ROWS": of_a.rows, "SA_K": of_a.k, "SB_ROWS": of_b.rows, "SB_K": of_b.k,
@@ -113,6 +133,7 @@ def quantised_source(
         divisibility=hints(spec),
         warps=config.warps,
         stages=config.stages,
+        registers=quantised_registers(config),
     )
 
 

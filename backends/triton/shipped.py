@@ -30,10 +30,13 @@ from multigemm.backends.triton.fused import fused_sources, sum_source
 from multigemm.backends.triton.generic import (
     chunks,
     multiple_of,
+    pack_source,
+    packed_spec,
     pointer_source,
     prefix_source,
 )
-from multigemm.backends.triton.hopper import cut_of, hopper_source, pack_source, records_source
+from multigemm.backends.triton.hopper import cut_of, hopper_source, records_source
+from multigemm.backends.triton.hopper_float8 import float8_sources
 from multigemm.backends.triton.lists import SLOTS, few_slots, few_source, hopper_list_sources, list_chunks
 from multigemm.backends.triton.quantised import quantised_sources
 from multigemm.problem.spec import GLU_LAYOUTS, Form, FusedSpec, OperandSpec, Order, ProblemSpec, ScaleSpec
@@ -126,6 +129,8 @@ def specs() -> Iterator[tuple[str, ProblemSpec]]:
         yield f"jagged_m {dtype}", _spec("jagged_m", dtype)
         yield f"jagged_m {dtype} unaligned", _spec("jagged_m", dtype, align=dtype.itemsize)
     yield "jagged_m tf32", replace(_spec("jagged_m", f32), precision="tf32")
+    single = _spec("jagged_m", f32)
+    yield "jagged_m torch.float32 along k", replace(single, b=replace(single.b, order="col"))
     full = replace(_spec("jagged_m", bf16), bias=bf16, activation="gelu", alpha="any")
     yield "jagged_m bf16 bias gelu", full
     yield "jagged_m bf16 C bias gelu", replace(full, c=OperandSpec(f32))
@@ -228,15 +233,19 @@ def sources(spec: ProblemSpec, capability: int, most: int = 2) -> Iterator[tuple
         return
     if spec.quantised:
         for config in quantised_candidates(spec, (capability // 10, capability % 10))[:most]:
-            for name, source in quantised_sources(spec, config, capability).items():
+            hopper = config.kernel == "hopper"
+            found = float8_sources(spec, config) if hopper else quantised_sources(spec, config, capability)
+            for name, source in found.items():
                 if name != "prefix":
-                    yield f"quantised {name} {config}", source
+                    yield f"{config.kernel} {name} {config}", source
         return
     multiple = multiple_of(spec) if spec.a.align == 16 else 1
     for config in pointer_candidates(spec, (capability // 10, capability % 10))[:most]:
         counts = list_chunks(spec, config) if spec.form == "per_group" else chunks(spec, config)
+        for name in config.pack:
+            yield f"pack {name}", pack_source(getattr(spec, name), name, spec)
         for chunk in sorted({counts[0], counts[-1]}):
-            yield f"pointer {config}", pointer_source(spec, config, multiple, chunk)
+            yield f"pointer {config}", pointer_source(packed_spec(spec, config), config, multiple, chunk)
         if few_slots(replace(spec, groups=SLOTS), config):
             yield f"few {config}", few_source(replace(spec, groups=SLOTS), config)
     if capability == 90:

@@ -10,12 +10,12 @@ import contextlib
 import ctypes
 import datetime
 import importlib.metadata
-import math
 import os
 import platform
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -133,8 +133,9 @@ def describe(device: torch.device) -> dict[str, Any]:
 # --- energy -----------------------------------------------------------------------------------------
 
 NVML = "libnvidia-ml.so.1"
-LONG_ENOUGH_US = 1e6
-"""The counter moves in steps of up to 100 ms: calls are repeated for a second."""
+COUNTED_S, PATIENCE_S = 0.5, 5.0
+CHUNK_US = 4e3
+"""Of calls between two looks at the counter, which moves in steps of up to 100 ms."""
 
 
 class EnergyMeter:
@@ -167,15 +168,27 @@ class EnergyMeter:
         self._call("nvmlDeviceGetTotalEnergyConsumption", self._handle, ctypes.byref(total))
         return total.value / 1e3
 
-    def of_call(self, call: Callable[[], object], us: float) -> float:
-        """Joules of one call that takes about `us` microseconds: the mean over a second of calls back to back."""
-        count = math.ceil(LONG_ENOUGH_US / us)
+    def of_call(self, call: Callable[[], object], us: float) -> tuple[float, float]:
+        """Joules and microseconds of one call that takes about `us`: means over calls back to back.
+
+        The counter moves in steps, of which whole ones count: the calls from its first step to one that is at least
+        COUNTED_S later. Raises LibraryError where it does not move for PATIENCE_S.
+        """
+        few, calls, steps = max(1, round(CHUNK_US / us)), 0, list[tuple[float, int, float]]()
         torch.cuda.synchronize(self.device)
-        before = self.joules()
-        for _ in range(count):
-            call()
-        torch.cuda.synchronize(self.device)
-        return (self.joules() - before) / count
+        last, begin = self.joules(), time.perf_counter()
+        while len(steps) < 2 or steps[-1][2] - steps[0][2] < COUNTED_S:
+            for _ in range(few):
+                call()
+            torch.cuda.synchronize(self.device)
+            calls, seen, now = calls + few, self.joules(), time.perf_counter()
+            if seen != last:
+                steps.append((seen, calls, now))
+                last = seen
+            if now - (steps[-1][2] if steps else begin) > PATIENCE_S:
+                raise LibraryError(f"the energy counter did not move for {PATIENCE_S:g} s of work")
+        count = steps[-1][1] - steps[0][1]
+        return (steps[-1][0] - steps[0][0]) / count, (steps[-1][2] - steps[0][2]) * 1e6 / count
 
 
 # --- ceilings ---------------------------------------------------------------------------------------

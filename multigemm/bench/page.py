@@ -69,7 +69,7 @@ script-src 'unsafe-inline'; img-src data:">
 """
 NUMBERS = (
     "workload", "entry", "us", "20 %", "80 %", "samples", "repeats differ by", "hot us", "host us", "host us, call",
-    "TFLOP/s", "GB/s", "J a call", "of floor", "of dense", "kernel",
+    "TFLOP/s", "GB/s", "J a call", "us under load", "W under load", "TFLOP/J", "of floor", "of dense", "kernel",
 )  # fmt: skip
 
 
@@ -220,11 +220,18 @@ def _numbers(report: Report) -> str:
     for r in report.timed():
         shown = _shown(r)
         sample = [digits(shown.q20), digits(shown.q80), str(shown.count)] if shown else [""] * 3
-        times = [_or_blank(x) for x in (r.hot_us, r.host_us, r.whole_host_us, r.tflops, r.gbps, r.joules)]
+        times = [_or_blank(x) for x in (r.hot_us, r.host_us, r.whole_host_us, r.tflops, r.gbps, *_under_load(r))]
         parts = [_or_blank(x) for x in (r.of_floor, r.of_dense)]
         notes = "; ".join(filter(None, (r.kernel, r.config, r.why, *r.notes)))
         grid.append([r.case, r.entry, digits(r.us or 0), *sample, f"{r.spread:.3f}", *times, *parts, notes])
     return _table(table.without_empty_columns(grid))
+
+
+def _under_load(row: Row) -> list[float | None]:
+    """Joules and microseconds of a call, watts, and 10^12 operations per joule; None each where nothing was counted."""
+    if not row.joules or not row.loaded_us:
+        return [row.joules, None, None, None]
+    return [row.joules, row.loaded_us, row.joules / row.loaded_us * 1e6, row.flops / row.joules / 1e12]
 
 
 def _shown(row: Row) -> Sample | None:

@@ -13,7 +13,7 @@ import ctypes
 import importlib
 import importlib.util
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -321,13 +321,33 @@ def _deep_gemm_float8(tensors: Tensors) -> Prepared:
 
 
 def _quack(tensors: Tensors) -> Prepared:
-    a, b, _ = packed_rows(tensors, "bf16", "fp16")
-    gemm: Any = importlib.import_module("quack.gemm_interface").gemm
-    weights = by_rows(b).transpose(1, 2)
-    offsets, out = tensors.offsets, tensors.out
-    return Prepared(
-        lambda: gemm(a, weights, out=out, cu_seqlens_m=offsets), out, "quack.gemm", why="weights as [G, N, K]"
-    )
+    """The fastest of all configs that the library has for this device, found outside the timing."""
+    workload = tensors.workload
+    if workload.form == "jagged_k":
+        without_epilogue(tensors)
+        if workload.dtype not in ("bf16", "fp16") or not workload.trans_a or workload.trans_b:
+            raise Refused("takes bf16 or fp16 whose tokens are rows in memory")
+        a, b, ends = tensors.a, tensors.b, {"cu_seqlens_k": tensors.offsets}
+    else:
+        a, b, _ = packed_rows(tensors, "bf16", "fp16")
+        ends = {"cu_seqlens_m": tensors.offsets}
+    known: Any = importlib.import_module("quack.gemm_config")
+    product: Any = importlib.import_module("quack.gemm_interface").gemm_tuned.fn
+    major, rows, out = torch.cuda.get_device_capability()[0], workload.form == "jagged_m", tensors.out
+    configs = [
+        config
+        for config in known.get_all_configs()
+        if config.device_capacity == major and not config.swap_ab and known.config_supports(config, varlen_m=rows)
+    ]
+    if not configs:
+        raise Refused(f"has no config for a device of capability {major}")
+    calls = [partial(product, a, b, out, None, config=each, dynamic_scheduler=False, **ends) for each in configs]
+    us = [_microseconds(call) for call in calls]
+    best = us.index(min(us))
+    chosen, why = configs[best], f"the best of its {len(configs)} configs"
+    turns = "ping-pong" if chosen.pingpong else "cooperative"
+    name = f"{chosen.tile_m}x{chosen.tile_n}, {turns}, cluster {chosen.cluster_m}x{chosen.cluster_n}"
+    return Prepared(calls[best], out, "quack.gemm_tuned", name, why=why)
 
 
 def _fbgemm(tensors: Tensors) -> Prepared:
@@ -339,17 +359,29 @@ def _fbgemm(tensors: Tensors) -> Prepared:
 
 
 def _triton_kernels(tensors: Tensors) -> Prepared:
-    """The folder python/triton_kernels of Triton's repository since 3.6 began; the package of that name is another."""
+    """The folder python/triton_kernels of Triton's repository; the package of that name is another.
+
+    Up to Triton 3.6 its product is `matmul_ogs`, which writes to a given result; then `matmul`.
+    """
     a, b, sizes = packed_rows(tensors, "bf16", "fp16")
-    matmul: Any = importlib.import_module("triton_kernels.matmul").matmul
+    why = "metadata made beforehand"
+    try:
+        matmul: Any = importlib.import_module("triton_kernels.matmul").matmul
+    except ModuleNotFoundError:
+        return _matmul_ogs(tensors, a, b, sizes, why)
     make: Any = importlib.import_module("triton_kernels.tensor").make_ragged_tensor_metadata
     metadata = make(sizes, a.shape[0])
-    return Prepared(
-        lambda: matmul(a, b, None, a_ragged_metadata=metadata),
-        None,
-        "triton_kernels.matmul",
-        why="metadata made beforehand",
-    )
+    call = partial(matmul, a, b, None, a_ragged_metadata=metadata)
+    return Prepared(call, None, "triton_kernels.matmul", why=why)
+
+
+def _matmul_ogs(tensors: Tensors, a: Tensor, b: Tensor, sizes: Tensor, why: str) -> Prepared:
+    ogs: Any = importlib.import_module("triton_kernels.matmul_ogs")
+    make: Any = importlib.import_module("triton_kernels.tensor_details.ragged_tensor").make_ragged_tensor_metadata
+    routing = ogs.RoutingData(None, sizes, b.shape[0], 1, make(sizes, a.shape[0]))
+    words = {"routing_data": routing, "precision_config": ogs.PrecisionConfig(), "y": tensors.out}
+    call = partial(ogs.matmul_ogs, a, b, None, **words)
+    return Prepared(call, tensors.out, "triton_kernels.matmul_ogs", why=why)
 
 
 # --- the tutorial's kernel: on request, because it compiles and tries three tiles per workload ------

@@ -60,7 +60,8 @@ class Sample:
 
 @dataclass
 class Row:
-    """One entry on one workload. Times are microseconds; `us` is the better of eager and graph.
+    """One entry on one workload. Times are microseconds; `us` is the better of eager and graph, `loaded_us` the mean of
+    the calls back to back, with a warm L2, whose `joules` were counted.
 
     `problem_class` and `fields` (the config), as the tuning table knows them, let a report serve as a tuning.
     """
@@ -91,6 +92,7 @@ class Row:
     host_us: float | None = None
     whole_host_us: float | None = None
     joules: float | None = None
+    loaded_us: float | None = None
     build_s: float = 0.0
     tflops: float | None = None
     gbps: float | None = None

@@ -313,7 +313,12 @@ class Runner:
             for name, p in alive.items():
                 row = self._rows[name]
                 self._say("counting joules", row)
-                row.joules = float(f"{self._meter.of_call(p.call, row.us or 1.0):.4g}")
+                try:
+                    joules, us = self._meter.of_call(p.call, row.us or 1.0)
+                except LibraryError as error:
+                    row.notes.append(f"energy: {error}")
+                    continue
+                row.joules, row.loaded_us = float(f"{joules:.4g}"), round(us, 3)
         for row in self._rows.values():
             if row.us is not None:
                 row.us = round(row.us, 3)

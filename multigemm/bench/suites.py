@@ -5,6 +5,7 @@
 `moe`        11 shapes of real mixture-of-experts layers x balanced, zipf and empty groups
 `moe-more`   further models, and the lists of DeepGEMM and Tokamax
 `wgrad`      jagged K: weight gradients
+`layer-products`  both products of one MoE layer of four models, at 64 and 4096 tokens: for the energy of a token
 `decode`     a few rows per group: one step of token generation
 `fp8`        float8 on both sides: the MoE layers by blocks of scales and by rows, weight gradients, mx
 `wonly`      the decode suite's layers with weights of 8 and 4 bits under bfloat16
@@ -26,6 +27,7 @@ from multigemm.bench.workloads import DTYPES, Workload
 from multigemm.errors import InvalidSetting
 
 UNEVEN = ("balanced", "zipf", "empty")
+LAYER_PRODUCTS = "layer-products"
 
 
 def _cubes(name: str, suite: str, sizes: Sequence[int], dtype: str) -> Workload:
@@ -162,6 +164,30 @@ def _wgrad() -> list[Workload]:
     dsv3 = Workload("wgrad_dsv3_32k", "wgrad", "jagged_k", 32, m=2048, n=7168, total=32768, trans_a=True)
     mixtral = Workload("wgrad_mixtral_16k", "wgrad", "jagged_k", 8, m=4096, n=14336, total=16384, trans_a=True)
     return _spread(dsv3) + _spread(mixtral)
+
+
+def _layer_products() -> list[Workload]:
+    models = [  # name, experts, experts per token, width of a token, width inside an expert (up to its gate twice)
+        ("Mixtral", 8, 2, 4096, 14336),
+        ("Qwen3-30B", 128, 8, 2048, 768),
+        ("DeepSeek-V3", 256, 8, 7168, 2048),
+        ("gpt-oss-20b", 32, 4, 2880, 2880),
+    ]
+    return [
+        Workload(name, LAYER_PRODUCTS, groups=experts, n=n, k=k, total=tokens * top, distribution="multinomial")
+        for model, experts, top, hidden, inner in models
+        for tokens in (64, 4096)
+        for name, n, k in (
+            (f"{model}:{tokens}:up", 2 * inner, hidden),
+            (f"{model}:{tokens}:down", hidden, inner),
+        )
+    ]
+
+
+def layer_of(name: str) -> tuple[str, int]:
+    """The model and the number of tokens of a workload of `layer-products`, by its name."""
+    model, tokens, _ = name.split(":")
+    return model, int(tokens)
 
 
 def _decode() -> list[Workload]:
@@ -351,6 +377,7 @@ SUITES: dict[str, Callable[[], list[Workload]]] = {
     "moe": _moe,
     "moe-more": _moe_more,
     "wgrad": _wgrad,
+    LAYER_PRODUCTS: _layer_products,
     "decode": _decode,
     "fp8": _fp8,
     "wonly": _wonly,

@@ -36,6 +36,7 @@ from multigemm.bench.reports import (
     promises,
     unrest_warning,
 )
+from multigemm.bench.suites import LAYER_PRODUCTS, layer_of
 from multigemm.bench.workloads import geomean, rows_and_weights
 
 Grid = list[list[str]]
@@ -193,6 +194,27 @@ def promised(report: Report) -> Grid:
     return grid
 
 
+def energy(report: Report) -> Grid:
+    """Millijoules of a token in both products of a layer, per workload of `layer-products`; the least stands out."""
+    layers: dict[tuple[str, int], list[Row]] = {}
+    for row in report.rows:
+        if row.suite == LAYER_PRODUCTS and row.kind != "ceiling":
+            layers.setdefault(layer_of(row.name), []).append(row)
+    entries = list(by_entry(row for rows in layers.values() for row in rows))
+    grid = [["layer, tokens", *entries]]
+    for (model, tokens), rows in layers.items():
+        counted = {name: mine for name, mine in by_entry(rows).items() if all(row.joules for row in mine)}
+        known = {name: 1e3 * math.fsum(row.joules or 0.0 for row in mine) / tokens for name, mine in counted.items()}
+        least = min((mj for name, mj in known.items() if not name.startswith(AUTO)), default=math.nan)
+        cells = [_marked(known[name], known[name] == least) if name in known else "" for name in entries]
+        grid.append([f"{model}, {tokens}", *cells])
+    return without_empty_columns(grid)
+
+
+def _marked(value: float, best: bool) -> str:
+    return Best(digits(value)) if best else digits(value)
+
+
 def distributions(report: Report) -> list[str]:
     return list(dict.fromkeys(row.distribution for row in report.rows))
 
@@ -213,6 +235,9 @@ def text(report: Report) -> str:
         won_and_lost(report),
         f"{HEAT_MAP}\n{plain(grid)}" if len(grid := heat_map(report)) > 1 else "",
         f"what batch_invariant=True leaves\n{plain(grid)}" if len(grid := promised(report)) > 1 else "",
+        f"millijoules of a token in both products of a layer\n{plain(grid)}"
+        if len((grid := energy(report))[0]) > 1
+        else "",
         auto_summary(report),
         tutorial(report),
         "\n".join(reasons(report)),
@@ -390,6 +415,7 @@ VIEWS: dict[str, Callable[..., str]] = {
     "losses": lambda report: markdown(losses(report)),
     "auto": lambda report: markdown(choices(report)),
     "tutorial": _fenced(tutorial),
+    "energy": lambda report: markdown(energy(report), _bold_backends(report)),
     "header": _fenced(header),
     "both": both,
 }

@@ -39,14 +39,23 @@ typedef char unit;
 // to[s] = x[rows[s]], zeros where there is no such row; `row`, `col`, `width` and `to_row` count units.
 struct Gather { i64 x, rows, to, tokens, extent, row, col, width; };
 
+// A block copies LINES rows at once, so that as many loads are on their way.
 extern "C" __global__ void __launch_bounds__(256) gather_rows(const Gather t) {
-    for (i64 s = blockIdx.x; s < t.tokens; s += gridDim.x) {
-        const i64 from = (i64)((const index_t*)t.rows)[s];
-        const bool there = from >= 0 && from < t.extent;
-        const unit* source = (const unit*)t.x + (there ? from * t.row : 0);
-        unit* to = (unit*)t.to + s * t.width;
-#pragma unroll 4
-        for (i64 j = threadIdx.x; j < t.width; j += blockDim.x) to[j] = there ? source[j * t.col] : unit{};
+    constexpr int LINES = 4;
+    for (i64 s = (i64)blockIdx.x * LINES; s < t.tokens; s += (i64)gridDim.x * LINES) {
+        i64 from[LINES];
+#pragma unroll
+        for (int i = 0; i < LINES; ++i) from[i] = s + i < t.tokens ? (i64)((const index_t*)t.rows)[s + i] : -1;
+        unit* const to = (unit*)t.to + s * t.width;
+        for (i64 j = threadIdx.x; j < t.width; j += blockDim.x) {
+            unit held[LINES];
+#pragma unroll
+            for (int i = 0; i < LINES; ++i)
+                held[i] = from[i] >= 0 && from[i] < t.extent ? ((const unit*)t.x)[from[i] * t.row + j * t.col] : unit{};
+#pragma unroll
+            for (int i = 0; i < LINES; ++i)
+                if (s + i < t.tokens) to[i * t.width + j] = held[i];
+        }
     }
 }
 

@@ -202,6 +202,11 @@ class BoundKernel:
             again = partial(self._call, record, self._handle, block.pointers, block.extra)
             settle(code, self.index, again, f"cuLaunchKernelEx of {self._kernel.name}")
 
+    @property
+    def recordable(self) -> bool:
+        """Whether all that it reads of its arguments is in them: a graph copies no device memory."""
+        return self._fields is None
+
     def move(self, addresses: Addresses) -> None:
         """Gives the launch, which comes next on this thread's current stream, other addresses of its operands."""
         self._lent = None
@@ -286,6 +291,11 @@ class LaunchSequence(_Steps):
         """Launches on a raw stream of the current device, if that is `index`, of which no graph is captured."""
         for step in self._steps:
             step.on(stream)
+
+    @property
+    def recordable(self) -> bool:
+        """Whether every launch is."""
+        return all(getattr(step, "recordable", False) for step in self._steps)
 
     def move(self, addresses: Addresses) -> None:
         """Gives every launch other addresses of the operands."""

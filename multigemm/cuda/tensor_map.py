@@ -23,9 +23,13 @@ from multigemm.torch_internals import current_device
 SIZE = 128
 BLANK = fields(bytes(SIZE), ())
 """The map of an operand through which nothing is loaded."""
-NO_SWIZZLE, SWIZZLE_64B, SWIZZLE_128B, PROMOTION_256B, ZERO_FILL = 0, 2, 3, 3, 0
+NO_SWIZZLE, SWIZZLE_64B, SWIZZLE_128B, ZERO_FILL = 0, 2, 3, 0
+PROMOTION_128B, PROMOTION_256B = 2, 3
+"""Bytes that the L2 cache asks memory for at least. Boxes of weights that lie across k are 128 bytes wide, and the 128
+bytes beside them belong to another box: with 256 an H200 streams such weights at 4.09 TB/s, with 128 at 4.33."""
 TYPES = {
-    torch.uint8: 0, torch.int8: 0, torch.int32: 3, torch.int64: 5, torch.float16: 6, torch.float32: 7, torch.float64: 8,
+    torch.uint8: 0, torch.int8: 0, torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.int32: 3, torch.int64: 5,
+    torch.float16: 6, torch.float32: 7, torch.float64: 8,
     torch.bfloat16: 9,
 }  # fmt: skip  # CU_TENSOR_MAP_DATA_TYPE_*
 MOST_DIMS, MOST_BOXES = 5, 16
@@ -72,6 +76,7 @@ def encode_together(
     boxes: tuple[tuple[int, ...], ...],
     *,
     swizzle: int = SWIZZLE_128B,
+    promotion: int = PROMOTION_256B,
 ) -> Fields:
     """Maps of a tensor, one for each of at most 16 boxes, one behind the other.
 
@@ -81,11 +86,12 @@ def encode_together(
 
     Raises LibraryError, with the layout, where the driver refuses it.
     """
-    made = Fields(_encoded(dtype, address, extents, strides, boxes, swizzle))
+    modes = swizzle, promotion
+    made = Fields(_encoded(dtype, address, extents, strides, boxes, modes))
     if isinstance(address, Address):
         made.slots = (Slot(_place_of_address(), address.operand, address - address.base, len(boxes), SIZE),)
     if Tokens in map(type, extents):
-        made.counted = ((0, CountedMaps(dtype, int(address), tuple(extents), tuple(strides), boxes, swizzle)),)
+        made.counted = ((0, CountedMaps(dtype, int(address), tuple(extents), tuple(strides), boxes, modes)),)
     return made
 
 
@@ -95,15 +101,15 @@ def _encoded(
     extents: Sequence[int],
     strides: Sequence[int],
     boxes: tuple[tuple[int, ...], ...],
-    swizzle: int,
+    modes: tuple[int, int],
 ) -> memoryview:
-    """The maps in memory of this thread, which the next call overwrites."""
+    """The maps in memory of this thread, which the next call overwrites; `modes`: swizzle and promotion."""
     own, rank, call = _scratches.of_rank[len(extents)], len(extents), library().cuTensorMapEncodeTiled
     own.extents[:], own.strides[:] = extents, strides  # type: ignore[call-overload]  # a tuple serves as well
     sizes, steps = own.layout
     kind, ones, place = TYPES[dtype], own.ones, ctypes.c_void_p(address)
     for target, box in zip(own.maps, _box_references(boxes), strict=False):
-        given = target, kind, rank, place, sizes, steps, box, ones, 0, swizzle, PROMOTION_256B, ZERO_FILL
+        given = target, kind, rank, place, sizes, steps, box, ones, 0, *modes, ZERO_FILL
         if code := call(*given):
             text = f"cuTensorMapEncodeTiled({dtype}, address {address:#x}, {extents=}, {strides=}, {boxes=})"
             if code == NO_CONTEXT:
@@ -120,7 +126,7 @@ class CountedMaps:
     in the first map are found by encoding that one, and change alike in the others (`alike` makes sure of it).
     """
 
-    __slots__ = ("_boxes", "_dtype", "_extents", "_known", "_place", "_strides", "_swizzle", "repeats")
+    __slots__ = ("_boxes", "_dtype", "_extents", "_known", "_modes", "_place", "_strides", "repeats")
     step = SIZE
 
     def __init__(
@@ -130,10 +136,10 @@ class CountedMaps:
         extents: tuple[int, ...],
         strides: tuple[int, ...],
         boxes: tuple[tuple[int, ...], ...],
-        swizzle: int,
+        modes: tuple[int, int],
     ) -> None:
         self._dtype, self._place, self._extents, self._strides = dtype, address, extents, strides
-        self._boxes, self._swizzle, self.repeats = boxes, swizzle, len(boxes)
+        self._boxes, self._modes, self.repeats = boxes, modes, len(boxes)
         self._known: tuple[int, tuple[int, ...]] = -1, ()
 
     def changes(self, before: int, after: int) -> list[tuple[int, int]]:
@@ -158,7 +164,7 @@ class CountedMaps:
 
     def _encoded(self, count: int, boxes: tuple[tuple[int, ...], ...]) -> memoryview:
         extents = [count if type(extent) is Tokens else extent for extent in self._extents]
-        return _encoded(self._dtype, self._place, extents, self._strides, boxes, self._swizzle)
+        return _encoded(self._dtype, self._place, extents, self._strides, boxes, self._modes)
 
 
 def repeat(encoded: Fields, distances: Iterable[int]) -> Fields:

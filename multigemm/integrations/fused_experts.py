@@ -160,7 +160,7 @@ def run_experts(
         return _in_graph(net, x, index, weights, up, down, up_bias, down_bias)
     if not (torch.is_grad_enabled() and any_requires_grad(x, weights, up, down, up_bias, down_bias)):
         with torch.no_grad():
-            return _forward(net, pairs_of(index, up.shape[0]), x, weights, up, down, up_bias, down_bias, None)
+            return _forward(net, pairs_of(net, index, up), x, weights, up, down, up_bias, down_bias, None)
     result: Tensor = _Experts.apply(net, index, x, weights, up, down, up_bias, down_bias)  # type: ignore[no-untyped-call]
     return result
 
@@ -203,10 +203,10 @@ class Pairs:
     ends: Tensor
 
 
-def pairs_of(index: Tensor, experts: int) -> Pairs:
-    kernels = triton_kernels() if index.is_cuda else None
+def pairs_of(net: Network, index: Tensor, up: Tensor) -> Pairs:
+    kernels, experts = triton_kernels() if index.is_cuda else None, up.shape[0]
     if kernels is not None and kernels.can_sort(index.numel(), experts):
-        return Pairs(*kernels.sort_pairs(index, experts))
+        return Pairs(*kernels.sort_pairs(index, experts, up=up.detach(), stacked=net.stacked))
     top_k = index.shape[1]
     order, inverse, ends = sort_by_expert(index.reshape(-1), experts)
     return Pairs((order // max(top_k, 1)).int(), inverse.int().view(index.shape), ends)
@@ -260,7 +260,7 @@ class _Experts(torch.autograd.Function):
         ctx: Any, net: Network, index: Tensor, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Any,
         down_bias: Any,
     ) -> Tensor:  # fmt: skip
-        pairs = pairs_of(index, up.shape[0])
+        pairs = pairs_of(net, index, up)
         preact = None if net.recompute else preact_for(net, x, pairs, up)
         out = _forward(net, pairs, x, weights, up, down, up_bias, down_bias, preact)
         ctx.net = net
@@ -429,7 +429,8 @@ def _experts(
     down_bias: Tensor | None, *, keep: bool, **options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The operator on real tensors: the result, what the gate is applied to (if it is kept), and the pairs."""
-    net, pairs = _network(options), pairs_of(index, up.shape[0])
+    net = _network(options)
+    pairs = pairs_of(net, index, up)
     preact = preact_for(net, x, pairs, up) if keep else None
     out = _forward(net, pairs, x, weights, up, down, up_bias, down_bias, preact)
     return out, x.new_empty(0) if preact is None else preact, pairs.rows, pairs.place, pairs.ends

@@ -2,8 +2,8 @@
 
 With few tokens a layer's time is the host's: six operators cross torch's dispatcher, allocate and look themselves up.
 Here one look-up finds all launches of the layer, which follow its operands and share one piece of memory for what lies
-between them. What runs is what the layer runs in steps, with the same bits; whatever is out of the ordinary is left to
-the steps.
+between them; where all of that lies as in earlier calls, they are one launch, of a CUDA graph. What runs is what the
+layer runs in steps, with the same bits; whatever is out of the ordinary is left to the steps.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from multigemm.cuda.arguments import OPERANDS, Address
 from multigemm.cuda.driver import on_device
+from multigemm.cuda.graph import Graph
 from multigemm.cuda.launch import Kernel
 from multigemm.errors import LibraryError
 from multigemm.integrations import torch_op
@@ -40,6 +41,10 @@ LINE = 256
 """Bytes to which the parts of the memory between the launches are aligned, as the allocator's own are."""
 PLACES = 8
 """Sets of addresses that an allocator hands out in turn."""
+GRAPHS = 256
+"""Sets of addresses for which launches are kept as graphs: one for each layer of a model, whose shapes are alike."""
+OFTEN = 3
+"""Calls with a set of addresses, from which on they are worth a graph."""
 _WORK = 8
 """The place of the memory between the launches in `Places`."""
 Places = tuple[int, ...]
@@ -109,11 +114,15 @@ class _Parts(NamedTuple):
 class _Bound:
     """The launches of a layer, which follow its operands: what calls of one key have in common.
 
-    An entry belongs to one thread and one stream. Where a launch cannot move, as those of torch's operators, there is a
-    set of launches for each set of addresses.
+    An entry belongs to one thread and one stream. Launches that have come with a set of addresses often enough are kept
+    as a graph. Where a launch cannot move, as those of torch's operators, there is a set of launches for each set of
+    addresses.
     """
 
-    __slots__ = ("_at", "_busy", "_moves", "_others", "_settings", "_size", "_starts", "_stream", "layer", "workspace")
+    __slots__ = (
+        "_at", "_busy", "_calls", "_graphs", "_launches", "_moves", "_others", "_settings", "_size", "_starts",
+        "_stream", "layer", "workspace",
+    )  # fmt: skip
 
     def __init__(self, layer: _Layer) -> None:
         self.layer, self._busy, self._settings = layer, False, settings()  # their identity is part of the key
@@ -121,6 +130,9 @@ class _Bound:
         self._moves: list[tuple[Callable[[Any], None], list[tuple[int, int]]]] | None = None
         self._starts: list[Callable[[int], None]] = []
         self._others: dict[Places, Launches] = {}
+        self._launches: list[Any] = []
+        self._calls: dict[Places, int] = {}
+        self._graphs: dict[Places, Graph] = {}
         self._size, self._stream, self.workspace = layer.size, 0, 0
 
     def run(self, x: Tensor, index: Tensor, weights: Tensor, nets: Networks, tensors: list[int]) -> Tensor | None:
@@ -134,14 +146,32 @@ class _Bound:
             out = empty_cuda((layer.tokens, layer.hidden), (layer.hidden, 1), layer.dtype)
             work = empty_cuda((self._size,), (1,), torch.uint8)
             at: Places = (*tensors, out.data_ptr(), work.data_ptr(), 0)
+            graph = self._graphs.get(at)
+            if graph is not None:
+                graph.on(self._stream)
+                return out
             if self._moves is None or at != self._at:
                 given = (x, index, weights, nets.up, nets.down, nets.up_bias, nets.down_bias)
                 work = self._move(at, given, out, work, nets)
             for start in self._starts:
                 start(self._stream)
+            if self._launches:
+                self._count(at)
             return out
         finally:
             self._busy = False
+
+    def _count(self, at: Places) -> None:
+        """After a call with these addresses: keeps the launches as a graph once there were enough of them."""
+        if at != self._at or len(self._graphs) >= GRAPHS:
+            return
+        calls = self._calls.pop(at, 0) + 1
+        if calls >= OFTEN:
+            self._graphs[at] = Graph(self._launches)
+            return
+        if len(self._calls) >= 4 * GRAPHS:  # addresses that do not come again
+            self._calls.clear()
+        self._calls[at] = calls
 
     def _move(
         self, at: Places, tensors: tuple[Tensor | None, ...], out: Tensor, work: Tensor, nets: Networks
@@ -177,6 +207,8 @@ class _Bound:
         self._stream = current_raw_stream(work.get_device())
         self._moves = [(launch.move, _places_of(given, spans, size)) for launch, given in launches]
         self._starts = [launch.on for launch, _ in launches]
+        if all(getattr(launch, "recordable", False) for launch, _ in launches):
+            self._launches = [launch for launch, _ in launches]
         if self._size > size:
             work = empty_cuda((self._size,), (1,), torch.uint8)
         self._at = (*at[:_WORK], work.data_ptr(), 0)
@@ -247,8 +279,9 @@ def call(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor | 
             return None
         layouts.append((t.shape, t.stride(), t.dtype, at & GPU_BITS))
         tensors.append(at)
-    stream = current_raw_stream(x.get_device())
-    key = ("layer", *layouts, *nets[4:], id(known_settings), stream, get_ident())
+    device = x.get_device()
+    stream = current_raw_stream(device)
+    key = ("layer", device, *layouts, *nets[4:], id(known_settings), stream, get_ident())
     known: _Bound | None = LAUNCHES.find(key)
     if known is not None:
         return known.run(x, index, weights, nets, tensors)
@@ -343,7 +376,9 @@ def _bind_fused(
     place, rows = part(2, torch.int32, layer.tokens, layer.top_k), part(6, torch.int32, pairs)
     counts = whole[starts[5] : starts[6]].view(torch.int32)
     ends.zero_()  # a problem is made of them before the launches write them
-    sort = triton_kernels().sort_steps(_borrowed(index), None, place, ends, counts, rows, layer.top_k)
+    kernels = triton_kernels()
+    ahead = kernels.weights_ahead(_borrowed(nets.up.detach()), nets.stacked, pairs)
+    sort = kernels.sort_steps(_borrowed(index), None, place, ends, counts, rows, layer.top_k, ahead)
     keywords = {"a_rows": rows, "activation": nets.activation, **nets.fused.keywords}
     sums = {"combine": (place, _borrowed(weights))}
     launches = [_step(x.get_device(), step) for step in sort]

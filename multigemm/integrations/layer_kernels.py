@@ -51,6 +51,7 @@ def _wide(dtype):
 
 MOST_EXPERTS = 1023
 SORT_BLOCK = 256  # counting a block costs its square
+ONE_BLOCK = 512  # pairs that are sorted by one launch: 5 us rather than three launches
 WIDE_SORT_BLOCK = 1024
 COUNTS_TILE = 8192  # counts that one program adds up at a time
 MOST_COUNTS = 64 * COUNTS_TILE
@@ -78,16 +79,37 @@ def _ahead(pairs, expert, first, lane, total, experts, ALL: tl.constexpr, SIZE: 
     return ahead
 
 
-@triton.jit(do_not_specialize=["total", "experts"])
-def _one_block_kernel(pairs, order, inverse, ends, rows, total, experts, K: tl.constexpr, ORDER: tl.constexpr,
-                      SIZE: tl.constexpr, BINS: tl.constexpr,
-                      EARLY: tl.constexpr):  # fmt: skip
+@triton.jit
+def _fetch_ahead(expert, live, weights, program, experts, expert_stride, line_stride, lines, BINS: tl.constexpr,
+                 FETCH: tl.constexpr, LINES: tl.constexpr):  # fmt: skip
+    """Brings beginnings of lines of the weights of the first experts that have pairs into the L2 cache."""
+    bins = tl.arange(0, BINS)
+    there = ((tl.histogram(expert, BINS, mask=live) > 0) & (bins < experts)).to(tl.int32)
+    chunks = (lines + LINES - 1) // LINES
+    asked = program // chunks
+    found = tl.sum(tl.where((there > 0) & (tl.cumsum(there, 0) == asked + 1), bins, 0))
+    line = program % chunks * LINES + tl.arange(0, LINES)
+    at = weights + found.to(tl.int64) * expert_stride + line.to(tl.int64) * line_stride
+    wanted = ((line < lines) & (tl.sum(there) > asked)).to(tl.int32)
+    tl.inline_asm_elementwise(FETCH, "=r,l,r", [at, wanted], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit(do_not_specialize=["total", "experts", "lines"])
+def _one_block_kernel(pairs, order, inverse, ends, rows, weights, total, experts, expert_stride, line_stride, lines,
+                      K: tl.constexpr, ORDER: tl.constexpr, SIZE: tl.constexpr, BINS: tl.constexpr, EARLY: tl.constexpr,
+                      FETCH: tl.constexpr, LINES: tl.constexpr):  # fmt: skip
+    """The first program sorts; the others fetch weights ahead, if `FETCH` is the instruction that does."""
     if EARLY:  # the launch behind it, which waits for it
         tl.extra.cuda.gdc_launch_dependents()
     lane = tl.arange(0, SIZE)
     live = lane < total
     expert = _known(pairs, lane, live, experts)
     bins = tl.arange(0, BINS)
+    if FETCH != "":  # noqa: SIM102  (known to the compiler, unlike what follows)
+        if tl.program_id(0) > 0:
+            _fetch_ahead(expert, live, weights, tl.program_id(0) - 1, experts, expert_stride, line_stride, lines, BINS,
+                         FETCH, LINES)  # fmt: skip
+            return
     tl.store(ends + bins, tl.cumsum(tl.histogram(expert, BINS, mask=live), 0), mask=bins < experts)
     to = _ahead(pairs, expert, 0, lane, total, experts, True, SIZE, 32)
     if ORDER:
@@ -152,10 +174,50 @@ def sort_blocks(total, experts):
     return tiles_of(total, size), bins, size
 
 
-def sort_steps(pairs, order, inverse, ends, counts, rows=None, top_k=0):
+AT_ONCE_COLUMNS = 132 * 128
+"""Columns of weights that all processors multiply at once, as a rule."""
+AHEAD_BYTES = 24 << 20
+"""Of weights, at most: what memory gives while pairs are sorted and the first product starts, and half of the cache."""
+AHEAD_LINES = 128
+NOTHING_AHEAD = {"expert_stride": 0, "line_stride": 0, "lines": 0, "FETCH": ""}
+LEAST_PIECE = 512
+"""Bytes of a line, from which on fetching it ahead is worth an instruction."""
+FETCH = """{{
+    .reg .pred wanted;
+    setp.ne.s32 wanted, $2, 0;
+    @wanted cp.async.bulk.prefetch.L2.global [$1], {};
+    mov.u32 $0, 0;
+}}"""
+
+
+def weights_ahead(weights, stacked, pairs):
+    """(programs, arguments) of the sort of so many pairs for fetching the weights [E, out, in] of the product behind it
+    ahead, or `stacked` [E, in, out]: a part of the sums of all columns that are multiplied first. None where that is of
+    no use, or the instruction does not exist or takes no such addresses."""
+    experts, outer, inner = weights.shape
+    size, columns = weights.element_size(), inner if stacked else outer
+    if not (weights.is_cuda and starts_early(weights.get_device())) or weights.stride(2) != 1 or not weights.numel():
+        return None
+    if (weights.data_ptr() | weights.stride(0) * size | weights.stride(1) * size) % 16:
+        return None
+    first = min(pairs, experts, tiles_of(AT_ONCE_COLUMNS, columns))
+    if stacked:
+        piece = inner * size // 16 * 16
+        lines = min(outer, AHEAD_BYTES // (first * max(piece, 1)))
+    else:
+        lines = min(outer, AT_ONCE_COLUMNS)
+        piece = min(inner * size, AHEAD_BYTES // (first * lines)) // 16 * 16
+    if piece < LEAST_PIECE or not lines:
+        return None
+    values = {"weights": weights, "expert_stride": weights.stride(0), "line_stride": weights.stride(1), "lines": lines,
+              "FETCH": FETCH.format(piece)}  # fmt: skip
+    return first * tiles_of(lines, AHEAD_LINES), values
+
+
+def sort_steps(pairs, order, inverse, ends, counts, rows=None, top_k=0, ahead=None):
     """`counts` [blocks, bins] is used where there are several blocks; `rows` (int32) receives the pairs' tokens.
 
-    `order` may be None; `inverse` is int32 or int64.
+    `order` may be None; `inverse` is int32 or int64. `ahead`: what few pairs' sort fetches besides (`weights_ahead`).
     """
     total, experts = pairs.numel(), ends.shape[0]
     blocks, bins, size = sort_blocks(total, experts)
@@ -164,8 +226,10 @@ def sort_steps(pairs, order, inverse, ends, counts, rows=None, top_k=0):
         "order": inverse if order is None else order, "inverse": inverse, "rows": inverse if rows is None else rows,
         "K": top_k, "ORDER": order is not None, "EARLY": pairs.is_cuda and starts_early(pairs.get_device()), **known,
     }  # fmt: skip
-    if total <= SORT_BLOCK:
-        return [(_one_block_kernel, (1,), 4, {"pairs": pairs, "ends": ends, **told})]
+    if total <= ONE_BLOCK:
+        programs, fetched = ahead or (0, NOTHING_AHEAD)
+        told |= {"pairs": pairs, "ends": ends, "weights": pairs, "SIZE": bucket(max(total, SORT_BLOCK)), **fetched}
+        return [(_one_block_kernel, (1 + programs,), 4 * told["SIZE"] // SORT_BLOCK, {**told, "LINES": AHEAD_LINES})]
     starts = {
         "counts": counts, "ends": ends, "blocks": blocks, "experts": experts, "ROWS": COUNTS_TILE // bins, "BINS": bins,
     }  # fmt: skip
@@ -181,22 +245,23 @@ def sort_by_expert(pairs, experts):
     pairs, total = pairs.contiguous(), pairs.shape[0]
     order, inverse = (torch.empty(total, dtype=torch.int64, device=pairs.device) for _ in range(2))
     ends = torch.empty(experts, dtype=torch.int32, device=pairs.device)
-    shape = (0, 0) if total <= SORT_BLOCK else sort_blocks(total, experts)[:2]
+    shape = (0, 0) if total <= ONE_BLOCK else sort_blocks(total, experts)[:2]
     counts = torch.empty(shape, dtype=torch.int32, device=pairs.device)
     _run(pairs, *sort_steps(pairs, order, inverse, ends, counts))
     return order, inverse, ends
 
 
-def sort_pairs(index, experts, order=None):
+def sort_pairs(index, experts, order=None, up=None, stacked=False):
     """index [tokens, k] -> (tokens of the pairs by expert [S], where each pair went [tokens, k], ends), all int32.
 
-    `order` [S] (int32) receives which pair each one was.
+    `order` [S] (int32) receives which pair each one was; `up`: weights of the product behind it, `stacked` or not.
     """
     index, total = index.contiguous(), index.numel()
+    ahead = None if up is None else weights_ahead(up, stacked, total)
     rows, place, ends = (torch.empty(n, dtype=torch.int32, device=index.device) for n in (total, total, experts))
-    shape = (0, 0) if total <= SORT_BLOCK else sort_blocks(total, experts)[:2]
+    shape = (0, 0) if total <= ONE_BLOCK else sort_blocks(total, experts)[:2]
     counts = torch.empty(shape, dtype=torch.int32, device=index.device)
-    _run(index, *sort_steps(index, order, place, ends, counts, rows, index.shape[1]))
+    _run(index, *sort_steps(index, order, place, ends, counts, rows, index.shape[1], ahead))
     return rows, place.view(index.shape), ends
 
 
@@ -371,7 +436,7 @@ def sort_scratch(pairs, experts):
     """Bytes for the order of pairs and for the counts of their blocks."""
     if pairs <= SORT_BLOCK:
         return 0, 0
-    blocks, bins, _ = sort_blocks(pairs, experts)
+    blocks, bins, _ = (0, 0, 0) if pairs <= ONE_BLOCK else sort_blocks(pairs, experts)
     return 8 * pairs, 4 * blocks * bins
 
 

@@ -7,6 +7,7 @@ Names and shapes of the weights are those of the MoE blocks of Hugging Face tran
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from multigemm.integrations.quantised_weights import quantize_stack, scale_keywo
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.integrations.torch_op import grouped_gemm
 from multigemm.nn.linear import check_layer, init_linear_
+from multigemm.planning.launch_key import PLAIN as PLAIN_TENSORS
 from multigemm.problem import epilogue
 from multigemm.problem.spec import GATES, GLU_LAYOUTS
 from multigemm.quantize import Format
 from multigemm.settings import settings
-from multigemm.torch_internals import run_while_tracing
+from multigemm.torch_internals import in_transform, run_while_tracing
 
 GATED = GATES
 PLAIN = ("relu", "gelu", "gelu_tanh", "silu")
@@ -33,6 +35,22 @@ PLAIN = ("relu", "gelu", "gelu_tanh", "silu")
 def _invariant_unless_told() -> bool:
     """What MULTIGEMM_BATCH_INVARIANT says; a compiled graph keeps what it said at the first call."""
     return settings().batch_invariant
+
+
+FUSING = frozenset(("auto", "cupy", "triton"))
+"""Backends whose fused products of layers were measured."""
+
+
+def fused_is_faster(x: Tensor, backend: str) -> bool:
+    """Whether fused products take no longer than steps for tokens like these, as far as that was measured (H200)."""
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or not FUSING.issuperset(backend.split(",")):
+        return False
+    return _capability(x.get_device()) == (9, 0)
+
+
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
 
 
 class Experts(nn.Module):
@@ -53,7 +71,9 @@ class Experts(nn.Module):
         fused: rows are picked, gated and summed inside the products, by a backend that takes these keywords; for
             backward the layer keeps the products before the gate, 2 I numbers for each pair of token and expert, and
             no rows. One operator in a compiled graph. Over a mesh a token travels once to
-            each rank that has experts of it, and second derivatives are refused.
+            each rank that has experts of it, and second derivatives are refused. None: where it was measured to be the
+            faster way, for 16-bit weights on Hopper GPUs by backend "auto", "cupy" or "triton", but not over a mesh,
+            for batch invariance, under torch.func or torch.compile.
         recompute: a fused layer keeps not even those, and forms the first products once more.
         device, dtype: of the weights.
 
@@ -83,7 +103,7 @@ class Experts(nn.Module):
         glu_beta: float = 0.0,
         glu_limit: float | None = None,
         stacked: bool = False,
-        fused: bool = False,
+        fused: bool | None = None,
         recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -183,7 +203,7 @@ class Experts(nn.Module):
 
     def _here(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The layer of one process."""
-        if self.fused:
+        if self.fused or (self.fused is None and self._fuses(x)):
             return self._fused(x, top_k_index, top_k_weights)
         if self.weight_format is None and not self._own_gate:
             y = layer_call.call(x, top_k_index, top_k_weights, self._networks())
@@ -199,6 +219,16 @@ class Experts(nn.Module):
         if gated:
             hidden = self.network.activate(hidden)
         return self._linear("down_proj", hidden, ends, None)
+
+    def _fuses(self, x: Tensor) -> bool:
+        """Whether a layer that was not told is a fused one."""
+        if torch.compiler.is_compiling() or self.weight_format is not None or not fused_is_faster(x, self.backend):
+            return False
+        invariant = _invariant_unless_told() if self.batch_invariant is None else self.batch_invariant
+        weight: Any = self._parameters[self.first]
+        plain = type(x) in PLAIN_TENSORS and type(weight) in PLAIN_TENSORS  # no DTensor, say
+        plain = plain and weight.dtype is x.dtype
+        return plain and not invariant and not in_transform()
 
     @property
     def _own_gate(self) -> bool:
@@ -328,7 +358,7 @@ class MoE(nn.Module):
         glu_beta: float = 0.0,
         glu_limit: float | None = None,
         stacked: bool = False,
-        fused: bool = False,
+        fused: bool | None = None,
         recompute: bool = False,
         shared_experts: nn.Module | None = None,
         device: torch.device | str | None = None,

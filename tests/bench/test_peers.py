@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import types
 from dataclasses import replace
@@ -13,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from multigemm.bench import peers
 from multigemm.bench.entries import Refused
 from multigemm.bench.operands import make, reference
 from multigemm.bench.peers import PEERS, _odd_start, peer_entries
 from multigemm.bench.workloads import Workload
+from tests.support.python_process import run_python
 
 LIBRARIES = ("deep_gemm", "quack", "fbgemm", "triton_kernels")
 TUTORIAL = "triton_tutorial"
@@ -40,6 +40,23 @@ def by_sizes(a: Tensor, weights: list[Tensor], sizes: list[int]) -> Tensor:
     return torch.cat([rows @ w for rows, w in zip(torch.split(a, sizes), weights, strict=True)])
 
 
+def quack_config(tile_m: int, tile_n: int, swap_ab: bool = False, device_capacity: int = 9) -> Any:
+    return types.SimpleNamespace(
+        tile_m=tile_m, tile_n=tile_n, pingpong=True, cluster_m=2, cluster_n=1, swap_ab=swap_ab,
+        device_capacity=device_capacity,
+    )  # fmt: skip
+
+
+QUACK_CONFIGS = [
+    quack_config(128, 128), quack_config(128, 208), quack_config(128, 192, swap_ab=True),
+    quack_config(128, 192, device_capacity=10), quack_config(256, 192),
+]  # fmt: skip
+
+
+def config_of(call: Any) -> Any:
+    return call.keywords["config"]
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     def contiguous(a: Tensor, b: Tensor, d: Tensor, m_indices: Tensor) -> None:
         assert a.shape[0] % 4 == 0
@@ -47,9 +64,15 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
             if group >= 0:
                 d[row] = a[row] @ b[group].T
 
-    def gemm(a: Tensor, b: Tensor, out: Tensor, cu_seqlens_m: Tensor) -> Tensor:
-        assert b.stride(-2) == 1
-        return out.copy_(by_sizes(a, list(b), torch.diff(cu_seqlens_m).tolist()))
+    def gemm(
+        a: Tensor, b: Tensor, out: Tensor, c: None, *, config: Any, dynamic_scheduler: bool, **ends: Any
+    ) -> Tensor:
+        assert not config.swap_ab and config.device_capacity == 9
+        if "cu_seqlens_k" in ends:
+            sizes = torch.diff(ends["cu_seqlens_k"]).tolist()
+            parts = zip(torch.split(a, sizes, 1), torch.split(b, sizes), strict=True)
+            return out.copy_(torch.stack([x @ y for x, y in parts]))
+        return out.copy_(by_sizes(a, list(b), torch.diff(ends["cu_seqlens_m"]).tolist()))
 
     def fbgemm(x: Tensor, w: Tensor, m_sizes: Tensor) -> Tensor:
         return by_sizes(x, [part.T for part in w.chunk(m_sizes.numel())], m_sizes.tolist())
@@ -61,7 +84,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch, "deep_gemm", m_grouped_bf16_gemm_nt_contiguous=contiguous,
         get_mk_alignment_for_contiguous_layout=lambda: 4,
     )  # fmt: skip
-    module(monkeypatch, "quack.gemm_interface", gemm=gemm)
+    module(monkeypatch, "quack.gemm_interface", gemm_tuned=types.SimpleNamespace(fn=gemm))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(peers, "_microseconds", lambda call: abs(call().numel() and config_of(call).tile_n - 192))
+    module(
+        monkeypatch, "quack.gemm_config", get_all_configs=lambda: QUACK_CONFIGS,
+        config_supports=lambda config, varlen_m: config.tile_m == 128 or not varlen_m,
+    )  # fmt: skip
     module(monkeypatch, "fbgemm_gpu.experimental.gemm.triton_gemm.grouped_gemm", grouped_gemm=fbgemm)
     module(monkeypatch, "triton_kernels.matmul", matmul=matmul)
     module(monkeypatch, "triton_kernels.tensor", make_ragged_tensor_metadata=lambda sizes, rows: sizes.tolist())
@@ -92,6 +121,36 @@ def test_an_adapter_hands_over_and_takes_back_the_right_rows(
 def test_an_adapter_refuses_what_its_library_does_not_take(name: str, case: Workload) -> None:
     with pytest.raises(Refused, match=r"take|bias"):
         PEERS[name].prepare(make(case, "cpu"))
+
+
+def test_quack_runs_the_best_config_that_fits_and_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    ready = PEERS["quack"].prepare(make(CASES[0], "cpu"))
+    assert ready.config == "128x208, ping-pong, cluster 2x1" and ready.why == "the best of its 2 configs"
+    gradients = Workload("k", "t", "jagged_k", groups=3, m=8, n=16, total=37, trans_a=True, distribution="zipf")
+    tensors = make(gradients, "cpu")
+    ready = PEERS["quack"].prepare(tensors)
+    assert ready.config == "256x192, ping-pong, cluster 2x1"
+    assert reference(tensors).verdict(ready.result(ready.call())) == ""
+    with pytest.raises(Refused, match="tokens are rows"):
+        PEERS["quack"].prepare(make(replace(gradients, trans_a=False), "cpu"))
+
+
+def test_triton_kernels_of_before_3_7_is_called_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def matmul_ogs(a: Tensor, b: Tensor, bias: None, *, routing_data: Any, precision_config: str, y: Tensor) -> Tensor:
+        assert precision_config == "plain"
+        return y.copy_(by_sizes(a, list(b), routing_data[4]))
+
+    module(
+        monkeypatch, "triton_kernels.matmul_ogs", matmul_ogs=matmul_ogs, RoutingData=lambda *words: words,
+        PrecisionConfig=lambda: "plain",
+    )  # fmt: skip
+    details = "triton_kernels.tensor_details.ragged_tensor"
+    module(monkeypatch, details, make_ragged_tensor_metadata=lambda sizes, rows: sizes.tolist())
+    tensors = make(CASES[0], "cpu")
+    ready = PEERS["triton_kernels"].prepare(tensors)
+    assert ready.kernel == "triton_kernels.matmul_ogs"
+    assert reference(tensors).verdict(ready.result(ready.call())) == ""
 
 
 def test_starts_off_16_bytes_are_seen_where_groups_lie_along_rows() -> None:
@@ -125,11 +184,6 @@ tile = {"BM": 128, "BN": 128, "BK": 64, "STAGES": 3}
 source = ASTSource(tutorial_kernel, {**types, **dict.fromkeys(tile, "constexpr")}, constexprs=tile)
 print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "num_stages": 3}).asm["ptx"])
 """
-    # a test before this one may have asked for the interpreter
-    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    made = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False, env=clean
-    )
-    assert made.returncode == 0, made.stderr[-2000:]
+    made = run_python("-c", program)
     assert "wgmma.mma_async" in made.stdout
     assert "cp.async.bulk.tensor" in made.stdout

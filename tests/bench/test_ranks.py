@@ -60,7 +60,7 @@ def test_the_picture_is_drawn_again_from_what_was_kept(name: str, tmp_path: Path
 
 
 def test_more_ranks_wait_longer_for_more_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = {
+    run: dict[str, Any] = {
         "layer": "qwen3-30b", "scaling": "weak", "pass": "training", "routing": "uniform", "ranks": 2, "way": "fused",
         "chunks": 1, "tokens": 16384, "ms": 10.0, "host_ms": 7.0, "alone_ms": 7.5, "split_ms": {"products": 5.5},
     }  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from multigemm.bench import reports
 from multigemm.bench import supervise as supervise_module
 from multigemm.bench.reports import Report, Row
 from multigemm.bench.supervise import Marker, read, supervise
+from tests.support.python_process import install_backends, run_python
 
 CHILD = """
 import json, os, pathlib, sys, time
@@ -112,26 +111,15 @@ class Sleeper:
     def configs(self, spec, device): return []
     def plan(self, spec, config, device): return Recipe("sleep", None, lambda ops: lambda: time.sleep(600))
 
-BACKEND = Sleeper()
+sleeper = Sleeper()
 """
 
 
 @pytest.mark.slow
 def test_a_backend_that_hangs_is_a_row_and_the_others_are_measured(tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    (site / "sleeper-1.dist-info").mkdir(parents=True)
-    (site / "sleeper.py").write_text(SLEEPER)
-    (site / "sleeper-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: sleeper\nVersion: 1\n")
-    (site / "sleeper-1.dist-info" / "entry_points.txt").write_text("[multigemm.backends]\nsleeper = sleeper:BACKEND\n")
-    root = Path(__file__).parents[2]
-    environment = dict(os.environ) | {"PYTHONPATH": f"{site}{os.pathsep}{root}"}
-    words = ["bench", "--shape", "2,8,8,8", "--device", "cpu", "--isolate", "--stall", "15"]
-    words += ["--backend", "sleeper,cpu", "--peers", "none", "--floor", "1,1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "multigemm", *words, "--out", str(tmp_path / "out")],
-        env=environment, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    environment = install_backends(tmp_path, SLEEPER, "sleeper")
+    words = "--shape 2,8,8,8 --device cpu --isolate --stall 15 --backend sleeper,cpu --peers none --floor 1,1"
+    done = run_python("-m", "multigemm", "bench", *words.split(), "--out", tmp_path / "out", **environment)
     rows = {row.entry: row for row in reports.read(tmp_path / "out" / "report.json").rows}
     assert rows["sleeper"].status == "failed"
     assert rows["sleeper"].reason == "no answer within 15 s (preparing and checking)"

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 
 from multigemm.__main__ import main
 from multigemm.testing import Case
-from tests.support.installed_backends import ROOT, install_backends
+from tests.support.python_process import install_backends, run_python
 
 FAULTY = """
 import ctypes
@@ -44,17 +42,16 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return install_backends(tmp_path, FAULTY, "crashing", "faulty", "slow", "unscaled")
 
 
-def fuzz(environment: dict[str, str], *arguments: Any, device: str = "cpu") -> Any:
-    command = [sys.executable, "-W", "ignore", "-m", "multigemm", "fuzz", "--device", device, "--quiet", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, cwd=ROOT)
+def fuzz(environment: dict[str, str], *arguments: Any, code: int | None = 0, device: str = "cpu") -> Any:
+    words = ["-m", "multigemm", "fuzz", "--device", device, "--quiet", *arguments]
+    return run_python(*words, code=code, **environment)
 
 
 @pytest.mark.slow
 def test_a_fault_is_found_shrunk_stored_and_repeated(environment: dict[str, str], tmp_path: Path) -> None:
     summary, stored = tmp_path / "s.json", tmp_path / "stored"
-    asked = ["--backends", "faulty", "--examples", "10", "--corpus", str(stored), "--json", str(summary)]
-    done = fuzz(environment, *asked, "--shrink", "4")
-    assert done.returncode == 1, done.stderr
+    asked = ["--backends", "faulty", "--examples", "10", "--corpus", stored, "--json", summary, "--shrink", "4"]
+    done = fuzz(environment, *asked, code=1)
     data = json.loads(summary.read_text())
     assert data["problems"] == 10
     assert data["disagreements"] == len(data["failures"]) > 0
@@ -63,47 +60,27 @@ def test_a_fault_is_found_shrunk_stored_and_repeated(environment: dict[str, str]
     assert small.work <= 16 and small.activation is None
     code = re.findall(r"faulty: \[guard\].*\n  stored as .*\n  to repeat it:\n((?:    .*\n)+)", done.stdout)[0]
     script = "\n".join(line[4:] for line in code.splitlines())
-    again = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, cwd=ROOT
-    )
-    assert "[guard]" in again.stdout, again.stderr
-    replayed = fuzz(environment, "--backends", "faulty,cpu", "--replay", str(stored))
-    assert replayed.returncode == 1
+    assert "[guard]" in run_python("-c", script, **environment).stdout
+    replayed = fuzz(environment, "--backends", "faulty,cpu", "--replay", stored, code=1)
     assert "faulty: WRONG" in replayed.stdout and "cpu: right" in replayed.stdout
 
 
 @pytest.mark.slow
 def test_a_fault_of_scales_is_found_shrunk_stored_and_repeated(environment: dict[str, str], tmp_path: Path) -> None:
     summary, stored = tmp_path / "s.json", tmp_path / "stored"
-    asked = [
-        "--backends",
-        "unscaled",
-        "--examples",
-        "40",
-        "--quantised",
-        "1",
-        "--fused",
-        "0",
-        "--deep",
-        "1",
-        "--shrink",
-        "2",
-    ]
-    done = fuzz(environment, *asked, "--corpus", str(stored), "--json", str(summary))
-    assert done.returncode == 1, done.stderr
+    asked = "--backends unscaled --examples 40 --quantised 1 --fused 0 --deep 1 --shrink 2"
+    fuzz(environment, *asked.split(), "--corpus", stored, "--json", summary, code=1)
     data = json.loads(summary.read_text())
     assert data["quantised_checks"]["unscaled"] == data["classes"]["quantised"] == 40
     small = [Case.from_dict(f["shrunk"]) for f in data["failures"] if f["shrunk"]]
     assert min(case.groups for case in small) == 2 and all(case.quantised for case in small)
-    replayed = fuzz(environment, "--backends", "unscaled,cpu", "--replay", str(stored))
-    assert replayed.returncode == 1
+    replayed = fuzz(environment, "--backends", "unscaled,cpu", "--replay", stored, code=1)
     assert "unscaled: WRONG" in replayed.stdout and "cpu: right" in replayed.stdout
 
 
 @pytest.mark.slow
 def test_a_campaign_without_a_check_proves_nothing(environment: dict[str, str]) -> None:
-    done = fuzz(environment, "--backends", "cpu", "--seconds", "0.01")
-    assert done.returncode == 1, done.stdout
+    done = fuzz(environment, "--backends", "cpu", "--seconds", "0.01", code=1)
     assert "NOTHING CHECKED on cpu" in done.stdout
 
 
@@ -138,9 +115,8 @@ def test_numbers_that_mean_nothing_are_refused(asked: tuple[str, str], capsys: p
 def test_a_worker_that_is_killed_loses_nothing(environment: dict[str, str], tmp_path: Path) -> None:
     """Two backends, one of which ends its process on some problems: all other results are there."""
     summary = tmp_path / "s.json"
-    asked = ["--backends", "cpu,crashing", "--examples", "6", "--jobs", "2", "--forms", "batched,jagged_m"]
-    done = fuzz(environment, *asked, "--dtypes", "float32", "--json", str(summary), "--shrink", "3")
-    assert done.returncode == 1, done.stderr
+    asked = "--backends cpu,crashing --examples 6 --jobs 2 --forms batched,jagged_m --dtypes float32 --shrink 3"
+    fuzz(environment, *asked.split(), "--json", summary, code=1)
     data = json.loads(summary.read_text())
     crashes = [f for f in data["failures"] if f["oracle"] == "crash"]
     assert len(crashes) > 0
@@ -164,9 +140,7 @@ def test_a_compiler_that_does_not_end_holds_up_nobody(environment: dict[str, str
         "    done = campaign.run(some)\n"
         "    print(done.tally.problems, len(done.tally.failures), done.crashes, *done.notes, sep='\\n')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script)], env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = run_python(script, timeout=120, **environment)
     problems, failures, crashes, *notes = done.stdout.splitlines()
     assert int(problems) >= 40 and failures == crashes == "0", done.stdout + done.stderr
     assert any("was not finished" in note for note in notes)
@@ -177,9 +151,8 @@ def test_a_compiler_that_does_not_end_holds_up_nobody(environment: dict[str, str
 def test_a_campaign_over_everything_on_the_host(environment: dict[str, str], tmp_path: Path) -> None:
     """Every form and dtype on the cpu backend, against the reference."""
     summary = tmp_path / "s.json"
-    done = fuzz(environment, "--backends", "cpu", "--examples", "500", "--jobs", "2", "--seed", "5", "--work", "30000",
-                "--deep", "4", "--json", str(summary))  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:]
+    asked = "--backends cpu --examples 500 --jobs 2 --seed 5 --work 30000 --deep 4"
+    fuzz(environment, *asked.split(), "--json", summary)
     data = json.loads(summary.read_text())
     assert data["checks"]["cpu"] == 500 and data["disagreements"] == 0 and data["crashes"] == 0
     for form in ("per_group", "jagged_m", "jagged_n", "jagged_k", "batched", "masked"):
@@ -194,7 +167,8 @@ def test_a_campaign_over_everything_on_the_host(environment: dict[str, str], tmp
 @pytest.mark.parametrize("name", ["triton", "numba"])
 def test_an_emulated_campaign(name: str, environment: dict[str, str], tmp_path: Path) -> None:
     summary = tmp_path / "s.json"
-    done = fuzz(environment, "--backends", name, "--examples", "6", "--jobs", "1", "--json", str(summary), "--emulate")
+    asked = ["--backends", name, "--examples", "6", "--jobs", "1", "--json", summary, "--emulate"]
+    done = fuzz(environment, *asked, code=None)
     if "not available" in done.stderr:
         pytest.skip(done.stderr)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
@@ -247,8 +221,7 @@ def test_an_illegal_access_ends_one_worker_only(tmp_path: Path) -> None:
     asked = ["--backends", "cublas,poking", "--forms", "batched,jagged_m", "--dtypes", "float32"]
     asked += ["--examples", "3", "--kinds", "0", "--burst", "2", "--jobs", "2", "--shrink", "2"]
     environment = install_backends(tmp_path, POKING, "poking")
-    done = fuzz(environment, *asked, "--json", summary, device="cuda")
-    assert done.returncode == 1, done.stdout + done.stderr
+    fuzz(environment, *asked, "--json", summary, code=1, device="cuda")
     data = json.loads(summary.read_text())
     crashes = [failure for failure in data["failures"] if failure["oracle"] in ("crash", "exception")]
     assert crashes and {failure["backend"] for failure in data["failures"]} == {"poking"}

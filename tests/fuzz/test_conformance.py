@@ -1,9 +1,7 @@
 """The conformance suite itself: on the cpu backend, on the example of the documentation, on planted faults."""
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from multigemm.testing.model_kernel import ModelBackend
 from multigemm.testing.model_mutants import planted
 from multigemm.testing.strategies import DTYPES
 from multigemm.testing.subject import Subject
-from tests.support.installed_backends import ROOT, install_backends
+from tests.support.python_process import ROOT, install_backends, run_python
 
 FAULT = """
 from multigemm.testing.model_kernel import ModelBackend
@@ -25,24 +23,20 @@ planted = ModelBackend("planted", kernel("tail rows not zeroed"))
 """
 
 
-def run_suite(environment: dict[str, str], name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", "-m", "multigemm.testing.conformance", "--backend", name, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, cwd=ROOT)
+def run_suite(
+    name: str, *arguments: str, code: int = 0, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    words = ["-m", "multigemm.testing.conformance", "--backend", name, "--device", "cpu", *arguments]
+    return run_python(*words, code=code, **(environment or {}))
 
 
 @pytest.mark.slow
 def test_the_example_of_the_documentation_conforms(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "how-to" / "own-backend.md").read_text(), re.DOTALL)
     environment = install_backends(tmp_path, blocks[0] + "\nloop = BACKEND\n", "loop")
-    listed = subprocess.run(
-        [sys.executable, "-c", "import multigemm as mg; print([b.name for b in mg.list_backends()])"],
-        env=environment, capture_output=True, text=True, timeout=60, cwd=ROOT,
-    )  # fmt: skip
-    assert "'loop'" in listed.stdout, listed.stderr
-    done = run_suite(
-        environment, "loop", "--device", "cpu", "--cases", "10", "-k", "jagged_m or members or plan or say"
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
+    listed = run_python("-c", "import multigemm as mg; print([b.name for b in mg.list_backends()])", **environment)
+    assert "'loop'" in listed.stdout
+    done = run_suite("loop", "--cases", "10", "-k", "jagged_m or members or plan or say", environment=environment)
     passed, skipped = (int(re.findall(rf"(\d+) {word}", done.stdout)[0]) for word in ("passed", "skipped"))
     assert passed >= 25
     assert skipped >= 1, "the example refuses activations and other dtypes with a reason"
@@ -51,8 +45,7 @@ def test_the_example_of_the_documentation_conforms(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_faulty_backend_does_not_conform(tmp_path: Path) -> None:
     environment = install_backends(tmp_path, FAULT, "planted")
-    done = run_suite(environment, "planted", "--device", "cpu", "--cases", "2", "-x", "-k", "jagged_m")
-    assert done.returncode == 1
+    done = run_suite("planted", "--cases", "2", "-x", "-k", "jagged_m", code=1, environment=environment)
     assert "no group owns" in done.stdout
 
 
@@ -79,5 +72,4 @@ def test_cases_of_the_suite_see_faults(name: str) -> None:
 
 @pytest.mark.slow
 def test_the_cpu_backend_conforms() -> None:
-    done = run_suite(dict(os.environ), "cpu", "--device", "cpu", "--cases", "6", "-x")
-    assert done.returncode == 0, done.stdout[-3000:]
+    run_suite("cpu", "--cases", "6", "-x")

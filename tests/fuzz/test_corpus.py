@@ -1,8 +1,5 @@
 """Every failure ever found, here and in peers' histories, on every backend that is here."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from multigemm.select import registry
 from multigemm.testing import Case, Subject, check_case, corpus
 from multigemm.testing.model_kernel import ModelBackend
 from multigemm.testing.placed_case import spec_of
+from tests.support.python_process import run_python
 
 FOLDER = Path(__file__).parents[1] / "corpus"
 ENTRIES = list(corpus.entries(FOLDER))
@@ -82,12 +80,7 @@ print("RAN", ran)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["triton", "numba"])
 def test_emulated_backends(name: str) -> None:
-    environment = {**os.environ, "MULTIGEMM_EMULATE": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, name, str(FOLDER), str(EMULATED_WORK)]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=240, cwd=Path(__file__).parents[2]
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = run_python("-c", SCRIPT, name, FOLDER, str(EMULATED_WORK), MULTIGEMM_EMULATE="1")
     if "UNAVAILABLE" in done.stdout:
         pytest.skip(done.stdout)
     assert int(done.stdout.split()[-1]) >= 15

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +15,7 @@ from multigemm.errors import InvalidSetting
 from multigemm.fuzz import campaign
 from multigemm.fuzz.campaign import SEEDS_PER_RANK, merge, of_rank
 from multigemm.fuzz.plan import Options, Summary, Tally
-
-ROOT = Path(__file__).parents[2]
-
-
-def torchrun(folder: Path, *words: str) -> str:
-    """Two ranks on this CPU; what they printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "multigemm", *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+from tests.support.python_process import TORCHRUN, run_python
 
 
 @pytest.fixture
@@ -100,7 +87,8 @@ def test_shares_that_are_none(text: str) -> None:
 
 @pytest.mark.slow
 def test_a_campaign_under_torchrun_ends_in_one_summary(tmp_path: Path) -> None:
-    said = torchrun(tmp_path, "fuzz", "--backends", "cpu", "--device", "cpu", "--examples", "21", "--json", "all.json")
+    words = "fuzz --backends cpu --device cpu --examples 21 --json all.json"
+    said = run_python(*TORCHRUN, "-m", "multigemm", *words.split(), cwd=tmp_path).stdout
     found: dict[str, Any] = json.loads((tmp_path / "all.json").read_text())
     assert found["problems"] == found["checks"]["cpu"] == 21
     assert [note.split(" from ")[0] for note in found["notes"]] == ["rank 0 ran 11 problems", "rank 1 ran 10 problems"]
@@ -109,8 +97,9 @@ def test_a_campaign_under_torchrun_ends_in_one_summary(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_benchmark_under_torchrun_ends_in_one_report(tmp_path: Path) -> None:
-    words = "--suite small --only small_cube_64,small_cube_128,small_g16 --backend cpu --peers none --device cpu"
-    torchrun(tmp_path, "bench", *words.split(), "--floor", "1,0.01", "--budget-ms", "20", "--json-only", "--out", "all")
+    words = "bench --suite small --only small_cube_64,small_cube_128,small_g16 --backend cpu --peers none --device cpu"
+    method = "--floor 1,0.01 --budget-ms 20 --json-only --out all"
+    run_python(*TORCHRUN, "-m", "multigemm", *words.split(), *method.split(), cwd=tmp_path)
     report: dict[str, Any] = json.loads((tmp_path / "all" / "report.json").read_text())
     cases = [row["case"] for row in report["rows"] if row["entry"] == "cpu"]
     assert cases == ["small_cube_64/list/bf16", "small_cube_128/list/bf16", "small_g16/uniform/bf16"]

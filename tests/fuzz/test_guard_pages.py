@@ -1,7 +1,5 @@
 """Operands against pages that are not mapped: right kernels do not notice, a read past the end does not survive."""
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from multigemm.testing.oracles import check
 from multigemm.testing.placed_case import Arena, DeviceCase
 from multigemm.testing.strategies import EMULATED, random_case
 from multigemm.testing.subject import Subject
+from tests.support.python_process import run_python
 
 CPU = torch.device("cpu")
 
@@ -60,7 +59,7 @@ def test_a_read_past_the_end_ends_the_process() -> None:
         "ctypes.c_float.from_address(moved.data_ptr() + 4 * 32).value\n"
         "print('the next one', flush=True)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_python("-c", code, code=None)
     assert done.returncode < 0, done
     assert done.stdout == "the last element\n"
 

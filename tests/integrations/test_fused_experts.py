@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import multigemm as mg
-from multigemm.nn import Experts, MoE, experts_forward
+from multigemm.nn import Experts, MoE, experts_forward, moe
 
 NETWORKS: dict[str, dict[str, Any]] = {
     "swiglu": {},
@@ -280,3 +280,51 @@ def test_nothing_is_kept_where_no_gradient_is_wanted(monkeypatch: pytest.MonkeyP
         want = experts(*given)
     assert torch.equal(experts(*given), want)
     assert asked == [False, True]
+
+
+def test_a_layer_that_was_not_told_is_fused_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for other backends, batch invariance, weights of another dtype, quantised ones, or under torch.func."""
+    asked: list[str] = []
+
+    def fused(self: Experts, x: Tensor, *rest: Tensor) -> Tensor:
+        asked.append(self.backend)
+        return torch.zeros_like(x)
+
+    monkeypatch.setattr(Experts, "_fused", fused)
+    x, index, weights = (t.detach() for t in drawn(torch.bfloat16))
+
+    def runs_fused(x: Tensor = x, **options: Any) -> bool:
+        del asked[:]
+        kept: dict[str, Any] = {"backend": "cpu", "dtype": torch.bfloat16} | options
+        Experts(HERE, HIDDEN, INNER, **kept)(x, index.clamp(max=HERE - 1), weights)
+        return bool(asked)
+
+    assert not runs_fused(), "on a CPU"
+    monkeypatch.setattr(moe, "fused_is_faster", lambda x, backend: backend == "cpu")
+    assert runs_fused()
+    assert not runs_fused(fused=False)
+    assert not runs_fused(batch_invariant=True)
+    assert not runs_fused(backend="cpu,null")
+    assert not runs_fused(x.float())
+    quantised = Experts(HERE, 32, 32, backend="cpu", dtype=torch.bfloat16).quantize_("int8", "row")
+    del asked[:]
+    quantised(torch.zeros(TOKENS, 32, dtype=torch.bfloat16), index.clamp(max=HERE - 1), weights)
+    assert not asked
+
+
+def test_where_fused_products_are_the_faster_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu:
+        is_cuda, dtype = True, torch.bfloat16
+
+        def get_device(self) -> int:
+            return 0
+
+    x: Any = OnGpu()
+    monkeypatch.setattr(moe, "_capability", lambda index: (9, 0))
+    assert moe.fused_is_faster(x, "auto") and moe.fused_is_faster(x, "triton,cupy")
+    assert not moe.fused_is_faster(x, "numba") and not moe.fused_is_faster(x, "auto,cublas")
+    assert not moe.fused_is_faster(torch.zeros(1, dtype=torch.bfloat16), "auto")
+    monkeypatch.setattr(moe, "_capability", lambda index: (8, 0))
+    assert not moe.fused_is_faster(x, "auto")
+    monkeypatch.setattr(OnGpu, "dtype", torch.float32)
+    assert not moe.fused_is_faster(x, "auto")

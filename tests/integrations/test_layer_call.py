@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -26,6 +22,7 @@ from multigemm.planning import launch_cache
 from tests.support.concurrency import on_new_threads
 from tests.support.cuda_driver import FakeDriver
 from tests.support.layer_cases import EXPERTS, HIDDEN, TOKENS, VARIANTS, in_steps, layer_of, networks
+from tests.support.python_process import run_python
 from tests.support.triton_world import block_of, kernels_of, world
 
 __all__ = ["world"]
@@ -150,11 +147,7 @@ def test_what_the_steps_have_to_arrange_is_left_to_them(case: str) -> None:
 @pytest.mark.slow
 def test_the_launches_in_an_interpreter_are_the_steps() -> None:
     pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.layer_cases"], capture_output=True, text=True,
-        env={**os.environ, "TRITON_INTERPRET": "1", "MULTIGEMM_BIND_LAYERS": "1"}, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = run_python("-m", "tests.support.layer_cases", TRITON_INTERPRET="1", MULTIGEMM_BIND_LAYERS="1")
     assert done.stdout.split() == ["129", "1", "9", "129", "fused", "9", "fused", "129", "fused", "9"]
 
 

@@ -139,3 +139,112 @@ def test_the_launches_of_a_fused_layer(layers: FakeDriver) -> None:
                 layer_call.call(*given(tokens, NETS["fused"]))
         assert 3 <= len(layers.launched) <= most, [x.kernel for x in layers.launched]
     LAUNCHES.clear()
+
+
+def test_a_layer_that_stays_where_it_is_becomes_one_launch(layers: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a number of calls with the same addresses on; another set of addresses moves the kernels again."""
+    LAUNCHES.clear()
+    memory = {dtype: zeros(1 << 20, dtype=dtype) for dtype in (torch.uint8, torch.bfloat16)}
+    monkeypatch.setattr(
+        layer_call, "empty_cuda",
+        lambda shape, strides, dtype: memory[dtype][: torch.Size(shape).numel()].view(shape),
+    )  # fmt: skip
+    one, other = given(3, NETS["fused"]), given(3, NETS["fused"])
+    other = (*other[:3], one[3])
+    with torch.no_grad():
+        layer_call.call(*one)
+        for number in range(layer_call.OFTEN):
+            layers.calls.clear()
+            assert layer_call.call(*one) is not None
+            assert "cuGraphLaunch" not in layers.calls, number
+        assert layers.calls.count("cuStreamEndCapture") == 1
+        half_of_them = layers.calls.count("cuLaunchKernelEx") // 2
+        called, recorded = layers.launched[-2 * half_of_them : -half_of_them], layers.launched[-half_of_them:]
+        assert called and [x._replace(stream=0) for x in called] == [x._replace(stream=0) for x in recorded]
+        layers.calls.clear()
+        assert layer_call.call(*one) is not None
+        assert [x for x in layers.calls if "Launch" in x] == ["cuGraphLaunch"]
+        layers.calls.clear()
+        assert layer_call.call(*other) is not None
+        assert "cuGraphLaunch" not in layers.calls and "cuLaunchKernelEx" in layers.calls
+        assert layer_call.call(*one) is not None
+        assert "cuGraphLaunch" in layers.calls
+    LAUNCHES.clear()
+
+
+def test_a_layer_is_kept_for_one_device(layers: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Default streams of all devices have the same handle, and memory may lie alike on two of them."""
+    keys = list[Any]()
+    monkeypatch.setattr(LAUNCHES, "find", keys.append)
+    x, index, weights, nets = given(3, NETS["fused"])
+    with torch.no_grad():
+        layer_call.call(x, index, weights, nets)
+    assert keys[0][1] == x.get_device()
+
+
+class Weights:
+    """What is asked of weights on a GPU, as if they lay at `address`."""
+
+    is_cuda = True
+
+    def __init__(self, *shape: int, address: int = 1 << 20) -> None:
+        self.shape, self._like, self._address = shape, torch.empty(shape, dtype=torch.bfloat16, device="meta"), address
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._like, name)
+
+    def get_device(self) -> int:
+        return 0
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
+    pytest.importorskip("triton")
+    from multigemm.integrations import layer_kernels
+
+    monkeypatch.setattr(layer_kernels, "starts_early", lambda index: True)
+    return layer_kernels
+
+
+@pytest.mark.parametrize(
+    ("shape", "stacked", "pairs", "experts", "lines", "piece"),
+    [
+        ((128, 1536, 2048), False, 8, 8, 1536, 2048),  # all columns of all experts at once: the first half of k
+        ((128, 1536, 2048), False, 512, 11, 1536, 1488),
+        ((8, 28672, 4096), False, 2, 1, 16896, 1488),  # the first columns of the first expert
+        ((32, 2880, 5760), True, 4, 3, 728, 11520),  # whole lines of k
+    ],
+)
+def test_what_is_fetched_ahead(
+    kernels: Any, shape: tuple[int, ...], stacked: bool, pairs: int, experts: int, lines: int, piece: int
+) -> None:
+    programs, values = kernels.weights_ahead(Weights(*shape), stacked, pairs)
+    assert values["lines"] == lines and values["FETCH"] == kernels.FETCH.format(piece)
+    assert programs == experts * -(-lines // kernels.AHEAD_LINES)
+    assert experts * lines * piece <= kernels.AHEAD_BYTES
+    assert lines <= shape[1] and piece <= 2 * shape[2] and piece % 16 == 0
+
+
+def test_nothing_is_fetched_from_addresses_that_the_instruction_does_not_take(kernels: Any) -> None:
+    assert kernels.weights_ahead(Weights(8, 64, 512), False, 8) is not None
+    assert kernels.weights_ahead(Weights(8, 64, 512, address=(1 << 20) + 8), False, 8) is None
+    assert kernels.weights_ahead(Weights(8, 64, 516), False, 8) is None, "lines begin anywhere"
+    assert kernels.weights_ahead(Weights(8, 64, 128), False, 8) is None, "too little of each line"
+    assert kernels.weights_ahead(Weights(0, 64, 512), False, 8) is None
+    assert kernels.weights_ahead(torch.zeros(8, 64, 512), False, 8) is None
+
+
+def test_the_sort_that_fetches_ahead_compiles(kernels: Any) -> None:
+    compiler, target = pytest.importorskip("triton.compiler"), pytest.importorskip("triton.backends.compiler")
+    kernel = kernels._one_block_kernel
+    constants = {"K": 8, "ORDER": False, "SIZE": 256, "BINS": 256, "EARLY": True, "FETCH": kernels.FETCH.format(2048),
+                 "LINES": kernels.AHEAD_LINES}  # fmt: skip
+    pointers = {"pairs": "*i64", "weights": "*bf16"} | dict.fromkeys(("order", "inverse", "ends", "rows"), "*i32")
+    types = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
+    at = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = compiler.ASTSource(fn=kernel, signature=types, constexprs=at)
+    made = compiler.compile(source, target=target.GPUTarget("cuda", 90, 32))
+    assert made.asm["ptx"].count("cp.async.bulk.prefetch.L2.global") == 1

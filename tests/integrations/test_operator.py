@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +15,7 @@ from multigemm import tracing
 from multigemm.integrations import grouped_gemm
 from multigemm.nn import GroupedLinear
 from multigemm.planning import launch_cache
+from tests.support.python_process import run_python
 from tests.support.torch_op_cases import FORMS, bias_shapes, operands, result_shape
 
 OP = torch.ops.multigemm.grouped_gemm
@@ -137,8 +135,7 @@ def test_an_import_within_a_transform_leaves_calls_outside_of_it_remembered() ->
         "    print(inside.tolist(), in_transform())\n"
         "print(in_transform())\n"
     )
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert done.stdout.split("\n") == ["[1.0, 1.0] False", "False", ""], done.stderr
+    assert run_python("-c", text).stdout.split("\n") == ["[1.0, 1.0] False", "False", ""]
 
 
 def test_remembered_calls_refuse_what_others_refuse() -> None:

@@ -87,8 +87,8 @@ def fused_steps_operands(problem: Any, spec: Any) -> Any:
 @pytest.mark.parametrize(
     "fault",
     [
-        ("from >= 0 && from < t.extent", "from >= 0 && from < t.extent - 1"),
-        ("there ? source[j * t.col] : unit{}", "source[j * t.col]"),
+        ("from[i] >= 0 && from[i] < t.extent ?", "from[i] >= 0 && from[i] < t.extent - 1 ?"),
+        ("if (s + i < t.tokens) to[i", "if (s + i < t.tokens - 1) to[i"),
         ("u > limit ? limit : u < -limit ? -limit : u", "u > limit ? limit : u"),
         ("(u + (calc)t.beta)", "u"),
         ("s < owned.low || s >= owned.high", "s < owned.low || s > owned.high"),

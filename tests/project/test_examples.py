@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import runpy
 import subprocess
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support.python_process import TORCHRUN, run_python
 
 ROOT = Path(__file__).parents[2]
 SHOWS = {
@@ -66,14 +67,8 @@ def test_auto_is_judged_on_every_random_shape_until_the_time_is_over(tmp_path: P
 
 def judge(out: Path, seconds: float) -> subprocess.CompletedProcess[str]:
     options = ["--device", "cpu", "--backends", "cpu", "--shapes", "3", "--workers", "1", "--seconds", str(seconds)]
-    return subprocess.run(
-        [sys.executable, "benchmarks/auto_random.py", *options, "--out", str(out)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    words = ["benchmarks/auto_random.py", *options, "--out", out]
+    return run_python(*words, code=None, timeout=120, CUDA_VISIBLE_DEVICES="")
 
 
 def test_no_example_is_forgotten() -> None:
@@ -103,16 +98,8 @@ def test_example_of_several_processes_or_plugins(script: str) -> None:
     if "transformers" in script and importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed: pip install transformers")
     start = time.perf_counter()
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *(torchrun if script == "expert_parallel.py" else []), f"examples/{script}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        timeout=4 * LIMIT,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    words = [*(TORCHRUN if script == "expert_parallel.py" else ()), f"examples/{script}"]
+    done = run_python(*words, timeout=4 * LIMIT, CUDA_VISIBLE_DEVICES="")
     for words in SHOWS[script]:
         assert words in done.stdout, done.stdout[-2000:]
     assert time.perf_counter() - start < LIMIT
@@ -135,10 +122,7 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     parts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     program = tmp_path / "notebook.py"
     program.write_text("import matplotlib\n\nmatplotlib.use('Agg')\n\n" + "\n\n".join(parts))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(program)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=4 * LIMIT)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = run_python(program, cwd=tmp_path, timeout=4 * LIMIT, CUDA_VISIBLE_DEVICES="")
     assert "triton   emulated" in done.stdout
     assert "elements are right" in done.stdout
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import subprocess
-import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+
+from tests.support.python_process import run_python
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "notes" / "found-in-others.md"
@@ -56,9 +56,7 @@ def installed(package: str) -> str:
 def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     path = folder / "program.py"  # Triton reads its kernels' source
     path.write_text(program)
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "NUMBA_", "MULTIGEMM_"))}
-    command = [sys.executable, "-W", "ignore", str(path)]
-    return subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
+    return run_python(path, cwd=folder, code=None)
 
 
 def test_each_section_is_complete_and_names_files_that_exist() -> None:

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import resource
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.python_process import run_python
 
 
-def run(code: str, **env: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+def run(code: str) -> str:
+    return run_python("-c", code).stdout.strip()
 
 
 def test_import_loads_neither_torch_nor_a_gpu_library() -> None:

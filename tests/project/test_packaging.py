@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.python_process import run_python
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"multigemm": "multigemm", "backends": "multigemm.backends", "reference": "multigemm.reference"}
 
@@ -162,17 +164,14 @@ def check_what_a_user_sees(wheel: Path, folder: Path, known: Path) -> None:
 def editable_wheel(folder: Path) -> Path:
     """An import hook, which setuptools takes by default, is followed by no type checker."""
     code = f"import setuptools.build_meta as build; build.build_editable({str(folder)!r})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_python("-c", code)
     (wheel,) = folder.glob("*.whl")
     return wheel
 
 
 @pytest.mark.slow
 def test_wheel_sdist_and_editable_install_work_and_show_their_types(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
-    done = subprocess.run(build, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    run_python("-m", "build", "--no-isolation", "--outdir", tmp_path, ROOT)
     (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     check_archives(sdist, wheel)
     site = tmp_path / "site"
@@ -187,14 +186,7 @@ def test_wheel_sdist_and_editable_install_work_and_show_their_types(tmp_path: Pa
         "p = multigemm.GroupedGemmProblem(torch.ones(4, 3), torch.ones(2, 3, 5), offsets=[0, 1, 4]);"
         "assert multigemm.verify(p, multigemm.solve(p)).ok; print(len(multigemm.list_backends()))"
     )
-    out = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(site)},
-    )
-    assert out.stdout.strip() == "6", out.stderr
+    assert run_python("-c", code, cwd=tmp_path, PYTHONPATH=str(site)).stdout.strip() == "6"
     check_what_a_user_sees(wheel, tmp_path / "user", tmp_path / "known")
     (tmp_path / "editable").mkdir()
     check_what_a_user_sees(editable_wheel(tmp_path / "editable"), tmp_path / "developer", tmp_path / "known")

@@ -92,6 +92,10 @@ class FakeDriver:
         """How many maps were encoded."""
         return self.calls.count("cuTensorMapEncodeTiled")
 
+    def _cuGraphInstantiateWithFlags(self, into: Any, graph: Any, flags: Any) -> int:
+        into._obj.value = 5000
+        return 0
+
     def _cuCtxGetCurrent(self, into: Any) -> int:
         into._obj.value = self.current or None
         return 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from multigemm.backends.cupy import build, generic, hopper, launch, small_list
+from multigemm.backends.cupy import build, generic, hopper, hopper_fp8, launch, small_list
 from multigemm.backends.cupy.config import Config
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import OperandSpec, ProblemSpec
@@ -34,7 +34,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     launch._load_layout.cache_clear()
     monkeypatch.setattr(build, "cubin_of", lambda source, arch: source.entry.encode())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    for module in (hopper, generic, small_list):
+    for module in (hopper, hopper_fp8, generic, small_list):
         monkeypatch.setattr(module, "processors", lambda index: 132)
     return fake
 

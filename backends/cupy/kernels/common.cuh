@@ -137,6 +137,11 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from) {
 __device__ __forceinline__ void copy_async(u32 to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
+// All of them if `flags` have this one, else zeros, and nothing is read.
+__device__ __forceinline__ void copy_async_if(u32 flags, u32 one, u32 to, const void* from) {
+    asm volatile("{.reg .pred absent;\n.reg .b32 flag;\nand.b32 flag, %2, %3;\nsetp.eq.u32 absent, flag, 0;\n"
+                 "cp.async.cg.shared.global [%0], [%1], 16, absent;}" ::"r"(to), "l"(from), "r"(flags), "r"(one) : "memory");
+}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 

@@ -4,6 +4,8 @@
 #include "consume.cuh"
 #include "mma_fp8.cuh"
 
+// Columns that share a scale, and how many scales those of a tile have.
+constexpr int SCALED_COLUMNS = W_LINES ? 1 : COLUMNS == 128 ? 128 : 64, COLUMN_SCALES = COLUMNS / SCALED_COLUMNS;
 // The scales of a stage: those of its rows, in the order of `row_slot`, and those of its columns.
 constexpr int STAGE_SCALES = ROWS + COLUMNS;
 
@@ -108,12 +110,117 @@ __device__ __forceinline__ void multiply_fp8(Shared& s, u32 stages, u32 scales, 
     }
 }
 
+// ---- Rows on wgmma's first side ----
+//
+// Every warp reads the scale of every row that it has, into registers that take 128 bytes a cycle: with rows on the side of n
+// all eight warps read those of all rows, which takes half as long as the products do. So where columns share their scale,
+// tiles of many rows trade sides: a thread has two rows then. A warpgroup has 64 rows of all columns, or of at
+// most 64 rows its part of the columns.
+#define TRADES_SIDES (SEND && BLOCK_SCALES && !W_LINES && ROWS == 128)
+static_assert(COLUMNS == 128 || TRADES_SIDES, "tiles of more columns have their rows on the first side");
+constexpr int SUMS = TRADES_SIDES ? COLUMNS / 2 : ACCUMULATORS;        // registers of a thread
+constexpr int FIRST_PART = COLUMNS == 128 ? 64 : 128;                  // columns of the first warpgroup, of a tile of at most 64 rows
+constexpr int MOST_UNTRADED = COLUMNS == 128 ? 32 : 0;         // rows of a tile, at most, that stay on the side of n
+
+#if SEND
+// Results of a tile that traded sides, of 64 columns: a thread holds neighbouring columns, so they need not turn.
+__device__ __forceinline__ void lay_rows(u32 staging, const u32* pair) {
+    const int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5;
+    const u32 straight = staging + (warp * 16 + ((lane >> 3) & 1) * 8 + (lane & 7)) * 128;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) store_blocks(straight + (((j * 2 + (lane >> 4)) ^ (lane & 7)) << 4), pair[j * 4], pair[j * 4 + 1], pair[j * 4 + 2], pair[j * 4 + 3]);
+}
+
+// Packed results that leave 64 x 64 at a time, while the next tile is multiplied.
+struct LateOfEither {
+    u32 pair[SUMS / 2];
+    Results to;
+    int left = 0, traded = 0;
+
+    __device__ __forceinline__ void keep(const Problem& p, const Tile& t, u32 rank, int half, bool trades, const float (&d)[SUMS]) {
+#pragma unroll
+        for (int q = 0; q < SUMS / 32; ++q) pack_rows(pair + q * 16, d + q * 32, float(p.alpha));
+        const bool wide = trades && t.n > 64;
+        to = results_of(p, t, first_column(t, rank, 0) + (wide ? 0 : half * FIRST_PART));
+        if (wide) to.rows -= half * 64;
+        traded = trades;
+        left = to.rows <= 0 ? 0 : !trades ? (to.rows + 63) / 64 : (wide ? COLUMNS : half ? COLUMNS - FIRST_PART : FIRST_PART) / 64;
+    }
+    __device__ __forceinline__ void send(const Maps& maps, int half, u32 staging) {
+        const int tid = threadIdx.x & 127;
+        if (tid < 32) wait_until_read();
+        warpgroup_sync(half);
+        if (traded) lay_rows(staging, pair);
+        else turn_rows(staging, pair);
+        show_to_copy_engine();
+        warpgroup_sync(half);
+        send_box(tid == 0, staging, &maps.out, to.col, int(FAR) - to.rows, to.end, int(FAR), to.group);
+        if (traded) to.col += 64;
+        else to.rows -= 64;
+        --left;
+#pragma unroll
+        for (int i = 0; i + 16 < SUMS / 2; ++i) pair[i] = pair[i + 16];
+    }
+#if BROAD
+    // All at once: there is staging for it, so that nothing waits for a store of the same tile.
+    __device__ __forceinline__ void send_all(const Maps& maps, int half, u32 staging) const {
+        const int tid = threadIdx.x & 127;
+        if (tid < 32) wait_until_read();
+        warpgroup_sync(half);
+#pragma unroll
+        for (int i = 0; i < SUMS / 32; ++i) lay_rows(staging + i * 8192, pair + i * 16);
+        show_to_copy_engine();
+        warpgroup_sync(half);
+#pragma unroll
+        for (int i = 0; i < SUMS / 32; ++i) send_box(tid == 0 && i < left, staging + i * 8192, &maps.out, to.col + i * 64, int(FAR) - to.rows, to.end, int(FAR), to.group);
+    }
+#endif
+};
+#endif
+
+// WIDTH columns from `first_column` on, of 64 rows from `first_row` on.
+template <int WIDTH, class More, class Beside>
+__device__ __forceinline__ void multiply_traded(Shared& s, u32 stages, u32 scales, Ring& ring, int blocks, u32 bytes, int half, int first_row, int first_column, float (&total)[SUMS], bool first, More more, Beside beside) {
+    constexpr int PARTS = COLUMN_SCALES == 1 ? 1 : WIDTH / SCALED_COLUMNS;          // of the columns, with a scale each
+    const int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5, row = first_row + warp * 16 + (lane >> 2);
+    const u32 upper = scales + row_slot(row) * 4, lower = scales + row_slot(row + 8) * 4, column = scales + (ROWS + first_column / SCALED_COLUMNS) * 4;
+    const u32 x_at = W_BYTES + first_row * LINE_BYTES, w_at = first_column * LINE_BYTES;
+    if (first && half == 1) wait_for_other(half);
+#pragma unroll 1
+    for (int kb = 0; kb < blocks; ++kb, ring.next(bytes)) {
+        float part[WIDTH / 2], scale[PARTS][2];
+        barrier_wait(shared_address(&s.full[ring.place]), ring.parity);
+        const u32 stage = stages + ring.at, at = ring.place * STAGE_SCALES * 4;
+        const u64 x = smem_descriptor(stage + x_at, BLOCK, 1024), w = smem_descriptor(stage + w_at, BLOCK, 1024);
+        wgmma_fence();
+        MmaFp8<WIDTH>::start_traded(part, x, w);
+#pragma unroll
+        for (int k = 1; k < 4; ++k) MmaFp8<WIDTH>::add_traded(part, x + k * (32 >> 4), w + k * (32 >> 4));
+        wgmma_commit();
+        if (first && half == 0 && kb == 0) let_other(half);
+        const float of_upper = load_shared(upper + at), of_lower = load_shared(lower + at);
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) {
+            const float of_column = load_shared(column + at + i * 4);
+            scale[i][0] = of_column * of_upper, scale[i][1] = of_column * of_lower;
+        }
+        if (more()) beside();
+        wgmma_wait<0>();
+        settle(part, WIDTH / 2);
+        __syncwarp();                                   // all lanes have their scales
+        if (lane < CLUSTER) barrier_arrive(shared_address(&s.empty[ring.place]), lane);
+#pragma unroll
+        for (int i = 0; i < WIDTH / 2; ++i) total[i] = fmaf(scale[PARTS == 1 ? 0 : i / 32][i >> 1 & 1], part[i], total[i]);
+        settle(total, WIDTH / 2);
+    }
+}
+
 __device__ __forceinline__ void consume_fp8(const Problem& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 scales, u32 staging, u32 rank, int half) {
     Ring ring;
     bool first = true;
 #if LATE
-    Late late;
-    const auto more = [&] { return late.to.rows > 0; };
+    LateOfEither late;
+    const auto more = [&] { return late.left > 0; };
     const auto beside = [&] { late.send(maps, half, staging); };
 #else
     const auto more = [] { return false; };
@@ -126,18 +233,37 @@ __device__ __forceinline__ void consume_fp8(const Problem& p, const Launch& l, c
         const int blocks = t.n > 0 ? k_blocks(t) : 0;
         const u32 bytes = stage_bytes(t);
         if (blocks > 0) ring.fit(bytes);
-        float total[ACCUMULATORS];
+        float total[SUMS];
         clear(total);
+        const bool trades = TRADES_SIDES && t.n > MOST_UNTRADED;
         if (blocks > 0) {
+#if TRADES_SIDES
+#define TRADED(width, row, column) multiply_traded<width>(s, stages, scales, ring, blocks, bytes, half, row, column, total, first, more, beside)
+            if (t.n > 64) TRADED(COLUMNS, half * 64, 0);
+            else if (COLUMNS != 128 && half == 0) TRADED(FIRST_PART, 0, 0);
+            else if (trades) TRADED(64, 0, half * FIRST_PART);
+#undef TRADED
+#if !BROAD
+            else if (t.n > 16) multiply_fp8<32>(s, stages, scales, ring, blocks, bytes, half, total, first, more, beside);
+            else multiply_fp8<16>(s, stages, scales, ring, blocks, bytes, half, total, first, more, beside);
+#endif
+#else
             BY_WIDTH(t.n, multiply_fp8<WIDTH>(s, stages, scales, ring, blocks, bytes, half, total, first, more, beside));
+#endif
             first = false;
         }
 #if LATE
 #pragma unroll 1
         while (more()) beside();            // fewer blocks than there were rows to store
-        late.keep(p, t, first_column(t, rank, half), total);
+        late.keep(p, t, rank, half, trades, total);
 #elif SEND
+#if BROAD
+        LateOfEither now;
+        now.keep(p, t, rank, half, trades, total);
+        now.send_all(maps, half, staging);
+#else
         send_tile(p, maps, t, rank, half, staging, total);
+#endif
 #else
         finish_tile(p, l, t, rank, half, staging, total);
 #endif

@@ -73,30 +73,24 @@ hopper(const __grid_constant__ Given p, const __grid_constant__ Launch l, const 
     if (warpgroup == CONSUMERS) {
         registers_down<56>();
         const int role = warp - CONSUMERS * 4;
-#if GATHER && RAGGED_K
-        if (role == 0 && PICKS_W) copy_picked_tokens(p, l, s, stages, 0);
-        else if (role == 0) load_weights(p, l, maps, s, stages, rank);
+#if GATHER
+        if (role == (PICKS_W ? 0 : 1) || role == 3) {
+#if RAGGED_K
+            copy_picked_tokens(p, l, s, stages, role == 3);
+#else
+            copy_picked_rows(p, s, stages, role == 3);
+#endif
+        }
+        __syncwarp();
+        if (role == 0 && !PICKS_W) load_weights(p, l, maps, s, stages, rank);
         else if (role == 1 && PICKS_W) load_rows(p, l, maps, s, stages, rank);
-        else if (role == 1) copy_picked_tokens(p, l, s, stages, 0);
 #else
         if (role == 0) load_weights(p, l, maps, s, stages, rank);
-#if GATHER
-        else if (role == 1) copy_picked_rows(p, s, stages, 0);
-#else
         else if (role == 1) load_rows(p, l, maps, s, stages, rank);
-#endif
 #endif
         else if (role == 2) {
             if ((threadIdx.x & 31) == 0) announce_tiles(p, l, s, rank);
-        } else {
-#if GATHER
-#if RAGGED_K
-            copy_picked_tokens(p, l, s, stages, 1);
-#else
-            copy_picked_rows(p, s, stages, 1);
-#endif
-            __syncwarp();
-#endif
+        } else if (!GATHER || role == 3) {
 #if GATE
             if (p.zero_unowned) {
                 Problem result = p;

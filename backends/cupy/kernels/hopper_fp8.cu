@@ -11,7 +11,8 @@
 #define RAGGED_K 0
 #define LISTED 0
 #define PINGPONG 0
-#define LATE (SEND && ROWS <= 128)          // registers for a tile's packed results beside two sets of sums
+#define MOST_GROUPS (TILE_COLUMNS > 128 ? 448 : 960)
+#define LATE (SEND && ROWS <= 128 && TILE_COLUMNS == 128)          // registers for a tile's packed results beside two sets of sums
 #define HALVES_LAST (CLUSTER == 2)
 #include "announce.cuh"
 #include "consume_fp8.cuh"
@@ -36,11 +37,12 @@ template <int LINES> struct ScaleLines {
     i64 step;
     int left;                       // lines from this lane's first one on
 
-    __device__ __forceinline__ void begin(const GroupGrid& g, int lines) {
+    // `apart`: columns or rows from one line to the next.
+    __device__ __forceinline__ void begin(const GroupGrid& g, int lines, int apart) {
         const int lane = threadIdx.x & 31;
         step = g.k_shift < WHOLE_K ? g.k * 4 : 0, left = (g.ptr ? lines : 0) - lane;
 #pragma unroll
-        for (int j = 0; j < COUNT; ++j) at[j] = entry_of(g, min(lane + j * 32, max(lines - 1, 0)), 0);
+        for (int j = 0; j < COUNT; ++j) at[j] = entry_of(g, min(lane + j * 32, max(lines - 1, 0)) * apart, 0);
     }
     // `to`: of this lane's first line; lines of a stage are 4 bytes apart.
     __device__ __forceinline__ void copy(u32 to) const {
@@ -68,9 +70,9 @@ __device__ __forceinline__ void load_scales(const SideGrids& grids, Shared& s, u
         const u32 bytes = stage_bytes(t);
         const i64 col = first_column(t, rank, 0);
         ScaleLines<ROWS> x;
-        ScaleLines<W_LINES ? COLUMNS : 1> w;
-        x.begin(grid_of_group(grids.x, t.group, t.x_row, 0), t.rows);
-        w.begin(grid_of_group(grids.w, t.group, col, 0), W_LINES ? int(max64(min64(grids.columns - col, COLUMNS), 0)) : col < grids.columns);
+        ScaleLines<COLUMN_SCALES> w;
+        x.begin(grid_of_group(grids.x, t.group, t.x_row, JAGGED_K ? t.extra : 0), t.rows, 1);
+        w.begin(grid_of_group(grids.w, t.group, col, JAGGED_K ? t.extra : 0), int(max64(min64(ceil_div(grids.columns - col, SCALED_COLUMNS), COLUMN_SCALES), 0)), SCALED_COLUMNS);
         if (blocks > 0) ring.fit(bytes);
 #pragma unroll 1
         for (int kb = 0; kb < blocks; ++kb, ring.next(bytes)) {

@@ -13,13 +13,19 @@
 #define PINGPONG 0
 #define LATE 0
 #define HALVES_LAST (CLUSTER == 2)
+// Tiles of at most 16 rows have a way of their own (few_rows.cuh), where a lane's k of a stage lie in one block of scales.
+#define FEW (ROWS == 64 && CLUSTER == 1 && (FOLD || SCALE_K == 0 || SCALE_K >= 64 * DEEP))
+#define ARRANGED (FEW && W_CODE != 5 && W_CODE != 6)   // float8 needs no other order
 #include "announce.cuh"
 #include "load.cuh"
 #include "mma_weights.cuh"
+#if FEW
+#include "few_rows.cuh"
+#else
 #include "weights.cuh"
+#endif
 
 static_assert(SHARED_BYTES <= SHARED, "a launch asks for less shared memory than the layout takes");
-constexpr bool PARTS = SCALE_K && !FOLD;
 
 // The weights' scales and zero points, and how many columns there are.
 struct WeightGrids { Grid scale, zero; i64 columns; };
@@ -29,8 +35,6 @@ template <int N, class Change> __device__ __forceinline__ void for_columns(float
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) change(i, i & 2 ? high : low);
 }
-
-__device__ __forceinline__ void keep_in_register(u32& v) { asm volatile("" : "+r"(v)); }
 
 // From here on the compiler may use registers that products have been written to.
 template <int N, int COUNT> __device__ __forceinline__ void settle(float (&d)[COUNT]) {
@@ -141,12 +145,23 @@ __device__ __forceinline__ void consume_weights(const Problem& p, const Launch& 
         clear(total);
         if (blocks > 0) {
             const i64 column = first_column(t, rank, half) + ((threadIdx.x & 127) >> 5) * 16 + ((threadIdx.x & 31) >> 2);
-            Numbers numbers;
-            numbers.begin(grid_of_group(grids.scale, t.group, 0, 0), grid_of_group(grids.zero, t.group, 0, 0), column, grids.columns, t.k_len);
+            const GroupGrid scales = grid_of_group(grids.scale, t.group, 0, 0), zeros = grid_of_group(grids.zero, t.group, 0, 0);
             if (first && half == 1) wait_for_other(half);       // apart from the start, so that they take turns
             if (first && half == 0) let_other(half);
-            BY_WIDTH(t.n, multiply_weights<WIDTH>(s, stages, ring, blocks, bytes, half, total, numbers));
             first = false;
+#if FEW
+            if (t.n <= FEW_ROWS) {
+                LaneNumbers numbers;
+                numbers.begin(scales, zeros, column - (BY_STAGES ? half * 64 : 0), grids.columns, t.k_len, BY_STAGES ? half : 0);
+                if (t.n <= 8) multiply_few<1>(s, stages, staging, ring, blocks, bytes, half, total, numbers);
+                else multiply_few<2>(s, stages, staging, ring, blocks, bytes, half, total, numbers);
+            } else
+#endif
+            {
+                Numbers numbers;
+                numbers.begin(scales, zeros, column, grids.columns, t.k_len);
+                BY_WIDTH(t.n, multiply_weights<WIDTH>(s, stages, ring, blocks, bytes, half, total, numbers));
+            }
         }
 #if SEND
         send_tile(p, maps, t, rank, half, staging, total);
@@ -161,12 +176,17 @@ __device__ __forceinline__ void consume_weights(const Problem& p, const Launch& 
 
 __device__ __forceinline__ void make_barriers(Shared& s) {
     for (int i = 0; i < PLACES; ++i) {
+#if ARRANGED
+        barrier_init(shared_address(&s.rows_full[i]), DEEP);
+        barrier_init(shared_address(&s.full[i]), 2);                            // weights, rows that were handed on
+#else
         barrier_init(shared_address(&s.full[i]), 1 + DEEP);                     // weights, blocks of rows
+#endif
         barrier_init(shared_address(&s.empty[i]), CLUSTER * CONSUMERS * 4);
     }
     for (int i = 0; i < SLOTS; ++i) {
         barrier_init(shared_address(&s.tile_full[i]), 1);
-        barrier_init(shared_address(&s.tile_empty[i]), CLUSTER * (CONSUMERS * 4 + 2) + CLUSTER - 1);
+        barrier_init(shared_address(&s.tile_empty[i]), CLUSTER * (CONSUMERS * 4 + 2 + ARRANGED) + CLUSTER - 1);
     }
     barrier_init(shared_address(&s.ask), 1);
     barrier_init_fence();
@@ -205,8 +225,11 @@ hopper_weights(const __grid_constant__ Problem p, const __grid_constant__ Launch
         else if (role == 1) load_rows(p, l, maps, s, stages, rank);
         else if (role == 2) {
             if ((threadIdx.x & 31) == 0) announce_tiles(p, l, s, rank);
-        } else if (p.zero_unowned) {
-            zero_unowned(p, blockIdx.x, gridDim.x);
+        } else {
+#if ARRANGED
+            arrange_rows(s, stages);
+#endif
+            if (p.zero_unowned) zero_unowned(p, blockIdx.x, gridDim.x);
         }
         __syncwarp();
     } else {

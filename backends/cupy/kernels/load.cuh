@@ -163,11 +163,17 @@ __device__ __forceinline__ void load_rows(const Problem& p, const Launch& l, con
         int k = first_k(t, X_K);
 #pragma unroll 1
         for (int kb = 0; kb < blocks; ++kb, k += BK, ring.next(bytes)) {
+#if ARRANGED
+            const u32 full = shared_address(&s.rows_full[ring.place]), to = rows + ring.at;
+#else
             const u32 full = shared_address(&s.full[ring.place]), to = rows + ring.at;
+#endif
             room.take(s, s.begins[1], ring, bytes);
             if (elected()) {
+                if (ARRANGED) show_to_copy_engine();    // the last stage here was written by others, too
+                const u32 apart = FEW && t.n <= FEW_ROWS ? FEW_APART : ROWS * LINE_BYTES;
 #pragma unroll
-                for (int d = 0; d < DEEP; ++d) x.load(to + d * (ROWS * LINE_BYTES), full, rank, k + d * (BK / DEEP), t.extra + t.k_len);
+                for (int d = 0; d < DEEP; ++d) x.load(to + d * apart, full, rank, k + d * (BK / DEEP), t.extra + t.k_len);
             }
         }
     }

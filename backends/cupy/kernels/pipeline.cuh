@@ -25,11 +25,24 @@
 #ifndef GATHER
 #define GATHER 0                    // hopper.cu: rows are picked by index (picked_rows.cuh)
 #endif
+#ifndef TILE_COLUMNS
+#define TILE_COLUMNS 128            // columns of a tile that one block has (hopper_fp8.cu: or 192)
+#endif
+#define BROAD (TILE_COLUMNS > 128)
 #ifndef W_LINE
 #define W_LINE 128                  // bytes of a column of the weights in a stage
 #endif
 #ifndef DEEP
 #define DEEP 1                      // lines of 128 bytes of a row in a stage, whose blocks of rows follow each other
+#endif
+#ifndef JAGGED_K
+#define JAGGED_K 0                  // hopper_fp8.cu: both operands are copies of a jagged k
+#endif
+#ifndef FEW
+#define FEW 0                       // hopper_weights.cu: low tiles by few_rows.cuh
+#endif
+#ifndef ARRANGED
+#define ARRANGED 0                  // hopper_weights.cu: rows go through a warp that changes their order
 #endif
 #ifndef W_SHIFT
 #define W_SHIFT 0                   // log2 of the k that one element of their map holds
@@ -47,18 +60,21 @@ typedef Problem Given;
 #endif
 
 constexpr int LINE_BYTES = 128;                        // of a stage: the swizzle's width
-constexpr int BK = LINE_BYTES / ELEMENT * DEEP, COLUMNS = 128, CONSUMERS = 2, THREADS = 384;
+constexpr int BK = LINE_BYTES / ELEMENT * DEEP, COLUMNS = TILE_COLUMNS, CONSUMERS = 2, THREADS = 384;
 constexpr int W_BYTES = COLUMNS * W_LINE, X_BYTES = ROWS * LINE_BYTES * DEEP, STAGE_BYTES = W_BYTES + X_BYTES;
 enum { CLUSTER_ROWS = SPLIT_ROWS ? ROWS * CLUSTER : ROWS, CLUSTER_COLUMNS = SPLIT_ROWS ? COLUMNS : COLUMNS * CLUSTER };      // of a cluster's tile
 constexpr int BLOCK = 64 * LINE_BYTES;                 // 64 lines
 constexpr int ACROSS = LINE_BYTES / ELEMENT, ACROSS_BYTES = BK * LINE_BYTES;      // columns of a box of weights with contiguous mn, and its bytes
 constexpr int RESULT = WORD_RESULTS ? 4 : 2;                  // bytes of a plain result
 constexpr int SLOTS = 4;                               // tiles announced ahead
+// Tiles of few rows: how far the blocks of rows of a stage are apart, where lanes that read both meet other banks, and its bytes.
+[[maybe_unused]] constexpr int FEW_ROWS = 16, FEW_APART = (FEW_ROWS + 2) * LINE_BYTES;
+[[maybe_unused]] constexpr int FEW_BYTES = (W_BYTES + (DEEP - 1) * FEW_APART + FEW_ROWS * LINE_BYTES + 1023) / 1024 * 1024;
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int LONG_K = 5120;                           // see stage_bytes
 constexpr int PLACES = RING_BYTES / (W_BYTES + STEP * LINE_BYTES) + 1;   // stages at most, each with its two barriers
 [[maybe_unused]] constexpr int PITCH = 68;              // floats per row of the general epilogue's staging
-constexpr int STAGING_BYTES = PLAIN || GATE ? 64 * 128 : 9216; // per consumer warpgroup
+constexpr int STAGING_BYTES = BROAD ? 64 * 2 * COLUMNS : PLAIN || GATE ? 64 * 128 : 9216; // per consumer warpgroup
 constexpr i64 FAR = 1 << 30;                           // ragged maps: see arguments.py
 
 struct Maps {
@@ -77,8 +93,11 @@ struct Launch {
 struct Shared {
     u64 full[PLACES], empty[PLACES], tile_full[SLOTS], tile_empty[SLOTS];
     u64 ask;                    // the next tile is wanted (hopper.cu)
+#if ARRANGED
+    u64 rows_full[PLACES];
+#endif
 #if GATHER && !RAGGED_K
-    int picked[ROWS];           // numbers of a tile's rows (picked_rows.cuh)
+    alignas(16) int picked[8][ROWS / 8];    // numbers of a tile's rows: of every eighth row one after the other (picked_rows.cuh)
 #endif
     u32 begins[LOADERS][PLACES];   // where each stage in flight begins (load.cuh), for each of the warps that load
     alignas(16) Tile tiles[SLOTS];
@@ -92,6 +111,7 @@ static_assert(SHARED_BYTES <= 232448, "more shared memory than a thread block ma
 // sooner, but the memory answers just as late. Not so where the memory bounds most tiles (low pieces, a long k): there
 // more would only queue, and hold up the tiles that wait for little.
 __device__ __forceinline__ u32 stage_bytes(const Tile& t) {
+    if (FEW && t.n <= FEW_ROWS) return FEW_BYTES;
     if (ROWS <= 128 || t.k_len > LONG_K) return STAGE_BYTES;
     const int rows = LISTED ? max(t.n, t.extra * CLUSTER) : t.n;
     return W_BYTES + (X_K ? (rows + STEP - 1) / STEP * STEP : (rows + 63) & ~63) * LINE_BYTES;
@@ -165,7 +185,7 @@ __device__ __forceinline__ i64 first_column(const Tile& t, u32 rank, int half) {
 // begin at multiples of PADDED; else of a ragged map, which counts back from the group's end.
 constexpr int PADDED = BK > 64 ? BK : 64;
 __device__ __forceinline__ int first_k(const Tile& t, bool padded) {
-    return !RAGGED_K ? 0 : padded ? (t.extra / PADDED + t.group) * PADDED : int(FAR) - t.k_len;
+    return !RAGGED_K && !JAGGED_K ? 0 : padded ? (t.extra / PADDED + t.group) * PADDED : int(FAR) - t.k_len;
 }
 
 __device__ __forceinline__ int k_blocks(const Tile& t) { return (t.k_len + BK - 1) / BK; }

@@ -165,6 +165,9 @@ __device__ __forceinline__ uint4 load_shared16(u32 address) {
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
     return v;
 }
+__device__ __forceinline__ void store_shared16(u32 address, uint4 v) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 __device__ __forceinline__ void store_shared(u32 address, int v) { asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(v) : "memory"); }
 __device__ __forceinline__ void store_shared(u32 address, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory"); }
 __device__ __forceinline__ void store_shared(u32 address, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory"); }

@@ -2,7 +2,7 @@
 // sorted places, of the rows y[order[at]] whose place is r, ascending. An index that means no row, or one that no group
 // owns, adds nothing: neither the row nor its weight is read.
 //
-// Y is the type of the rows, which lie one behind the other; a warp sums VECTOR columns per lane of one row.
+// Y is the type of the rows, which lie one behind the other; a block sums columns of one row, VECTOR of them per thread.
 #include "epilogue.cuh"
 
 #if Y_TYPE == 4
@@ -10,7 +10,7 @@ typedef double Acc;
 #else
 typedef float Acc;
 #endif
-constexpr int SIZE = size_of(Y_TYPE), THREADS = 256, AHEAD = 8;
+constexpr int SIZE = size_of(Y_TYPE), MOST_THREADS = 256, AHEAD = 8;
 constexpr int VECTOR = WIDE ? 16 / SIZE : 1;
 
 // Field by field as `SUM` in fused.py.
@@ -22,7 +22,8 @@ struct Sum {
     const char* weights;
     i64 tokens, columns, rows, terms, out_row, out_col, c_row, c_col;
     double beta;
-    int groups, head, ends64, index64, weights_type, out_type, c_type, whole_out;      // whole_out: rows of whole, aligned 16 bytes
+    int groups, head, ends64, index64, weights_type, out_type, c_type;
+    int whole_out, across;          // rows of whole, aligned 16 bytes; blocks of a row
 };
 
 // Rows that some group owns, whatever the offsets say.
@@ -38,17 +39,33 @@ __device__ __forceinline__ Owned owned_rows(const Sum& s) {
 // Neighbours of a row, as they lie in memory.
 union Piece {
     uint4 words;
-    char bytes[16];
+    u32 word[4];
+    u64 pair[2];
 
     __device__ __forceinline__ void load(const char* from) {
         if constexpr (WIDE) words = *(const uint4*)from;
-        else if constexpr (SIZE == 2) *(u16*)bytes = *(const u16*)from;
-        else if constexpr (SIZE == 4) *(u32*)bytes = *(const u32*)from;
-        else *(u64*)bytes = *(const u64*)from;
+        else if constexpr (SIZE == 2) word[0] = *(const u16*)from;
+        else if constexpr (SIZE == 4) word[0] = *(const u32*)from;
+        else pair[0] = *(const u64*)from;
+    }
+    __device__ __forceinline__ Acc at(int i) const {
+        if constexpr (Y_TYPE == F16) return to_float(f16{u16(word[i / 2] >> 16 * (i % 2))});
+        else if constexpr (Y_TYPE == BF16) return to_float(bf16{u16(word[i / 2] >> 16 * (i % 2))});
+        else return load_as<Acc>((const char*)word + i * SIZE, Y_TYPE);
     }
     __device__ __forceinline__ void add_to(Acc (&sum)[VECTOR], Acc weight) const {
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) sum[i] += weight * load_as<Acc>(bytes + i * SIZE, Y_TYPE);
+        for (int i = 0; i < VECTOR; ++i) sum[i] += weight * at(i);
+    }
+    // What is summed, in the rows' type.
+    __device__ __forceinline__ void round(const Acc (&sum)[VECTOR]) {
+        if constexpr (SIZE == 2) {
+#pragma unroll
+            for (int i = 0; i < VECTOR / 2; ++i) word[i] = Y_TYPE == F16 ? pack_f16(sum[i * 2], sum[i * 2 + 1]) : pack_bf16(sum[i * 2], sum[i * 2 + 1]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < VECTOR; ++i) store_as<Acc>((char*)word + i * SIZE, Y_TYPE, sum[i]);
+        }
     }
 };
 
@@ -63,41 +80,68 @@ __device__ __forceinline__ i64 first_from(const Sum& s, i64 row) {
     return low;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) sum_rows(const __grid_constant__ Sum s) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    asm volatile("griddepcontrol.wait;" ::: "memory");           // the rows come from the launch before
-#endif
-    const i64 across = ceil_div(s.columns, 32 * VECTOR), unit = i64(blockIdx.x) * (THREADS / 32) + (threadIdx.x >> 5);
-    const i64 row = unit / across, column = (unit - row * across) * (32 * VECTOR) + (threadIdx.x & 31) * VECTOR;
-    if (row >= s.rows || column >= s.columns) return;
-    const Owned owned = owned_rows(s);
-    Acc sum[VECTOR];
+// AHEAD numbers from `at` on, as far as `wanted`: loads without a branch between them are on their way at once.
+template <class To, class From, class Wanted> __device__ __forceinline__ void load_some(To (&to)[AHEAD], const From* from, i64 at, Wanted wanted) {
 #pragma unroll
-    for (int i = 0; i < VECTOR; ++i) sum[i] = 0;
-    const char* const y = s.y + column * SIZE;
-    const i64 first = s.order ? first_from(s, row) : row * s.terms, end = s.order ? first_from(s, row + 1) : first + s.terms;
+    for (int j = 0; j < AHEAD; ++j)
+        if (wanted(j)) to[j] = To(from[at + j]);
+}
+
+// The same of weights; TYPE: theirs, if it is known here.
+template <int TYPE, class Wanted> __device__ __forceinline__ void load_weights(Acc (&to)[AHEAD], const char* from, i64 at, Wanted wanted, int type) {
+#pragma unroll
+    for (int j = 0; j < AHEAD; ++j)
+        if (wanted(j)) to[j] = load_as<Acc>(from + (at + j) * size_of(type), TYPE ? TYPE : type);
+}
+
+// The rows that the index names from `first` on.
+__device__ __forceinline__ void add_rows(const Sum& s, const char* y, i64 first, i64 end, Acc (&sum)[VECTOR]) {
+    const i64 pitch = s.columns * SIZE;
+    Owned owned = {0, 0};
 #pragma unroll 1
     for (i64 at = first; at < end; at += AHEAD) {
         i64 token[AHEAD];
         Piece piece[AHEAD];
         Acc weight[AHEAD];
 #pragma unroll
-        for (int j = 0; j < AHEAD; ++j) {
-            token[j] = -1;
-            if (at + j < end) token[j] = s.order ? __ldg(s.order + at + j) : read_index(s.index, s.index64, at + j);
-            if (token[j] < owned.first || token[j] >= owned.end) token[j] = -1;
-        }
+        for (int j = 0; j < AHEAD; ++j) token[j] = -1, weight[j] = 1;
+        const auto named = [&](int j) { return at + j < end; };
+        if (s.order) load_some(token, s.order, at, named);
+        else if (s.index64) load_some(token, (const i64*)s.index, at, named);
+        else load_some(token, (const int*)s.index, at, named);
+        if (at == first) owned = owned_rows(s);     // while the index is on its way
 #pragma unroll
-        for (int j = 0; j < AHEAD; ++j) {
-            if (token[j] < 0) continue;
-            piece[j].load(y + token[j] * s.columns * SIZE);
-            weight[j] = s.weights ? load_as<Acc>(s.weights + (at + j) * size_of(s.weights_type), s.weights_type) : Acc(1);
+        for (int j = 0; j < AHEAD; ++j)
+            if (token[j] < owned.first || token[j] >= owned.end) token[j] = -1;
+#pragma unroll
+        for (int j = 0; j < AHEAD; ++j)
+            if (token[j] >= 0) piece[j].load(y + token[j] * pitch);
+        const auto there = [&](int j) { return token[j] >= 0; };
+        if (s.weights) {
+            if (s.weights_type == F32) load_weights<F32>(weight, s.weights, at, there, F32);
+            else if (s.weights_type == Y_TYPE) load_weights<Y_TYPE>(weight, s.weights, at, there, Y_TYPE);
+            else load_weights<NONE>(weight, s.weights, at, there, s.weights_type);
         }
 #pragma unroll
         for (int j = 0; j < AHEAD; ++j)
             if (token[j] >= 0) piece[j].add_to(sum, weight[j]);
     }
+}
+
+extern "C" __global__ void __launch_bounds__(MOST_THREADS) sum_rows(const __grid_constant__ Sum s) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");           // the rows come from the launch before
+#endif
+    const u32 block = blockIdx.x, across = s.across;
+    const i64 row = block / across, column = i64((block % across) * blockDim.x + threadIdx.x) * VECTOR;
+    if (column >= s.columns) return;
+    Acc sum[VECTOR];
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) sum[i] = 0;
+    const char* const y = s.y + column * SIZE;
+    const i64 first = s.order ? first_from(s, row) : row * s.terms, end = s.order ? first_from(s, row + 1) : first + s.terms;
+    add_rows(s, y, first, end, sum);
     char* const out = s.out + (row * s.out_row + column * s.out_col) * size_of(s.out_type);
     if (s.c) {
 #pragma unroll
@@ -105,8 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_rows(const __grid_cons
     }
     if (s.whole_out && s.out_type == Y_TYPE) {
         Piece piece;
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i) store_as<Acc>(piece.bytes + i * SIZE, Y_TYPE, sum[i]);
+        piece.round(sum);
         *(uint4*)out = piece.words;
         return;
     }

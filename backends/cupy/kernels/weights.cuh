@@ -9,6 +9,7 @@
 #include "scales.cuh"
 static_assert(DEEP == 1 || ROWS <= 128, "stages of one size");
 
+constexpr bool PARTS = SCALE_K && !FOLD;               // sums of a block of k wait for their scale
 constexpr bool FOUR_BITS = W_CODE >= CODE_INT4, ZEROS = ZERO_CODE >= 0;
 // Numbers of e2m1 are lifted and scaled by one product, where products would else take longer than the memory.
 constexpr bool AT_ONCE_LIFTED = W_CODE == CODE_E2M1 && FOLD && ROWS <= 64;
@@ -48,29 +49,38 @@ constexpr u32 MAGIC = BFLOAT ? 0x43004300u : 0x64006400u;      // 128 or 1024, w
 // What a pair of e2m1 is multiplied by, whose bits stand where those of the 16-bit format do: 2^126 or 2^14.
 constexpr u32 LIFT = BFLOAT ? 0x7E807E80u : 0x74007400u;
 
+// The codes of int4 or uint4 in the low four bits of both halves.
+__device__ __forceinline__ u32 pair_of_counts(u32 v) {
+    const u32 shift = W_CODE == CODE_INT4 ? 0x00080008u : 0;    // of two's complement to counting from -8
+    return subtract_pairs((v & 0x000F000Fu) ^ (MAGIC | shift), MAGIC | shift);
+}
+
 // Byte c of a word: two codes of four bits, the one with the lower k in its low half. `place` puts it twice into t, so that they
 // are the upper half of t's second and of its fourth byte. Numbers of e2m1 are still to be lifted.
 __device__ __forceinline__ u32 place_of_byte(int c) { return u32(c << 12 | (4 + c) << 4); }
 __device__ __forceinline__ u32 pair_of_nibbles(u32 word, u32 place) {
     const u32 t = __byte_perm(word, word << 4, place);
     if (W_CODE == CODE_E2M1) return (t & 0x80008000u) | (BFLOAT ? t >> 6 & 0x01C001C0u : t >> 3 & 0x0E000E00u);
-    const u32 shift = W_CODE == CODE_INT4 ? 0x00080008u : 0;    // of two's complement to counting from -8
-    const u32 counted = (t >> 12 & 0x000F000Fu) ^ (MAGIC | shift);
-    return subtract_pairs(counted, BFLOAT ? (W_CODE == CODE_INT4 ? 0x43084308u : 0x43004300u) : (W_CODE == CODE_INT4 ? 0x64086408u : 0x64006400u));
+    return pair_of_counts(t >> 12);
+}
+
+// The bytes of int8 in the low half of both halves; what is above them does not count.
+__device__ __forceinline__ u32 pair_of_even_bytes(u32 v) {
+    if (BFLOAT) return subtract_pairs((v & 0x007F007Fu) | MAGIC, (v & 0x00800080u) | MAGIC);    // 7 bits less 0 or 128
+    return subtract_pairs((v & 0x00FF00FFu) ^ (MAGIC | 0x00800080u), 0x64806480u);
 }
 
 // Two bytes, the one with the lower k first.
 __device__ __forceinline__ u32 pair_of_bytes(u32 codes) {
-    if (W_CODE == CODE_I8) {
-        const u32 t = __byte_perm(codes, 0, 0x4140);
-        if (BFLOAT) return subtract_pairs((t & 0x007F007Fu) | MAGIC, (t & 0x00800080u) | MAGIC);    // 7 bits less 0 or 128
-        return subtract_pairs(t ^ (MAGIC | 0x00800080u), 0x64806480u);
-    }
+    if (W_CODE == CODE_I8) return pair_of_even_bytes(__byte_perm(codes, 0, 0x4140));
     const u32 halves = W_CODE == CODE_E4M3 ? halves_of_e4m3(codes) : __byte_perm(codes, 0, 0x1404);
     return BFLOAT ? pack_bf16(to_float(f16{u16(halves)}), to_float(f16{u16(halves >> 16)})) : halves;
 }
 
 // ---- The bytes of a stage ----
+
+__device__ __forceinline__ void keep_in_register(u32& v) { asm volatile("" : "+r"(v)); }
+__device__ __forceinline__ void keep_in_register(i64& v) { asm volatile("" : "+l"(v)); }
 
 __device__ __forceinline__ u32 load_shared_half(u32 address) {
     u16 v;

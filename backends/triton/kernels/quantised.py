@@ -31,6 +31,53 @@ ROW_BLOCK = tl.constexpr(128)
 # --- formats ------------------------------------------------------------------------------------------
 
 
+@triton.constexpr_function
+def decoder(format, bfloat):
+    """Machine code that makes 16-bit numbers of four bytes: of int8 ($2) two pairs; of four bits ($4) a pair of each
+    byte, the low ones first. All of it is exact.
+
+    Integers are the low bits of a power of two plus n, from which that is taken again (and 8 or 128 more where they are
+    signed; bfloat16 has no bits for 256 + n: a negative n is 128 + n % 128 less 256). Codes of e2m1 are the exponent
+    and mantissa of numbers a power of two smaller, subnormal ones included.
+    """
+    one, power, signed4 = ("0x3F803F80", "0x4300", "0x4308") if bfloat else ("0x3C003C00", "0x6400", "0x6408")
+    minus = {"0x4300": "0xC300", "0x4308": "0xC308", "0x6400": "0xE400", "0x6408": "0xE408"}
+    if format == "int8" and bfloat:
+        first = "mov.b32 one, " + one + ";"
+        each = """prmt.b32 w, $2, 0, {pair};
+            lop3.b32 t, w, 0x00800080, 0xC300C300, 0xEA;
+            lop3.b32 w, w, 0x007F007F, 0x43004300, 0xEA;
+            fma.rn.{type} ${i}, w, one, t;"""
+    elif format == "int8":
+        first = "mov.b32 one, " + one + "; mov.b32 less, 0xE480E480;"
+        each = """prmt.b32 w, $2, 0, {pair};
+            xor.b32 w, w, 0x64806480;
+            fma.rn.{type} ${i}, w, one, less;"""
+    elif format == "e2m1":
+        shift, kept, factor = ("6", "0x01C001C0", "0x7E807E80") if bfloat else ("3", "0x0E000E00", "0x74007400")
+        first = "mov.b32 one, " + factor + "; mov.b32 less, 0x80008000; shl.b32 low, $4, 4;"
+        each = """prmt.b32 w, low, $4, {high_bytes};
+            shr.b32 t, w, """ + shift + """;
+            and.b32 t, t, """ + kept + """;
+            lop3.b32 w, w, 0x80008000, t, 0xEA;
+            fma.rn.{type} ${i}, w, one, less;"""  # fmt: skip
+    else:
+        more = signed4 if format == "int4" else power
+        first = "mov.b32 one, " + one + "; mov.b32 less, " + minus[more] + minus[more][2:] + "; shr.b32 low, $4, 4;"
+        each = """prmt.b32 w, $4, low, {low_bytes};
+            lop3.b32 w, w, 0x000F000F, """ + more + more[2:] + """, 0x6A;
+            fma.rn.{type} ${i}, w, one, less;"""  # fmt: skip
+    body = ""
+    for i in range(2 if format == "int8" else 4):
+        places = {"i": str(i), "pair": "0x4342" if i else "0x4140", "high_bytes": f"0x{4 + i}0{i}0",
+                  "low_bytes": f"0x0{4 + i}0{i}", "type": "bf16x2" if bfloat else "f16x2"}  # fmt: skip
+        text = each
+        for name, value in places.items():
+            text = text.replace("{" + name + "}", value)
+        body += text
+    return "{ .reg .b32 low, w, t, one, less; " + first + body + " }"
+
+
 @triton.jit
 def scale_of(codes, E8M0: tl.constexpr):
     """Scales in float32; code 0 of e8m0 is 2^-127 and 255 is NaN."""
@@ -41,6 +88,16 @@ def scale_of(codes, E8M0: tl.constexpr):
         return bits.to(tl.float32, bitcast=True)
     else:
         return codes.to(tl.float32)
+
+
+@triton.jit
+def narrow_scale(codes, E8M0: tl.constexpr):
+    """Scales in 16 bits as they are; those in e8m0 as bfloat16, which holds each of them."""
+    if E8M0:
+        bits = tl.where(codes == 0, 0x0040, codes.to(tl.int16) << 7)
+        return tl.where(codes == 255, 0x7FC0, bits).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return codes
 
 
 @triton.jit
@@ -63,6 +120,18 @@ def half_of(codes, FORMAT: tl.constexpr):
         return (whole - ((whole & 0x80) << 1)).to(tl.float16)
     else:
         return code.to(tl.float16)
+
+
+@triton.jit
+def decoded(codes, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """Bytes as 16-bit numbers, four at a time: int8, or [.., 2] of four bits each, the low ones first."""
+    CODE: tl.constexpr = decoder(FORMAT, tl.bfloat16 == DTYPE)
+    if FORMAT == "int8":
+        return tl.inline_asm_elementwise(CODE, "=&r,=&r,r", [codes], tl.int16, True, 4).to(DTYPE, bitcast=True)
+    else:
+        pairs = tl.inline_asm_elementwise(CODE, "=&r,=&r,=&r,=&r,r", [codes], tl.int32, True, 4)
+        low = (pairs & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
+        return tl.join(low, (pairs >> 16).to(tl.int16).to(DTYPE, bitcast=True))
 
 
 @triton.jit
@@ -130,6 +199,24 @@ def block_of(step, BK: tl.constexpr, K: tl.constexpr, shift):
 
 
 @triton.jit
+def numbers_of(pointers, step, deep, shift, i, left, k, BK: tl.constexpr, K: tl.constexpr, VECTOR: tl.constexpr):
+    """The numbers of a step's lines, none of a step behind the last one."""
+    at = pointers + block_of(step, BK, K, shift) * deep
+    if VECTOR:
+        return tl.load(at, mask=(i < left) & (step * BK + 0 * i < k), other=0)
+    else:
+        return tl.load(at, mask=step * BK < k, other=0)
+
+
+@triton.jit
+def folded_numbers(pointers, step, fold, deep, some, k, FOLDS: tl.constexpr, K: tl.constexpr):
+    """The numbers of a step's FOLDS blocks, for each column that there is."""
+    block = step * FOLDS + fold
+    covered = some[:, None] & (block * K < k)[None, :]
+    return tl.load(pointers + block.to(tl.int64)[None, :] * deep, mask=covered, other=0)
+
+
+@triton.jit
 def first_block(start, g, K: tl.constexpr, JAGGED_K: tl.constexpr):
     """The entry of a group's first block: in a jagged K blocks are counted from the starts of groups."""
     if JAGGED_K and K > 0:
@@ -150,14 +237,15 @@ def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, 
                      EVEN_K: tl.constexpr, MULTIPLE: tl.constexpr, HAS_C: tl.constexpr, HAS_BIAS: tl.constexpr,
                      ALPHA: tl.constexpr, ACTIVATION: tl.constexpr, ZERO: tl.constexpr, CHUNK: tl.constexpr,
                      SIZES: tl.constexpr, INTERPRETED: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr,
-                     NATIVE: tl.constexpr, PACKED: tl.constexpr, SWAPPED: tl.constexpr, PROMOTED: tl.constexpr,
-                     FOLDED: tl.constexpr, SA: tl.constexpr, SB: tl.constexpr, ZB: tl.constexpr, SA_E8M0: tl.constexpr,
-                     SB_E8M0: tl.constexpr, SA_ROWS: tl.constexpr, SA_K: tl.constexpr, SB_ROWS: tl.constexpr,
-                     SB_K: tl.constexpr):  # fmt: skip
+                     NATIVE: tl.constexpr, BITS: tl.constexpr, PACKED: tl.constexpr, SWAPPED: tl.constexpr,
+                     PROMOTED: tl.constexpr, FOLDED: tl.constexpr, NARROW_FOLD: tl.constexpr, SA: tl.constexpr,
+                     SB: tl.constexpr, ZB: tl.constexpr, SA_E8M0: tl.constexpr, SB_E8M0: tl.constexpr,
+                     SA_ROWS: tl.constexpr, SA_K: tl.constexpr, SB_ROWS: tl.constexpr, SB_K: tl.constexpr):  # fmt: skip
     """One persistent program: tiles program_id, + num_programs, ... of the concatenation of all groups.
 
-    A_FORMAT is "" for 16-bit activations. SA, SB and ZB: there are scales of a, of b, and zero points; ROWS and K are
-    what one number covers, as in `ScaleSpec`. BK divides every block along K, but those that are FOLDED.
+    A_FORMAT is "" for 16-bit activations. BITS: weights are decoded four bytes at once. NARROW_FOLD: folded scales
+    multiply in the type of activations, with one rounding. SA, SB and ZB: there are scales of a, of b, and zero points;
+    ROWS and K are what one number covers, as in `ScaleSpec`. BK divides every block along K, but those that are FOLDED.
     """
     UNIFORM: tl.constexpr = FORM == "batched" or FORM == "jagged_k" or (FORM == "masked" and ZERO)
     JAGGED_K: tl.constexpr = FORM == "jagged_k"
@@ -289,17 +377,27 @@ def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, 
                     fold_zeros = zb_base + (fold_lines.to(tl.int64) * zb_r + sb_first * zb_d)[:, None]
 
             # 4. the products; both operands are zero where k, a row or a column lies outside the group
+            # numbers of a step are asked for one step before: Triton's pipeline takes none of single bytes
+            none = 0 * gk
+            if SA and SA_K != 0:
+                sa_codes = numbers_of(sa_ptrs, none, sa_d, sa_k_shift, i, rows_left, gk, BK, SA_K, SA_VECTOR)
+            if SB and SB_K != 0 and not FOLDED:
+                sb_codes = numbers_of(sb_ptrs, none, sb_d, sb_k_shift, j, cols_left, gk, BK, SB_K, SB_VECTOR)
+                if ZB:
+                    zb_codes = numbers_of(zb_ptrs, none, zb_d, sb_k_shift, j, cols_left, gk, BK, SB_K, SB_VECTOR)
+            if FOLDED:
+                folds = folded_numbers(fold_ptrs, none, fold, sb_d, j < cols_left, gk, FOLDS, SB_K)
             for step in tl.range(0, (gk + BK - 1) // BK, num_stages=STAGES):
                 k_left = gk - step * BK
                 if SA and SA_K != 0:
-                    at = sa_ptrs + block_of(step, BK, SA_K, sa_k_shift) * sa_d
-                    sa = along(scale_of(read(at, i, rows_left, SA_VECTOR), SA_E8M0), SA_VECTOR, A_AXIS)
+                    sa = along(scale_of(sa_codes, SA_E8M0), SA_VECTOR, A_AXIS)
+                    sa_codes = numbers_of(sa_ptrs, step + 1, sa_d, sa_k_shift, i, rows_left, gk, BK, SA_K, SA_VECTOR)
                 if SB and SB_K != 0 and not FOLDED:
-                    at = sb_ptrs + block_of(step, BK, SB_K, sb_k_shift) * sb_d
-                    sb = along(scale_of(read(at, j, cols_left, SB_VECTOR), SB_E8M0), SB_VECTOR, B_AXIS)
+                    sb = along(scale_of(sb_codes, SB_E8M0), SB_VECTOR, B_AXIS)
+                    sb_codes = numbers_of(sb_ptrs, step + 1, sb_d, sb_k_shift, j, cols_left, gk, BK, SB_K, SB_VECTOR)
                 if ZB and SB_K != 0 and not FOLDED:
-                    at = zb_ptrs + block_of(step, BK, SB_K, sb_k_shift) * zb_d
-                    zero = along(read(at, j, cols_left, SB_VECTOR).to(tl.float16), SB_VECTOR, 0)
+                    zero = along(zb_codes.to(tl.float16), SB_VECTOR, 0)
+                    zb_codes = numbers_of(zb_ptrs, step + 1, zb_d, sb_k_shift, j, cols_left, gk, BK, SB_K, SB_VECTOR)
                 if EVEN_K:
                     in_a = (i < rows_left)[:, None]
                     in_b = (j < cols_left)[:, None]
@@ -308,7 +406,11 @@ def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, 
                     in_b = (j < cols_left)[:, None] & (kb < (k_left // 2 if PACKED else k_left))[None, :]
                 x = tl.load(a_at + a_far, mask=in_a, other=0.0)
                 y = tl.load(b_at + b_far, mask=in_b, other=0.0)
-                if not NATIVE:
+                if BITS:
+                    y = decoded(y, B_FORMAT, a.dtype.element_ty)
+                    if PACKED:
+                        y = tl.reshape(y, (BN, BK))
+                elif not NATIVE:
                     if A_FORMAT != "":
                         x = half_of(x, A_FORMAT)
                     if PACKED:
@@ -318,17 +420,20 @@ def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, 
                     # Triton makes finite numbers of infinities and NaN on the way from e5m2 to bfloat16
                     y = y.to(tl.float16)
                 if ZB and not FOLDED:
-                    y = y - zero
-                if FOLDED:
-                    block = step * FOLDS + fold
-                    covered = (j < cols_left)[:, None] & (block * SB_K < gk)[None, :]
-                    numbers = tl.load(fold_ptrs + block.to(tl.int64)[None, :] * sb_d, mask=covered, other=0)
+                    y = y - zero.to(y.dtype)
+                if NARROW_FOLD:
+                    numbers = narrow_scale(folds, SB_E8M0)
+                    folds = folded_numbers(fold_ptrs, step + 1, fold, sb_d, j < cols_left, gk, FOLDS, SB_K)
+                    y = tl.reshape(tl.reshape(y, (BN, FOLDS, SB_K)) * numbers[:, :, None], (BN, BK))
+                elif FOLDED:
+                    numbers = folds
+                    folds = folded_numbers(fold_ptrs, step + 1, fold, sb_d, j < cols_left, gk, FOLDS, SB_K)
                     y = tl.reshape(y, (BN, FOLDS, SB_K)).to(tl.float32)
                     if ZB:
-                        zeros = tl.load(fold_zeros + block.to(tl.int64)[None, :] * zb_d, mask=covered, other=0)
+                        zeros = folded_numbers(fold_zeros, step, fold, zb_d, j < cols_left, gk, FOLDS, SB_K)
                         y = y - zeros.to(tl.float32)[:, :, None]
                     y = tl.reshape(y * scale_of(numbers, SB_E8M0)[:, :, None], (BN, BK))
-                if A_FORMAT == "":
+                if A_FORMAT == "" and not (BITS and (NARROW_FOLD or not FOLDED)):
                     if FOLDED or not INTERPRETED:
                         y = narrow(y, a.dtype.element_ty, INTERPRETED)
                     if INTERPRETED:

@@ -13,7 +13,7 @@ import multigemm as mg
 from multigemm.backends.cupy import arguments, small, support
 from multigemm.backends.cupy import config as configs
 from multigemm.cuda.arguments import JAGGED_CODES, Fields, fields
-from multigemm.cuda.tensor_map import NO_SWIZZLE
+from multigemm.cuda.tensor_map import NO_SWIZZLE, PROMOTION_128B
 from multigemm.planning.operands import Operands, view_of
 from multigemm.problem.spec import OperandSpec
 from tests.support.cuda_driver import FakeDriver, arguments_of, steps_of
@@ -35,6 +35,22 @@ def test_pieces_are_few_equal_and_waste_less_than_a_step_each(rows: int, most: i
     assert pieces <= -(-rows // most) and pieces * height - rows < 8 * (pieces + 1)
     assert 2 * arguments.list_box(rows, most, 2) >= height
     assert arguments.list_box(rows, most, 1) == height
+
+
+def test_weights_across_k_are_asked_of_memory_128_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, int]] = []
+
+    def encode(*args: Any, **modes: int) -> Fields:
+        seen.append(modes)
+        return fields(b"", ())
+
+    monkeypatch.setattr(arguments, "encode_together", encode)
+    side = arguments.Side(1 << 40, 96, 64, 3, 192, 64 * 192, False, torch.bfloat16)
+    for given in (side, side._replace(k_contiguous=True)):
+        arguments.plain_map(given, 128)
+        arguments.gate_map(given, interleaved=False)
+    across = {"promotion": PROMOTION_128B}
+    assert seen == [across, across, {}, {}], "256 bytes along k, where they hold the next block"
 
 
 def test_the_results_map_counts_rows_back_from_a_groups_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +100,7 @@ def test_a_lists_groups_become_the_small_kernels_argument() -> None:
 def test_eight_maps_find_every_line(offset: int, pitch: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Any, ...]] = []
 
-    def encode(*call: Any, swizzle: int) -> Fields:
+    def encode(*call: Any, swizzle: int, promotion: int) -> Fields:
         seen.append((*call, swizzle))
         return fields(b"", ())
 

@@ -1,4 +1,5 @@
-"""Random problems through cupy's kernels for quantised operands, which run on the CPU from their own sources."""
+"""Random problems through cupy's kernels for quantised operands and unaligned weights, which run on the CPU from their
+own sources."""
 
 from __future__ import annotations
 
@@ -79,6 +80,23 @@ def float8_problem(seed: int) -> GroupedGemmProblem:
         _numbers(rng, (*rows, k)), _numbers(rng, (groups, n, k)).mT, scale_a=_scale(rng, (*rows, blocks)),
         scale_b=_scale(rng, (groups, blocks, n if rng.integers(3) == 0 else -(-n // 128))), **options,
     )  # fmt: skip
+
+
+def jagged_k_problem(seed: int) -> GroupedGemmProblem:
+    """The same under a jagged k whose groups begin anywhere; operands as a training step has them, or along k."""
+    rng = np.random.default_rng(seed)
+    groups, m, n = int(rng.integers(1, 6)), 8 * int(rng.integers(1, 40)), 8 * int(rng.integers(1, 40))
+    sizes = rng.choice([0, 1, 7, 127, 128, 129, 300], groups).tolist()
+    total = sum(sizes)
+    a, b = _numbers(rng, (total, m)).mT, _numbers(rng, (total, n))
+    if rng.integers(2):
+        a = a.contiguous()
+    if rng.integers(2):
+        b = b.mT.contiguous().mT
+    deep = total // 128 + groups
+    return GroupedGemmProblem(
+        a, b, jagged="k", sizes=sizes, scale_a=_scale(rng, (m, deep)), scale_b=_scale(rng, (deep, n))
+    )
 
 
 WEIGHTS = ("e4m3", "e5m2", "int8", "int4", "uint4", "e2m1")
@@ -250,16 +268,66 @@ def test_weights_by_wgmma(name: str, config: Config) -> None:
     assert ran
 
 
-@pytest.mark.parametrize("config", configs.FP8, ids=lambda c: f"{c.rows}x{c.cluster}")
+@pytest.mark.parametrize("config", configs.FP8, ids=lambda c: f"{c.rows}x{c.cluster}x{c.columns}")
 def test_float8_by_wgmma(config: Config) -> None:
     """Tiles of every height, halved ones, empty groups, tails of k; threads and copies come in a random order."""
     subject, forms = Subject(emulation.EmulatedBackend(config)), set[str]()
     for seed in range(PROBLEMS):
         problem = float8_problem(seed)
+        if not configs.is_valid(config, problem.spec):  # columns with scales of their own have no broad tiles
+            continue
         out = allocate(problem)
         choice = Choice("emulated", subject.recipe(problem.spec, CPU), problem.spec, "")
         bind(choice, problem, out).launch()
         verdict = judge(answer(problem), caller_result(problem, out), suspicion=False)
         assert verdict, (seed, problem, verdict.text)
         forms.add(problem.spec.form)
-    assert len(forms) == 3
+    assert len(forms) >= 2
+
+
+@pytest.mark.parametrize("config", [configs.FP8_ALONE, configs.FP8_MIDDLE], ids=lambda c: f"{c.rows}x{c.cluster}")
+def test_float8_of_a_jagged_k(config: Config) -> None:
+    """Blocks of scales that are counted from each group's start, tails of blocks, empty groups."""
+    for seed in range(PROBLEMS // 2):
+        _is_right(jagged_k_problem(seed), config)
+
+
+def unaligned_problem(seed: int) -> GroupedGemmProblem:
+    """Whole numbers, N and K of any size, operands that begin at any element: in lines along k or across it."""
+    rng = np.random.default_rng(seed)
+    form, turned = ("jagged_m", "list", "batched", "masked")[seed % 4], bool(seed // 4 % 2)
+    groups, dtype = int(rng.integers(1, 5)), torch.bfloat16 if seed % 5 else torch.float16
+    n, k = int(rng.integers(1, 300)), int(rng.choice([rng.integers(1, 200), rng.integers(200, 400)]))
+    sizes = rng.choice([0, 1, 7, 8, 60, 129, 257, 300], groups).tolist()
+
+    def operand(*shape: int, turned: bool = False) -> Tensor:
+        first = int(rng.integers(0, 4))
+        rows, columns = (shape[-1], shape[-2]) if turned else shape[-2:]
+        count = int(np.prod(shape[:-2])) * rows * columns
+        numbers = torch.from_numpy(rng.integers(-7, 8, first + count).astype(np.float32)).to(dtype)
+        matrix = numbers[first:].view(*shape[:-2], rows, columns)
+        return matrix.mT if turned else matrix
+
+    if form == "list":
+        rows = [operand(size, k) for size in sizes]
+        return GroupedGemmProblem(rows, [operand(k, n, turned=turned) for _ in sizes])
+    b = operand(groups, k, n, turned=turned)
+    if form == "jagged_m":
+        return GroupedGemmProblem(operand(sum(sizes), k), b, sizes=sizes)
+    m = int(rng.integers(1, 200))
+    valid = {"valid_rows": rng.integers(0, m + 1, groups).tolist()} if form == "masked" else {}
+    return GroupedGemmProblem(operand(groups, m, k), b, **valid)
+
+
+@pytest.mark.parametrize(
+    "config", [configs.SHIFT_B, configs.SHIFT_B_MIDDLE, configs.SHIFT_B_NARROW], ids=lambda c: str(c.rows)
+)
+def test_shifted_weights_by_wgmma(config: Config) -> None:
+    """One to six blocks of k, tails of them, lists, empty groups; registers of products under way stay as they are."""
+    forms = set[str]()
+    for seed in range(PROBLEMS + 4):
+        problem = unaligned_problem(seed)
+        if configs.is_valid(config, problem.spec):
+            _is_right(problem, config)
+            forms.add(f"{problem.spec.form} {problem.spec.b.order}")
+    assert {"jagged_m row", "jagged_m col", "per_group row"} <= forms

@@ -273,3 +273,29 @@ def test_cases_of_layers_on_hopper(
         if ran == ON_HOPPER:
             break
     assert ran == ON_HOPPER
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(
+    ("config", "jagged"),
+    [(configs.GATHERED_TOGETHER[5], "m"), (configs.GATHERED_TOGETHER[6], "m"), (configs.GATHERED_TOGETHER[5], "k")],
+    ids=["rows", "rows in clusters", "weight gradient"],
+)
+def test_whole_lines_and_parts_of_lines(config: Config, jagged: str) -> None:
+    """Tiles of 64 rows and more, k of two whole blocks and a part; every path of the copies of picked rows."""
+    draw = torch.Generator().manual_seed(0)
+    sizes = [136, 7, 64, 0, 41]
+    index = torch.randint(-2, 302, (sum(sizes),), generator=draw, dtype=torch.int32)
+    x = torch.randn(300, 136, generator=draw).bfloat16()
+    if jagged == "m":
+        b = torch.randn(5, 256, 136, generator=draw).bfloat16().transpose(1, 2)
+    else:
+        x, b = x.t(), torch.randn(sum(sizes), 200, generator=draw).bfloat16()
+    problem = GroupedGemmProblem(x, b, sizes=sizes, jagged=jagged, a_rows=index)
+    spec, out = staged_spec(problem), allocate(problem)
+    assert configs.is_valid(config, spec)
+    emulation.EmulatedBackend(config).plan(spec, config, CPU).bind(stage(problem, spec, out).ops)()
+    verdict = mg.verify(problem, out)
+    assert verdict, verdict.text

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +29,7 @@ from multigemm.backends.numba.config import (
 )
 from multigemm.errors import InvalidSetting
 from multigemm.problem.spec import OperandSpec, ProblemSpec
+from tests.support.python_process import run_python
 
 GPU = torch.device("cuda", 0)
 BF16 = OperandSpec(torch.bfloat16)
@@ -56,8 +55,7 @@ def kernels(problem: ProblemSpec) -> list[str]:
 def test_is_a_backend_and_imports_nothing_heavy() -> None:
     assert isinstance(BACKEND, Backend)
     program = "import sys, multigemm.backends.numba; print([m for m in ('numba', 'llvmlite') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert run_python("-c", program).stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(

@@ -5,27 +5,19 @@ Numba chooses between compiler and simulator when it is imported, so the simulat
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+
+from tests.support.python_process import run_python
 
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("numba_cuda", reason="pip install 'multigemm[numba]'")
 
-ROOT = Path(__file__).parents[3]
-ENVIRONMENT = {**os.environ, "MULTIGEMM_EMULATE": "1", "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": str(ROOT)}
-
 
 def run(*arguments: str) -> str:
-    command = [sys.executable, "-W", "ignore", *arguments]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return done.stdout
+    return run_python(*arguments, MULTIGEMM_EMULATE="1", NUMBA_ENABLE_CUDASIM="1").stdout
 
 
 @pytest.mark.parametrize(
@@ -42,7 +34,7 @@ def test_it_conforms(chosen: str, least: int) -> None:
 
 
 def test_an_epilogue_chosen_at_run_time_is_the_compiled_one() -> None:
-    assert int(run(str(ROOT / "tests" / "support" / "numba_epilogues.py"))) == 5 * 5 * 4 * 3 + 4
+    assert int(run("tests/support/numba_epilogues.py")) == 5 * 5 * 4 * 3 + 4
 
 
 def test_threads_share_one_array() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -20,6 +19,7 @@ import torch
 
 import multigemm as mg
 from multigemm.problem.spec import ProblemSpec
+from tests.support.python_process import run_python
 
 pytest.importorskip("triton", reason="the triton package is not installed: pip install triton")
 pytestmark = pytest.mark.slow
@@ -132,13 +132,8 @@ def test_a_second_process_loads_what_the_first_compiled(tmp_path: Path) -> None:
         "spec = dict(s.specs())['jagged_m bf16']; source = next(s.sources(spec, 90))[1];"
         "made = c.cubin(source, 90); print(c.compilations, 'triton' in sys.modules, len(made.code), made.params)"
     )
-    environment = {**os.environ, "MULTIGEMM_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "own")}
-    environment.pop("TRITON_INTERPRET", None)
-    runs = [
-        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-        for _ in range(2)
-    ]
-    first, second = (run.stdout.split() for run in runs)
+    caches = {"MULTIGEMM_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "own")}
+    first, second = (run_python("-c", code, **caches).stdout.split() for _ in range(2))
     assert first[0] == "1"
     assert second[0] == "0"
     assert second[1] == "False", "a cached kernel must not import triton"

@@ -15,7 +15,8 @@ import multigemm as mg
 from multigemm.backends.triton import BACKEND, Config, support
 from multigemm.backends.triton.choice import candidates_of, emulated, hopper_candidates, pointer_candidates
 from multigemm.backends.triton.config import problem_with
-from multigemm.backends.triton.hopper import canonical, cut_of, drawn, line_of, listed, packed_spec, store_of
+from multigemm.backends.triton.generic import line_of, packed_spec
+from multigemm.backends.triton.hopper import canonical, cut_of, drawn, listed, store_of
 from multigemm.backends.triton.lists import TILE_M, TILE_N, extents_multiple, tile_table
 from multigemm.backends.triton.shipped import specs
 from multigemm.errors import InvalidSetting
@@ -208,6 +209,17 @@ def test_only_few_tiles_of_a_long_k_are_shared_out() -> None:
     assert all(config.splits == 1 for config in pointer_candidates(replace(spec, k=256)))
     assert all(config.splits == 1 for config in pointer_candidates(replace(spec, groups=512, total=2**14)))
     assert "splits" in problem_with(replace(pointer_candidates(spec)[0], splits=3), spec)
+
+
+def test_float32_weights_along_k_may_be_turned_first() -> None:
+    name = "jagged_m torch.float32"
+    many = spec_of(name, groups=8, total=8192, n=1024, k=1024, b_order="col")
+    last = candidates_of(many, (9, 0))[-1]
+    assert last.pack == ("b",) and packed_spec(many, last).b.order == "row"
+    for other in (replace(many, precision="tf32"), replace(many, b=replace(many.b, order="row"))):
+        assert "reads operands as they lie" in problem_with(Config(block_k=16, pack=("b",)), other)
+    ragged = replace(many, form="jagged_n", m=1024, n=None)
+    assert not any(x.pack for x in candidates_of(ragged, (9, 0)))
 
 
 def test_float32_across_keeps_its_tiles() -> None:

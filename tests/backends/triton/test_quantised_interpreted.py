@@ -267,7 +267,7 @@ def test_one_tile_alone_takes_batch_invariant_problems() -> None:
 
 def test_kernels_of_plain_operands_take_none_and_the_other_way_round() -> None:
     spec = mg.GroupedGemmProblem(torch.ones(4, 8).to(E4M3), torch.ones(8, 3).to(E4M3)).spec
-    assert "quantised operands have one of their own" in problem_with(Config(), spec)
+    assert "quantised operands have kernels of their own" in problem_with(Config(), spec)
     plain = mg.GroupedGemmProblem(torch.ones(4, 8), torch.ones(8, 3)).spec
     assert "plain operands have kernels of their own" in problem_with(Config("quantised"), plain)
 

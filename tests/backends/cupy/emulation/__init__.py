@@ -1,4 +1,4 @@
-"""Cupy's kernels for quantised operands and fused problems on a CPU, from their own sources.
+"""Cupy's kernels for quantised operands, fused problems and unaligned weights on a CPU, from their own sources.
 
 Threads are fibers (threads.h), and the functions that are one PTX instruction each are replaced by functions of C++
 (mma_sync.h, ptx.h).
@@ -23,7 +23,16 @@ import pytest
 import torch
 
 from multigemm.backend import Availability, Recipe
-from multigemm.backends.cupy import arguments, fused, generic, hopper, hopper_fp8, hopper_weights, quantised
+from multigemm.backends.cupy import (
+    arguments,
+    fused,
+    generic,
+    hopper,
+    hopper_fp8,
+    hopper_shift_b,
+    hopper_weights,
+    quantised,
+)
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import SOURCES, Source
 from multigemm.backends.cupy.config import Config
@@ -66,6 +75,7 @@ extern "C" void run(ARGUMENTS, int grid, int threads, const float*) {
 }
 """
 COPIES = {
+    "k_major": "#define ARGUMENTS const Problem* p, const KMajor* to\n#define LAUNCH k_major(*p, *to)\n",
     "pack": "#define ARGUMENTS const Job* j\n#define LAUNCH pack(*j)\n",
     "pack_ragged": "#define ARGUMENTS const Problem* p, const Copy* c\n#define LAUNCH pack_ragged(*p, *c)\n",
 }
@@ -87,6 +97,10 @@ extern "C" void run(
     }
 }
 """
+SHIFTED = """
+#define PARAMETERS const Maps* maps, const WeightMaps* weights,
+#define LAUNCH hopper_shift_b(*p, *l, *maps, *weights, *(const Eighths*)m)
+"""
 HALVES = "#define PARAMETERS\n#define LAUNCH hopper(*p, *l, *m)\n"
 BODIES = {
     "common.cuh": {
@@ -97,6 +111,9 @@ BODIES = {
         "void copy_async(u32 to, const void* from)": "copy_later(dynamic_shared() + to, (const char*)from, 16, 16);",
         "void copy_async(u32 to, const void* from, int bytes)": (
             "copy_later(dynamic_shared() + to, (const char*)from, 16, bytes);"
+        ),
+        "void copy_async_if(u32 flags, u32 one, u32 to, const void* from)": (
+            "copy_later(dynamic_shared() + to, (const char*)from, 16, flags & one ? 16 : 0);"
         ),
         "void commit_copies()": "close_group();",
         "void wait_for_copies()": "wait_for_groups(PENDING);",
@@ -125,9 +142,13 @@ BODIES = {
         "float4 load_shared_scales(u32 address)": "return load_shared_as<float4>(address);",
         "void settle(float (&d)[COUNT], int count)": "",
     },
+    "few_rows.cuh": {"void sync_both()": "named_sync(7, 256);"},
     "gated.cuh": {
         "float power_of_2(float x)": "return exp2f(x);",
         "float reciprocal(float x)": "return 1.0f / x;",
+    },
+    "picked_rows.cuh": {
+        "const char* line_at(const char* base, u32 line, u32 pitch)": "return base + u64(line) * pitch;",
     },
     "weights.cuh": {
         "u32 multiply_pairs(u32 a, u32 b)": "return of_pairs(a, b, [](float x, float y) { return x * y; });",
@@ -137,8 +158,15 @@ BODIES = {
             " return f16_of(of[codes & 255]) | f16_of(of[codes >> 8 & 255]) << 16;"
         ),
         "u32 load_shared_half(u32 address)": "return load_shared_as<u16>(address);",
+        "void keep_in_register(u32& v)": "",
+        "void keep_in_register(i64& v)": "",
     },
-    "hopper_weights.cu": {"void settle(float (&d)[COUNT])": "", "void keep_in_register(u32& v)": ""},
+    "hopper_weights.cu": {"void settle(float (&d)[COUNT])": ""},
+    "hopper_shift_b.cu": {
+        "u32 load_word(u32 address)": "return load_shared_as<u32>(address);",
+        "u32 load_half(u32 address)": "return load_shared_as<u16>(address);",
+        "void keep_in_registers(u32& a, u32& b, u32& c)": "",
+    },
     "hopper_fp8.cu": {
         "void copy_number(u32 to, const void* from)": "memcpy(at(to), from, 4);",
     },
@@ -210,6 +238,8 @@ def compiled(source: Source, folder: Path) -> ctypes.CDLL:
     for name, file in (("tensor_cores.cuh", "mma_sync.h"), ("ptx.cuh", "ptx.h")):
         (folder / name).write_text((HERE / file).read_text())
     text = _rewritten(SOURCES / source.file).replace("extern __shared__ char raw[];", "char* const raw = at(BASE);")
+    text = text.replace("extern __shared__ char bytes[];", "char* const bytes = at(BASE);")
+    text = text.replace("__shared__ Rings r;", "Rings& r = *(Rings*)at(BASE + SIZE - sizeof(Rings));")
     text = text.replace("extern __shared__ __align__(16) char shared[];", "char* const shared = generic_shared;")
     grids = {"hopper_fp8": "SideGrids", "hopper_weights": "WeightGrids"}.get(source.entry)
     shared = "inline char* dynamic_shared() { return shared_memory[local_block()] - BASE; }\n"
@@ -220,21 +250,19 @@ def compiled(source: Source, folder: Path) -> ctypes.CDLL:
             + RUN_HOPPER
         )
     else:
-        of_hopper = shared + HALVES + RUN_HOPPER
-        of_copies = COPIES.get(source.entry, "") + RUN_COPIES
-        text += {
-            "pack": of_copies,
-            "pack_ragged": of_copies,
-            "generic": RUN_GENERIC,
-            "sum_rows": RUN_SUM,
-            "hopper": of_hopper,
-        }.get(source.entry, RUN_QUANTISED)
+        runs = {
+            **{name: copies + RUN_COPIES for name, copies in COPIES.items()},
+            "generic": RUN_GENERIC, "sum_rows": RUN_SUM, "hopper": shared + HALVES + RUN_HOPPER,
+            "hopper_shift_b": shared + SHIFTED + RUN_HOPPER,
+        }  # fmt: skip
+        text += runs.get(source.entry, RUN_QUANTISED)
     (folder / "kernel.cpp").write_text('#include "threads.h"\n' + text)
     library = folder / "kernel.so"
     if source not in LIBRARIES:
         defines = [f"-D{name}={value}" for name, value in source.defines]
         subprocess.run(
-            ["g++", "-std=gnu++20", "-Og", "-w", "-Wno-psabi", "-shared", "-fPIC", f"-I{HERE}", f"-I{folder}", *defines,
+            ["g++", "-std=gnu++20", "-Og", "-w", "-Wno-psabi", "-ftrivial-auto-var-init=pattern",
+             "-shared", "-fPIC", f"-I{HERE}", f"-I{folder}", *defines,
              str(folder / "kernel.cpp"), "-o", str(library)],
             check=True,
         )  # fmt: skip
@@ -244,12 +272,20 @@ def compiled(source: Source, folder: Path) -> ctypes.CDLL:
 
 
 def _encoded(
-    dtype: torch.dtype, address: int, extents: Sequence[int], strides: Sequence[int], boxes: Any, *, swizzle: int = 3
+    dtype: torch.dtype,
+    address: int,
+    extents: Sequence[int],
+    strides: Sequence[int],
+    boxes: Any,
+    *,
+    swizzle: int = 3,
+    promotion: int = 3,
 ) -> Fields:
     """Tensor maps as ptx.h reads them."""
     made = bytearray()
     for box in boxes:
-        assert address % 16 == 0 and all(x % 16 == 0 for x in strides) and box[0] * dtype.itemsize <= 128
+        assert address % 16 == 0 and all(x % 16 == 0 for x in strides)
+        assert box[0] * dtype.itemsize <= (128 if swizzle else 512)
         words = [address, len(extents) | dtype.itemsize << 8 | swizzle << 16]
         for values, count in ((extents, 5), (strides, 4), (box, 5)):
             words += [*(int(x) % 2**64 for x in values), *[1] * (count - len(values))]
@@ -309,13 +345,13 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         own.mkdir()
         return _Kernel(compiled(source, own))
 
-    for module in (quantised, hopper_fp8, hopper_weights, hopper, generic, fused):
+    for module in (quantised, hopper_fp8, hopper_weights, hopper_shift_b, hopper, generic, fused):
         monkeypatch.setattr(module, "load", load)
-    for module in (generic, hopper):
+    for module in (generic, hopper, hopper_fp8):
         monkeypatch.setattr(module, "processors", lambda index: 3)
     monkeypatch.setattr(hopper, "Words", _Words)
     monkeypatch.setattr(hopper, "ready", lambda index, count: None)
-    for binder in (hopper, hopper_fp8, hopper_weights):
+    for binder in (hopper, hopper_fp8, hopper_weights, hopper_shift_b):
         monkeypatch.setattr(binder, "on_device", lambda index: nullcontext())
     for target in (hopper_fp8, hopper_weights, arguments):
         monkeypatch.setattr(target, "encode_together", _encoded)
@@ -330,6 +366,7 @@ KERNELS: dict[str, Any] = {
     "packed": hopper.CopiedHopper,
     "hopper_gather": hopper.Hopper,
     "gathered": hopper.GatheredHopper,
+    "hopper_shift_b": hopper_shift_b.HopperShiftB,
 }
 
 

@@ -159,7 +159,9 @@ inline float numbers_of_codes[2][256];          // e4m3, e5m2
 
 #ifdef W_E5M2
 template <int N> struct MmaFp8 {
-    static void later(float (&d)[N / 2], u64 w, u64 x, bool fresh) {
+    static void later(float (&d)[N / 2], u64 w, u64 x, bool fresh, bool traded = false) {
+        const float* const first = numbers_of_codes[traded ? X_E5M2 : W_E5M2];
+        const float* const second = numbers_of_codes[traded ? W_E5M2 : X_E5M2];
         products().push_back([=, &d] {
             const int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5;
             for (int i = 0; i < N / 2; ++i) {
@@ -167,7 +169,7 @@ template <int N> struct MmaFp8 {
                 double sum = fresh ? 0.0 : d[i];
                 for (u32 k = 0; k < 32; ++k) {
                     const u8 a = *at(swizzled((u32(w & 0x3FFF) << 4) + column * 128 + k)), b = *at(swizzled((u32(x & 0x3FFF) << 4) + row * 128 + k));
-                    sum += double(numbers_of_codes[W_E5M2][a]) * double(numbers_of_codes[X_E5M2][b]);
+                    sum += double(first[a]) * double(second[b]);
                 }
                 d[i] = float(sum);
             }
@@ -175,6 +177,8 @@ template <int N> struct MmaFp8 {
     }
     static void start(float (&d)[N / 2], u64 w, u64 x) { later(d, w, x, true); }
     static void add(float (&d)[N / 2], u64 w, u64 x) { later(d, w, x, false); }
+    static void start_traded(float (&d)[N / 2], u64 x, u64 w) { later(d, x, w, true, true); }
+    static void add_traded(float (&d)[N / 2], u64 x, u64 w) { later(d, x, w, false, true); }
 };
 #endif
 
@@ -267,3 +271,4 @@ template <class T> void store_shared(u32 address, T v) {
     if (address % sizeof v) fail("a store that is not aligned");
     memcpy(at(address), &v, sizeof v);
 }
+inline void store_shared16(u32 address, uint4 v) { store_shared(address, v); }

@@ -142,6 +142,8 @@ inline unsigned __ballot_sync(unsigned, bool mine) {
     return found;
 }
 
+inline bool __any_sync(unsigned lanes, bool mine) { return __ballot_sync(lanes, mine) != 0; }
+
 // ---- cp.async: a thread's copies come when it waits for their group ----
 
 typedef std::vector<std::function<void()>> Copies;

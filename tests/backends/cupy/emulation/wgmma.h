@@ -48,8 +48,9 @@ template <int N, int FIRST> struct Mma {
 #endif
     }
 };
-#if WORD_RESULTS
-// Register v of lane l holds line l / 4 + v % 2 * 8, and words l % 4 + v / 2 * 4 of 32 bytes of k.
+#if WORD_RESULTS || defined(WSTAGES)
+// Register v of lane l holds line l / 4 + v % 2 * 8, and words l % 4 + v / 2 * 4 of 32 bytes of k. They must not change before
+// the products have been waited for.
 template <int N> struct MmaFragment {
     static void run(Sum (&d)[ROWS / 2], const u32* w, u64 x) {
         Slots& s = slots();
@@ -60,9 +61,11 @@ template <int N> struct MmaFragment {
         for (int upper = 0; upper < 2; ++upper)
             for (int i = 0; i < 8; ++i) own.word[upper][i] = u32(s.of[(lane & ~3) + i % 4][upper + i / 4 * 2]);
         wait_for_warp();
+        const uint4 issued = {w[0], w[1], w[2], w[3]};
+        products().push_back([=] { if (memcmp(&issued, w, 16)) fail("registers of products under way were written"); });
         multiply_later<N>(d, x, [=](int upper, int k) {
             constexpr int IN_WORD = 4 / SIZE_OF_ONE;
-            return number_of(own.word[upper][k / IN_WORD] >> k % IN_WORD * 8);
+            return number_of(own.word[upper][k / IN_WORD] >> k % IN_WORD * 8 * SIZE_OF_ONE);
         });
     }
 };

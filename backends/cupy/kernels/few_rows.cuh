@@ -1,0 +1,293 @@
+// Tiles of at most 16 rows under quantised weights: bound by the memory, if codes become numbers in few enough instructions.
+//
+// A lane multiplies k of its own: 16 bytes of codes of each of its two columns, one load from a stage. mma.sync takes its operands
+// from registers, so the sum over k may be in any order, as long as both sides have the same: a lane reads from its rows the k
+// that its codes have. Codes next to each other go to different pairs (of four bits the i-th and the one four behind it, whose
+// bits lie 16 apart in a word), and a warp of its own puts each 16 bytes of the rows into that order before the others
+// read them. The lane's k lie in one block of scales, where scales multiply the weights.
+#pragma once
+#include "tensor_cores.cuh"
+#include "weights.cuh"
+
+constexpr int FEW_AHEAD = SCALE_K ? 4 : 1;              // stages whose scales and zero points are held or on their way
+constexpr int CHUNKS = FOUR_BITS ? 4 : 2;               // pieces of 16 bytes of a row that a lane has of a stage
+constexpr int LANE_K = BK / 4;
+// Warpgroups take every second stage each, of all columns, but for float8: a warp has 16 of each half of them, so that what it does
+// once a stage serves twice as many, the rows included. In the end each gives its sums of the other half to the other one. (H200, 32 experts of
+// 4096 x 7168, 128 rows: int8 248 us, else 282; float8 254, else 247.)
+constexpr bool BY_STAGES = ARRANGED;
+constexpr int HALVES_HERE = BY_STAGES ? 2 : 1, EVERY = BY_STAGES ? 2 : 1;
+constexpr int STAGE_BLOCKS = SCALE_K && EVERY * BK > SCALE_K ? EVERY * BK / SCALE_K : 1;     // blocks from a lane's to its next
+
+// ---- Rows ----
+
+// The rows' 8 numbers of 16 bytes in the order of their codes' pairs.
+__device__ __forceinline__ uint4 arranged(uint4 v) {
+    if (FOUR_BITS) return make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410), __byte_perm(v.y, v.w, 0x7632));
+    return make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.z, v.w, 0x7632));
+}
+
+#if ARRANGED
+// The rows of one stage, eight or sixteen.
+template <int EIGHTS> __device__ __forceinline__ void arrange_stage(u32 rows) {
+    uint4 v[EIGHTS][DEEP][2];
+#pragma unroll
+    for (int i = 0; i < EIGHTS * DEEP * 2; ++i) v[i / (DEEP * 2)][i / 2 % DEEP][i & 1] = load_shared16(rows + i / (DEEP * 2) * 1024 + i / 2 % DEEP * FEW_APART + (i & 1) * 512);
+#pragma unroll
+    for (int i = 0; i < EIGHTS * DEEP * 2; ++i) store_shared16(rows + i / (DEEP * 2) * 1024 + i / 2 % DEEP * FEW_APART + (i & 1) * 512, arranged(v[i / (DEEP * 2)][i / 2 % DEEP][i & 1]));
+}
+
+// One warp: rows that have come, of low tiles in another order, are handed on to those who multiply. (load_rows puts a proxy fence
+// between what is written here and the next stage there.)
+__device__ __forceinline__ void arrange_rows(Shared& s, u32 stages) {
+    const int lane = threadIdx.x & 31;
+    Ring ring;
+#pragma unroll 1
+    for (int number = 0;; ++number) {
+        const Tile t = take_tile(s, number, ~0u);
+        if (t.n == STOP) break;
+        const int blocks = t.n > 0 ? k_blocks(t) : 0;
+        const u32 bytes = stage_bytes(t);
+        if (blocks > 0) ring.fit(bytes);
+#pragma unroll 1
+        for (int kb = 0; kb < blocks; ++kb, ring.next(bytes)) {
+            barrier_wait(shared_address(&s.rows_full[ring.place]), ring.parity);
+            const u32 rows = stages + ring.at + W_BYTES + lane * 16;
+            if (t.n <= 8) arrange_stage<1>(rows);
+            else if (t.n <= FEW_ROWS) arrange_stage<2>(rows);
+            __syncwarp();
+            if (lane == 0) barrier_arrive_here(shared_address(&s.full[ring.place]));
+        }
+    }
+}
+#endif
+
+// ---- Scales and zero points of a lane's k ----
+
+template <int CODE> struct LaneQueue {
+    const char* at;                 // the number that was asked for last
+    i64 step;                       // bytes from stage to stage
+    u32 held[FEW_AHEAD];
+
+    __device__ __forceinline__ void begin(const GroupGrid& g, i64 column, int block, u32 absent) {
+        at = g.ptr ? entry_of(g, column, 0) + block * g.k * bytes_of(CODE) : nullptr, step = g.k * bytes_of(CODE) * STAGE_BLOCKS;
+        keep_in_register(step);
+        held[0] = SCALE_K == 0 && at ? load_code<CODE>(at) : absent;
+    }
+    __device__ __forceinline__ void ask(int slot, bool further) {
+        if (further) at += step;
+        held[slot] = load_code<CODE>(at);
+    }
+};
+
+struct LaneNumbers {
+    static constexpr int COUNT = 2 * HALVES_HERE;       // columns
+    LaneQueue<SCALE_CODE> scale[COUNT];
+    LaneQueue<ZEROS ? ZERO_CODE : CODE_U8> zero[COUNT];
+    int block, blocks;              // of this lane's k of the stage that was asked for last, and how many there are
+
+    // Stages behind the last block's end have zeros, whichever number of their column these meet.
+    __device__ __forceinline__ void begin(const GroupGrid& scales, const GroupGrid& zeros, i64 column, i64 columns, int k, int stage) {
+        blocks = SCALE_K ? (k + SCALE_K - 1) / (SCALE_K ? SCALE_K : 1) : 1, block = min(lane_block(stage), blocks - 1);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const i64 known = min64(column + (i & 1) * 8 + (i >> 1) * 64, columns - 1);
+            scale[i].begin(scales, known, block, one_of(SCALE_CODE));
+            if (ZEROS) zero[i].begin(zeros, known, block, 0);
+        }
+#pragma unroll
+        for (int i = 0; i < (SCALE_K ? FEW_AHEAD : 0); ++i) load(i, i > 0 && next_block(stage + i * EVERY));
+    }
+    __device__ __forceinline__ void ask(int slot, int stage) {
+        if (SCALE_K) load(slot, next_block(stage));
+    }
+    __device__ __forceinline__ static int lane_block(int stage) { return (stage * BK + int(threadIdx.x & 3) * LANE_K) / (SCALE_K ? SCALE_K : 1); }
+    // Whether there is a block for a stage behind the one before it.
+    __device__ __forceinline__ bool next_block(int stage) {
+        const int next = EVERY * BK % (SCALE_K ? SCALE_K : 1) == 0 ? block + STAGE_BLOCKS : lane_block(stage);
+        const bool further = next < blocks && next > block;
+        if (further) block = next;
+        return further;
+    }
+    __device__ __forceinline__ void load(int slot, bool further) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            scale[i].ask(slot, further);
+            if (ZEROS) zero[i].ask(slot, further);
+        }
+    }
+    __device__ __forceinline__ float factor(int slot, int column) const { return decode<SCALE_CODE>(scale[column].held[slot]); }
+    __device__ __forceinline__ bool large(int slot) const {
+        u32 codes = 0;
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) codes |= scale[i].held[slot];
+        return AT_ONCE_LIFTED && (codes & 0x80) != 0;
+    }
+};
+
+// ---- Codes ----
+
+// Two pairs of a word: of four bits those of its lower bytes' halves, or with `upper` those of the upper ones.
+__device__ __forceinline__ void two_pairs(u32 word, bool upper, u32& first, u32& second) {
+    if (W_CODE == CODE_E4M3 || W_CODE == CODE_E5M2) {
+        first = pair_of_bytes(word), second = pair_of_bytes(word >> 16);
+        return;
+    }
+    if (W_CODE == CODE_I8) {
+        first = pair_of_even_bytes(word), second = pair_of_even_bytes(word >> 8);
+        return;
+    }
+    if (upper) word >>= 8;
+    if (W_CODE == CODE_E2M1 && BFLOAT) {        // sign and magnitude six bits apart: one product puts both into place
+        first = (word & 0x000F000Fu) * 0x1040u & 0x81C081C0u, second = (word & 0x00F000F0u) * 0x0104u & 0x81C081C0u;
+    } else if (W_CODE == CODE_E2M1) {
+        first = (word << 12 & 0x80008000u) | (word << 9 & 0x0E000E00u), second = (word << 8 & 0x80008000u) | (word << 5 & 0x0E000E00u);
+    } else {
+        first = pair_of_counts(word), second = pair_of_counts(word >> 4);
+    }
+}
+
+// The products of one stage: 16 bytes of codes of each of a lane's columns.
+template <int EIGHTS, bool LARGE>
+__device__ __forceinline__ void multiply_words(const uint4 (&line)[2 * HALVES_HERE], const uint4 (&x)[EIGHTS][CHUNKS], const LaneNumbers& numbers, int slot, float (&d)[HALVES_HERE][2][EIGHTS][4]) {
+    u32 factor[2 * HALVES_HERE] = {}, rest[2 * HALVES_HERE] = {}, zero[2 * HALVES_HERE] = {};
+#pragma unroll
+    for (int i = 0; i < 2 * HALVES_HERE; ++i) {
+        const u32 code = numbers.scale[i].held[slot];
+        if (FOLD) factor[i] = factor_of(LARGE ? min(code, 127u) : code);
+        if (LARGE) rest[i] = rest_of(code);
+        if (ZEROS) {
+            const float z = decode<ZEROS ? ZERO_CODE : CODE_U8>(numbers.zero[i].held[slot]);
+            zero[i] = pair_of(z, z);
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < CHUNKS; ++j)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int side = 0; side < HALVES_HERE; ++side) {
+                const int word = FOUR_BITS ? j : j * 2 + h;
+                u32 w[4];
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const int column = side * 2 + i;
+                    const u32 codes = word == 0 ? line[column].x : word == 1 ? line[column].y : word == 2 ? line[column].z : line[column].w;
+                    two_pairs(codes, h, w[i], w[2 + i]);
+#pragma unroll
+                    for (int e = i; e < 4; e += 2) {
+                        if (W_CODE == CODE_E2M1 && !AT_ONCE_LIFTED) w[e] = multiply_pairs(w[e], LIFT);
+                        if (ZEROS) w[e] = subtract_pairs(w[e], zero[column]);
+                        if (FOLD) w[e] = multiply_pairs(w[e], factor[column]);
+                        if (LARGE) w[e] = multiply_pairs(w[e], rest[column]);
+                    }
+                }
+#pragma unroll
+                for (int t = 0; t < EIGHTS; ++t) {
+                    const u32 rows[2] = {h ? x[t][j].z : x[t][j].x, h ? x[t][j].w : x[t][j].y};
+#if BFLOAT
+                    mma_bf16(d[side][h][t], w, rows);
+#else
+                    mma_f16(d[side][h][t], w, rows);
+#endif
+                }
+            }
+}
+
+__device__ __forceinline__ void sync_both() { asm volatile("bar.sync 7, 256;" ::: "memory"); }
+
+// Both warpgroups have sums of all columns: each keeps those of its half, and adds what the other one has of them.
+template <int EIGHTS>
+__device__ __forceinline__ void join_halves(u32 staging, int half, const float (&sums)[HALVES_HERE][EIGHTS * 4], float (&total)[ACCUMULATORS]) {
+    const int tid = threadIdx.x & 127;
+    const u32 mine = staging + tid * 16, others = mine + (half ? -STAGING_BYTES : STAGING_BYTES);
+#if SEND
+    if (tid < 32) wait_until_read();                    // the last tile's results have left
+#endif
+    sync_both();
+#pragma unroll
+    for (int t = 0; t < EIGHTS; ++t) {
+        float v[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[i] = half ? sums[0][t * 4 + i] : sums[HALVES_HERE - 1][t * 4 + i];
+        store_shared16(mine + t * 2048, make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3])));
+    }
+    sync_both();
+#pragma unroll
+    for (int t = 0; t < EIGHTS; ++t) {
+        const uint4 v = load_shared16(others + t * 2048);
+        const u32 w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) total[t * 4 + i] = (half ? sums[HALVES_HERE - 1][t * 4 + i] : sums[0][t * 4 + i]) + __uint_as_float(w[i]);
+    }
+    sync_both();
+}
+
+// All k-blocks of a tile of at most EIGHTS * 8 rows.
+template <int EIGHTS>
+__device__ __forceinline__ void multiply_few(Shared& s, u32 stages, u32 staging, Ring& ring, int blocks, u32 bytes, int half, float (&total)[ACCUMULATORS], LaneNumbers& numbers) {
+    const int lane = threadIdx.x & 31, row = lane >> 2, c = lane & 3, column = (BY_STAGES ? 0 : half * 64) + ((threadIdx.x & 127) >> 5) * 16 + row;
+    u32 codes = column * W_LINE + ((c ^ (column >> 1 & 3)) << 4);
+    keep_in_register(codes);
+    // A lane's k begin in the second line of a row for the upper two of four lanes, where four bits have two lines.
+    const int line_of = FOUR_BITS ? c >> 1 : 0, first = FOUR_BITS ? (c & 1) * 4 : c * 2;
+    const u32 rows = W_BYTES + line_of * FEW_APART + row * LINE_BYTES;
+    const int turn = (row + line_of * 2) & 7;           // FEW_APART is two rows more than whole swizzles
+    u32 piece[CHUNKS];
+#pragma unroll
+    for (int j = 0; j < CHUNKS; ++j) {
+        piece[j] = rows + (((first + j) ^ turn) << 4);
+        keep_in_register(piece[j]);
+    }
+    float d[HALVES_HERE][2][EIGHTS][4] = {}, sums[HALVES_HERE][EIGHTS * 4] = {};
+    if (BY_STAGES && half == 1) ring.next(bytes);
+#pragma unroll 1
+    for (int begin = BY_STAGES ? half : 0; begin < blocks; begin += FEW_AHEAD * EVERY) {
+#pragma unroll
+        for (int slot = 0; slot < FEW_AHEAD; ++slot) {
+            const int kb = begin + slot * EVERY, held = SCALE_K ? slot : 0;
+            if (kb >= blocks) break;
+            barrier_wait(shared_address(&s.full[ring.place]), ring.parity);
+            const u32 stage = stages + ring.at;
+            uint4 line[2 * HALVES_HERE], x[EIGHTS][CHUNKS];
+#pragma unroll
+            for (int i = 0; i < 2 * HALVES_HERE; ++i) line[i] = load_shared16(codes + stage + ((i & 1) * 8 + (i >> 1) * 64) * W_LINE);
+#pragma unroll
+            for (int t = 0; t < EIGHTS; ++t)
+#pragma unroll
+                for (int j = 0; j < CHUNKS; ++j) x[t][j] = load_shared16(piece[j] + stage + t * 8 * LINE_BYTES);
+            __syncwarp();                               // all lanes have what they need of the stage
+            if (lane < EVERY) barrier_arrive(shared_address(&s.empty[ring.place]), 0);     // for the other warpgroup, too
+            ring.next(bytes);
+            if (BY_STAGES && kb + 1 < blocks) ring.next(bytes);
+            if (AT_ONCE_LIFTED && __any_sync(~0u, numbers.large(held))) multiply_words<EIGHTS, AT_ONCE_LIFTED>(line, x, numbers, held, d);
+            else multiply_words<EIGHTS, false>(line, x, numbers, held, d);
+            if (PARTS) {                                // a stage lies in one block of scales
+#pragma unroll
+                for (int side = 0; side < HALVES_HERE; ++side)
+#pragma unroll
+                    for (int t = 0; t < EIGHTS; ++t)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) {
+                            sums[side][t * 4 + i] = fmaf(numbers.factor(held, side * 2 + (i >> 1)), d[side][0][t][i] + d[side][1][t][i], sums[side][t * 4 + i]);
+                            d[side][0][t][i] = d[side][1][t][i] = 0.0f;
+                        }
+            }
+            numbers.ask(slot, kb + FEW_AHEAD * EVERY);
+        }
+    }
+    if (!PARTS) {
+#pragma unroll
+        for (int side = 0; side < HALVES_HERE; ++side)
+#pragma unroll
+            for (int t = 0; t < EIGHTS; ++t)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sums[side][t * 4 + i] = (d[side][0][t][i] + d[side][1][t][i]) * (SCALE_K == 0 ? numbers.factor(0, side * 2 + (i >> 1)) : 1.0f);
+    }
+    if (BY_STAGES) {
+        join_halves<EIGHTS>(staging, half, sums, total);
+    } else {
+#pragma unroll
+        for (int i = 0; i < EIGHTS * 4; ++i) total[i] = sums[0][i];
+    }
+}
