@@ -35,6 +35,7 @@ from multigemm.backends.triton.config import (
     mappable,
     problem_with,
     shared_memory,
+    turns_weights,
     variance,
 )
 from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
@@ -235,8 +236,10 @@ CROSSED = (Timed(SINGLE[0], 1.60, 1.60), _timed((16, 32, 32), 4, 4, 4, 1.16, 1.1
 """float32 whose weights run along k: reading them from shared memory is what a program waits for, alone or not. Of 28
 rows, tiles of 32 x 32 took 1.3 to 1.45 times as long as those of 64 x 64."""
 
-TURNED = replace(SINGLE[0], pack=("b",))
-"""The same after a copy that turns the weights. Not measured, so it comes last."""
+TURNED = Timed(replace(SINGLE[0], pack=("b",)), 0.60, 0.42)
+"""The same after a copy that turns the weights: five shapes on an H200, 2026-11-23 (docs/notes/triton-tuning.md)."""
+TURNED_COPY, TURNED_BYTES_PER_US = 5.0, 3.5e6
+"""Microseconds of the copy's launch, and bytes that it reads and writes."""
 
 
 def busiest_us(timed: Timed, spec: ProblemSpec) -> float:
@@ -271,7 +274,19 @@ def thirty_two_bit(spec: ProblemSpec) -> list[Config]:
         along = (spec.a.order, spec.b.order) == ("row", "col")
         # low tiles read more single elements for each product
         return ranked(ALONG if along else ACROSS, spec) if in_pieces(spec) else [timed.config for timed in ALONG[:2]]
-    return [*ranked(CROSSED, spec), TURNED] if crossed(spec) else list(SINGLE)
+    return _crossed(spec) if crossed(spec) else list(SINGLE)
+
+
+def _crossed(spec: ProblemSpec) -> list[Config]:
+    """As the weights lie, or turned first where the rows repay the copy. Shared tiles of turned weights never ran."""
+    found = ranked(CROSSED, spec)
+    if not turns_weights(spec) or shared_out(TURNED.config, spec).splits > 1:
+        return found
+    shape = shape_of(spec)
+    copy_us = TURNED_COPY + 8.0 * shape.groups * shape.columns * shape.deep / TURNED_BYTES_PER_US
+    as_they_lie = min(busiest_us(timed, spec) for timed in CROSSED)
+    turned = copy_us + busiest_us(TURNED, spec)
+    return [TURNED.config, *found] if turned < as_they_lie else [*found, TURNED.config]
 
 
 def in_pieces(spec: ProblemSpec) -> bool:

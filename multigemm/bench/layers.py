@@ -149,10 +149,15 @@ class Operands:
         return len(set(self.index.flatten().tolist()))
 
 
+def _generator(case: LayerCase, device: torch.device) -> torch.Generator:
+    """Its own, since a capture that fails leaves torch's default one unusable."""
+    return torch.Generator(device=device).manual_seed(case.layer.experts * 100003 + case.tokens)
+
+
 def operands(case: LayerCase, device: torch.device) -> Operands:
     """Of a seed that the case alone decides."""
     layer, dtype = case.layer, torch.bfloat16
-    draw = torch.Generator(device=device).manual_seed(layer.experts * 100003 + case.tokens)
+    draw = _generator(case, device)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return torch.empty(shape, device=device, dtype=dtype).normal_(0.0, scale, generator=draw)
@@ -192,7 +197,7 @@ def wrong(forward: Forward, given: Operands, training: bool) -> str:
         found = _difference("the result", forward(x, part.index, part.weights), by_loop(part, x))
     if found or not training:
         return found
-    flow = torch.randn_like(x)
+    flow = torch.empty_like(x).normal_(generator=torch.Generator(device=x.device).manual_seed(0))
     one, other = x.detach().requires_grad_(), x.float().requires_grad_()
     (got,) = torch.autograd.grad(forward(one, part.index, part.weights), one, flow)
     (want,) = torch.autograd.grad(by_loop(part, other), other, flow.float())
@@ -314,7 +319,8 @@ def measured(
 ) -> Iterator[Row]:  # fmt: skip
     """A row for each contender of a case."""
     given, calls, rows = operands(case, device), dict[str, Callable[[], Any]](), dict[str, Row]()
-    flow, floor = torch.randn_like(given.x), case.floor_us(given.active, rates)
+    flow = torch.empty_like(given.x).normal_(generator=_generator(case, device))
+    floor = case.floor_us(given.active, rates)
     for name, make in makers.items():
         row = rows[name] = Row(case.key, name, round(floor, 2))
         try:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from multigemm.bench import reports
@@ -195,7 +195,8 @@ def promised(report: Report) -> Grid:
 
 
 def energy(report: Report) -> Grid:
-    """Millijoules of a token in both products of a layer, per workload of `layer-products`; the least stands out."""
+    """Of both products of a layer, per workload of `layer-products`: millijoules of a token, and how long they took
+    meanwhile; the least stands out."""
     layers: dict[tuple[str, int], list[Row]] = {}
     for row in report.rows:
         if row.suite == LAYER_PRODUCTS and row.kind != "ceiling":
@@ -203,16 +204,21 @@ def energy(report: Report) -> Grid:
     entries = list(by_entry(row for rows in layers.values() for row in rows))
     grid = [["layer, tokens", *entries]]
     for (model, tokens), rows in layers.items():
-        counted = {name: mine for name, mine in by_entry(rows).items() if all(row.joules for row in mine)}
-        known = {name: 1e3 * math.fsum(row.joules or 0.0 for row in mine) / tokens for name, mine in counted.items()}
-        least = min((mj for name, mj in known.items() if not name.startswith(AUTO)), default=math.nan)
-        cells = [_marked(known[name], known[name] == least) if name in known else "" for name in entries]
-        grid.append([f"{model}, {tokens}", *cells])
+        whole = {name: mine for name, mine in by_entry(rows).items() if all(row.joules for row in mine)}
+        millijoules = {
+            name: 1e3 * math.fsum(row.joules or 0.0 for row in mine) / tokens for name, mine in whole.items()
+        }
+        us = {name: math.fsum(row.loaded_us or 0.0 for row in mine) for name, mine in whole.items()}
+        grid.append([f"{model}, {tokens}: mJ", *_least_marked(millijoules, entries)])
+        grid.append([f"{model}, {tokens}: us", *_least_marked(us, entries)])
     return without_empty_columns(grid)
 
 
-def _marked(value: float, best: bool) -> str:
-    return Best(digits(value)) if best else digits(value)
+def _least_marked(values: Mapping[str, float], entries: Sequence[str]) -> list[str]:
+    """A cell for each entry, of which some have no value; `auto` is one of the others."""
+    least = min((value for name, value in values.items() if not name.startswith(AUTO)), default=math.nan)
+    shown = {name: digits(value) for name, value in values.items()}
+    return [Best(shown[name]) if values.get(name) == least else shown.get(name, "") for name in entries]
 
 
 def distributions(report: Report) -> list[str]:
@@ -235,7 +241,7 @@ def text(report: Report) -> str:
         won_and_lost(report),
         f"{HEAT_MAP}\n{plain(grid)}" if len(grid := heat_map(report)) > 1 else "",
         f"what batch_invariant=True leaves\n{plain(grid)}" if len(grid := promised(report)) > 1 else "",
-        f"millijoules of a token in both products of a layer\n{plain(grid)}"
+        f"both products of a layer: millijoules of a token, and microseconds meanwhile\n{plain(grid)}"
         if len((grid := energy(report))[0]) > 1
         else "",
         auto_summary(report),

@@ -51,7 +51,6 @@ def _wide(dtype):
 
 MOST_EXPERTS = 1023
 SORT_BLOCK = 256  # counting a block costs its square
-ONE_BLOCK = 512  # pairs that are sorted by one launch: 5 us rather than three launches
 WIDE_SORT_BLOCK = 1024
 COUNTS_TILE = 8192  # counts that one program adds up at a time
 MOST_COUNTS = 64 * COUNTS_TILE
@@ -226,10 +225,10 @@ def sort_steps(pairs, order, inverse, ends, counts, rows=None, top_k=0, ahead=No
         "order": inverse if order is None else order, "inverse": inverse, "rows": inverse if rows is None else rows,
         "K": top_k, "ORDER": order is not None, "EARLY": pairs.is_cuda and starts_early(pairs.get_device()), **known,
     }  # fmt: skip
-    if total <= ONE_BLOCK:
+    if total <= SORT_BLOCK:
         programs, fetched = ahead or (0, NOTHING_AHEAD)
-        told |= {"pairs": pairs, "ends": ends, "weights": pairs, "SIZE": bucket(max(total, SORT_BLOCK)), **fetched}
-        return [(_one_block_kernel, (1 + programs,), 4 * told["SIZE"] // SORT_BLOCK, {**told, "LINES": AHEAD_LINES})]
+        told |= {"pairs": pairs, "ends": ends, "weights": pairs, "LINES": AHEAD_LINES, **fetched}
+        return [(_one_block_kernel, (1 + programs,), 4, told)]
     starts = {
         "counts": counts, "ends": ends, "blocks": blocks, "experts": experts, "ROWS": COUNTS_TILE // bins, "BINS": bins,
     }  # fmt: skip
@@ -245,7 +244,7 @@ def sort_by_expert(pairs, experts):
     pairs, total = pairs.contiguous(), pairs.shape[0]
     order, inverse = (torch.empty(total, dtype=torch.int64, device=pairs.device) for _ in range(2))
     ends = torch.empty(experts, dtype=torch.int32, device=pairs.device)
-    shape = (0, 0) if total <= ONE_BLOCK else sort_blocks(total, experts)[:2]
+    shape = (0, 0) if total <= SORT_BLOCK else sort_blocks(total, experts)[:2]
     counts = torch.empty(shape, dtype=torch.int32, device=pairs.device)
     _run(pairs, *sort_steps(pairs, order, inverse, ends, counts))
     return order, inverse, ends
@@ -259,7 +258,7 @@ def sort_pairs(index, experts, order=None, up=None, stacked=False):
     index, total = index.contiguous(), index.numel()
     ahead = None if up is None else weights_ahead(up, stacked, total)
     rows, place, ends = (torch.empty(n, dtype=torch.int32, device=index.device) for n in (total, total, experts))
-    shape = (0, 0) if total <= ONE_BLOCK else sort_blocks(total, experts)[:2]
+    shape = (0, 0) if total <= SORT_BLOCK else sort_blocks(total, experts)[:2]
     counts = torch.empty(shape, dtype=torch.int32, device=index.device)
     _run(index, *sort_steps(index, order, place, ends, counts, rows, index.shape[1], ahead))
     return rows, place.view(index.shape), ends
@@ -436,7 +435,7 @@ def sort_scratch(pairs, experts):
     """Bytes for the order of pairs and for the counts of their blocks."""
     if pairs <= SORT_BLOCK:
         return 0, 0
-    blocks, bins, _ = (0, 0, 0) if pairs <= ONE_BLOCK else sort_blocks(pairs, experts)
+    blocks, bins, _ = sort_blocks(pairs, experts)
     return 8 * pairs, 4 * blocks * bins
 
 

@@ -41,8 +41,8 @@ FUSING = frozenset(("auto", "cupy", "triton"))
 """Backends whose fused products of layers were measured."""
 
 
-def fused_is_faster(x: Tensor, backend: str) -> bool:
-    """Whether fused products take no longer than steps for tokens like these, as far as that was measured (H200)."""
+def has_fast_fused_products(x: Tensor, backend: str) -> bool:
+    """Whether fused products of layers were measured for tokens like these."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or not FUSING.issuperset(backend.split(",")):
         return False
     return _capability(x.get_device()) == (9, 0)
@@ -71,9 +71,8 @@ class Experts(nn.Module):
         fused: rows are picked, gated and summed inside the products, by a backend that takes these keywords; for
             backward the layer keeps the products before the gate, 2 I numbers for each pair of token and expert, and
             no rows. One operator in a compiled graph. Over a mesh a token travels once to
-            each rank that has experts of it, and second derivatives are refused. None: where it was measured to be the
-            faster way, for 16-bit weights on Hopper GPUs by backend "auto", "cupy" or "triton", but not over a mesh,
-            for batch invariance, under torch.func or torch.compile.
+            each rank that has experts of it, and second derivatives are refused. None: where steps have no kernel for
+            the gate, in 16 bits on Hopper GPUs (`docs/how-to/moe-layer.md`).
         recompute: a fused layer keeps not even those, and forms the first products once more.
         device, dtype: of the weights.
 
@@ -221,14 +220,17 @@ class Experts(nn.Module):
         return self._linear("down_proj", hidden, ends, None)
 
     def _fuses(self, x: Tensor) -> bool:
-        """Whether a layer that was not told is a fused one."""
-        if torch.compiler.is_compiling() or self.weight_format is not None or not fused_is_faster(x, self.backend):
+        """Whether a layer that was not told is a fused one. By its gate, and neither by the number of tokens nor by
+        whether gradients are wanted, which shall not change its bits."""
+        if not self._own_gate or self.weight_format is not None or torch.compiler.is_compiling():
             return False
-        invariant = _invariant_unless_told() if self.batch_invariant is None else self.batch_invariant
+        if not has_fast_fused_products(x, self.backend):
+            return False
         weight: Any = self._parameters[self.first]
-        plain = type(x) in PLAIN_TENSORS and type(weight) in PLAIN_TENSORS  # no DTensor, say
-        plain = plain and weight.dtype is x.dtype
-        return plain and not invariant and not in_transform()
+        if type(x) not in PLAIN_TENSORS or type(weight) not in PLAIN_TENSORS or weight.dtype is not x.dtype:
+            return False  # a DTensor, say
+        invariant = _invariant_unless_told() if self.batch_invariant is None else self.batch_invariant
+        return not invariant and not in_transform()
 
     @property
     def _own_gate(self) -> bool:

@@ -101,8 +101,11 @@ def test_the_energy_of_a_token_is_that_of_both_products() -> None:
         row.joules = {"cupy": 1.0, "triton": 2.0, "auto": 0.5}.get(row.entry)
         if row.name == "Mixtral:64:down" and row.entry == "triton":
             row.joules = None
-    cells = {name: dict(zip(table.energy(report)[0][1:], cells, strict=True)) for name, *cells in table.energy(report)}
-    assert cells["Mixtral, 4096"] == {"cupy": "0.488", "triton": "0.977", "auto": "0.244"}
-    assert cells["Mixtral, 64"] == {"cupy": "31.2", "triton": "", "auto": "15.6"}, "half a layer is none"
-    assert isinstance(cells["Qwen3-30B, 64"]["cupy"], table.Best), "auto is one of the others"
-    assert "Qwen3-30B, 64 " in table.text(report) and "| **31.2** |" in table.VIEWS["energy"](report)
+        row.loaded_us = None if row.joules is None else 100 * row.joules
+    heads, *rows = table.energy(report)
+    cells = {name: dict(zip(heads[1:], cells, strict=True)) for name, *cells in rows}
+    assert cells["Mixtral, 4096: mJ"] == {"cupy": "0.488", "triton": "0.977", "auto": "0.244"}
+    assert cells["Mixtral, 4096: us"] == {"cupy": "200", "triton": "400", "auto": "100"}
+    assert cells["Mixtral, 64: mJ"] == {"cupy": "31.2", "triton": "", "auto": "15.6"}, "half a layer is none"
+    assert isinstance(cells["Qwen3-30B, 64: mJ"]["cupy"], table.Best), "auto is one of the others"
+    assert "Qwen3-30B, 64: mJ " in table.text(report) and "| **31.2** |" in table.VIEWS["energy"](report)

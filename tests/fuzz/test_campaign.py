@@ -44,7 +44,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 def fuzz(environment: dict[str, str], *arguments: Any, code: int | None = 0, device: str = "cpu") -> Any:
     words = ["-m", "multigemm", "fuzz", "--device", device, "--quiet", *arguments]
-    return run_python(*words, code=code, **environment)
+    return run_python(*words, code=code, environment=environment)
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def test_a_fault_is_found_shrunk_stored_and_repeated(environment: dict[str, str]
     assert small.work <= 16 and small.activation is None
     code = re.findall(r"faulty: \[guard\].*\n  stored as .*\n  to repeat it:\n((?:    .*\n)+)", done.stdout)[0]
     script = "\n".join(line[4:] for line in code.splitlines())
-    assert "[guard]" in run_python("-c", script, **environment).stdout
+    assert "[guard]" in run_python("-c", script, environment=environment).stdout
     replayed = fuzz(environment, "--backends", "faulty,cpu", "--replay", stored, code=1)
     assert "faulty: WRONG" in replayed.stdout and "cpu: right" in replayed.stdout
 
@@ -140,7 +140,7 @@ def test_a_compiler_that_does_not_end_holds_up_nobody(environment: dict[str, str
         "    done = campaign.run(some)\n"
         "    print(done.tally.problems, len(done.tally.failures), done.crashes, *done.notes, sep='\\n')\n"
     )
-    done = run_python(script, timeout=120, **environment)
+    done = run_python(script, timeout=120, environment=environment)
     problems, failures, crashes, *notes = done.stdout.splitlines()
     assert int(problems) >= 40 and failures == crashes == "0", done.stdout + done.stderr
     assert any("was not finished" in note for note in notes)

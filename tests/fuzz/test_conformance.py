@@ -14,7 +14,7 @@ from multigemm.testing.model_kernel import ModelBackend
 from multigemm.testing.model_mutants import planted
 from multigemm.testing.strategies import DTYPES
 from multigemm.testing.subject import Subject
-from tests.support.python_process import ROOT, install_backends, run_python
+from tests.support.python_process import NOTHING, ROOT, Environment, install_backends, run_python
 
 FAULT = """
 from multigemm.testing.model_kernel import ModelBackend
@@ -24,17 +24,19 @@ planted = ModelBackend("planted", kernel("tail rows not zeroed"))
 
 
 def run_suite(
-    name: str, *arguments: str, code: int = 0, environment: dict[str, str] | None = None
+    name: str, *arguments: str, code: int = 0, environment: Environment = NOTHING
 ) -> subprocess.CompletedProcess[str]:
     words = ["-m", "multigemm.testing.conformance", "--backend", name, "--device", "cpu", *arguments]
-    return run_python(*words, code=code, **(environment or {}))
+    return run_python(*words, code=code, environment=environment)
 
 
 @pytest.mark.slow
 def test_the_example_of_the_documentation_conforms(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "how-to" / "own-backend.md").read_text(), re.DOTALL)
     environment = install_backends(tmp_path, blocks[0] + "\nloop = BACKEND\n", "loop")
-    listed = run_python("-c", "import multigemm as mg; print([b.name for b in mg.list_backends()])", **environment)
+    listed = run_python(
+        "-c", "import multigemm as mg; print([b.name for b in mg.list_backends()])", environment=environment
+    )
     assert "'loop'" in listed.stdout
     done = run_suite("loop", "--cases", "10", "-k", "jagged_m or members or plan or say", environment=environment)
     passed, skipped = (int(re.findall(rf"(\d+) {word}", done.stdout)[0]) for word in ("passed", "skipped"))

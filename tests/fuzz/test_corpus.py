@@ -80,7 +80,7 @@ print("RAN", ran)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["triton", "numba"])
 def test_emulated_backends(name: str) -> None:
-    done = run_python("-c", SCRIPT, name, FOLDER, str(EMULATED_WORK), MULTIGEMM_EMULATE="1")
+    done = run_python("-c", SCRIPT, name, FOLDER, str(EMULATED_WORK), environment={"MULTIGEMM_EMULATE": "1"})
     if "UNAVAILABLE" in done.stdout:
         pytest.skip(done.stdout)
     assert int(done.stdout.split()[-1]) >= 15

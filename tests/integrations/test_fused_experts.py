@@ -282,8 +282,8 @@ def test_nothing_is_kept_where_no_gradient_is_wanted(monkeypatch: pytest.MonkeyP
     assert asked == [False, True]
 
 
-def test_a_layer_that_was_not_told_is_fused_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for other backends, batch invariance, weights of another dtype, quantised ones, or under torch.func."""
+def test_a_layer_that_was_not_told_is_fused_where_steps_have_no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for other backends, batch invariance, weights of another dtype, quantised ones."""
     asked: list[str] = []
 
     def fused(self: Experts, x: Tensor, *rest: Tensor) -> Tensor:
@@ -292,23 +292,25 @@ def test_a_layer_that_was_not_told_is_fused_where_that_is_faster(monkeypatch: py
 
     monkeypatch.setattr(Experts, "_fused", fused)
     x, index, weights = (t.detach() for t in drawn(torch.bfloat16))
+    index = index.clamp(max=HERE - 1)
 
-    def runs_fused(x: Tensor = x, **options: Any) -> bool:
+    def runs_fused(dtype: torch.dtype = torch.bfloat16, **options: Any) -> bool:
         del asked[:]
-        kept: dict[str, Any] = {"backend": "cpu", "dtype": torch.bfloat16} | options
-        Experts(HERE, HIDDEN, INNER, **kept)(x, index.clamp(max=HERE - 1), weights)
+        kept: dict[str, Any] = {"backend": "cpu", "dtype": torch.bfloat16, "activation": "reglu"} | options
+        Experts(HERE, HIDDEN, INNER, **kept)(x.to(dtype), index, weights)
         return bool(asked)
 
     assert not runs_fused(), "on a CPU"
-    monkeypatch.setattr(moe, "fused_is_faster", lambda x, backend: backend == "cpu")
-    assert runs_fused()
+    monkeypatch.setattr(moe, "has_fast_fused_products", lambda x, backend: backend == "cpu")
+    assert runs_fused() and runs_fused(activation="swiglu", glu_limit=7.0)
     assert not runs_fused(fused=False)
+    assert not runs_fused(activation="swiglu") and not runs_fused(activation="silu")
     assert not runs_fused(batch_invariant=True)
     assert not runs_fused(backend="cpu,null")
-    assert not runs_fused(x.float())
-    quantised = Experts(HERE, 32, 32, backend="cpu", dtype=torch.bfloat16).quantize_("int8", "row")
+    assert not runs_fused(torch.float32)
+    quantised = Experts(HERE, 32, 32, activation="reglu", backend="cpu", dtype=torch.bfloat16).quantize_("int8", "row")
     del asked[:]
-    quantised(torch.zeros(TOKENS, 32, dtype=torch.bfloat16), index.clamp(max=HERE - 1), weights)
+    quantised(torch.zeros(TOKENS, 32, dtype=torch.bfloat16), index, weights)
     assert not asked
 
 
@@ -321,10 +323,10 @@ def test_where_fused_products_are_the_faster_ones(monkeypatch: pytest.MonkeyPatc
 
     x: Any = OnGpu()
     monkeypatch.setattr(moe, "_capability", lambda index: (9, 0))
-    assert moe.fused_is_faster(x, "auto") and moe.fused_is_faster(x, "triton,cupy")
-    assert not moe.fused_is_faster(x, "numba") and not moe.fused_is_faster(x, "auto,cublas")
-    assert not moe.fused_is_faster(torch.zeros(1, dtype=torch.bfloat16), "auto")
+    assert moe.has_fast_fused_products(x, "auto") and moe.has_fast_fused_products(x, "triton,cupy")
+    assert not moe.has_fast_fused_products(x, "numba") and not moe.has_fast_fused_products(x, "auto,cublas")
+    assert not moe.has_fast_fused_products(torch.zeros(1, dtype=torch.bfloat16), "auto")
     monkeypatch.setattr(moe, "_capability", lambda index: (8, 0))
-    assert not moe.fused_is_faster(x, "auto")
+    assert not moe.has_fast_fused_products(x, "auto")
     monkeypatch.setattr(OnGpu, "dtype", torch.float32)
-    assert not moe.fused_is_faster(x, "auto")
+    assert not moe.has_fast_fused_products(x, "auto")

@@ -147,7 +147,8 @@ def test_what_the_steps_have_to_arrange_is_left_to_them(case: str) -> None:
 @pytest.mark.slow
 def test_the_launches_in_an_interpreter_are_the_steps() -> None:
     pytest.importorskip("triton")
-    done = run_python("-m", "tests.support.layer_cases", TRITON_INTERPRET="1", MULTIGEMM_BIND_LAYERS="1")
+    environment = {"TRITON_INTERPRET": "1", "MULTIGEMM_BIND_LAYERS": "1"}
+    done = run_python("-m", "tests.support.layer_cases", environment=environment)
     assert done.stdout.split() == ["129", "1", "9", "129", "fused", "9", "fused", "129", "fused", "9"]
 
 

@@ -19,7 +19,7 @@ from multigemm.integrations.layer_ops import geglu
 from multigemm.reference.numpy_reference import activate
 from multigemm.select import registry
 from tests.support.activation_cases import TAILS, points, problem_of
-from tests.support.python_process import run_python
+from tests.support.python_process import NO_GPU, run_python
 
 mpmath: Any = pytest.importorskip("mpmath")
 
@@ -111,9 +111,9 @@ def test_cpu(name: str, dtype: torch.dtype) -> None:
 def test_emulated_kernels(backend: str, tmp_path: Path) -> None:
     if find_spec(EMULATED[backend]) is None:
         pytest.skip(f"the package {EMULATED[backend]} is not installed")
-    emulate = {"MULTIGEMM_EMULATE": "1", "NUMBA_ENABLE_CUDASIM": "1", "MULTIGEMM_CACHE_DIR": str(tmp_path)}
-    emulate["CUDA_VISIBLE_DEVICES"] = ""
-    done = run_python("tests/support/activation_cases.py", backend, **emulate)
+    switches = {"MULTIGEMM_EMULATE": "1", "NUMBA_ENABLE_CUDASIM": "1"}
+    emulate = {**switches, **NO_GPU, "MULTIGEMM_CACHE_DIR": str(tmp_path)}
+    done = run_python("tests/support/activation_cases.py", backend, environment=emulate)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     wrong = [f"{line['title']}: {line['text']}" for line in lines if not line["ok"]]
     assert len(lines) == (8 if backend == "triton" else 6) and not wrong, "\n".join(wrong)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.python_process import TORCHRUN, run_python
+from tests.support.python_process import NO_GPU, TORCHRUN, run_python
 
 ROOT = Path(__file__).parents[2]
 SHOWS = {
@@ -67,8 +67,8 @@ def test_auto_is_judged_on_every_random_shape_until_the_time_is_over(tmp_path: P
 
 def judge(out: Path, seconds: float) -> subprocess.CompletedProcess[str]:
     options = ["--device", "cpu", "--backends", "cpu", "--shapes", "3", "--workers", "1", "--seconds", str(seconds)]
-    words = ["benchmarks/auto_random.py", *options, "--out", out]
-    return run_python(*words, code=None, timeout=120, CUDA_VISIBLE_DEVICES="")
+    words = ["benchmarks/auto_random.py", *options, "--out", str(out)]
+    return run_python(*words, code=None, timeout=120, environment=NO_GPU)
 
 
 def test_no_example_is_forgotten() -> None:
@@ -98,8 +98,8 @@ def test_example_of_several_processes_or_plugins(script: str) -> None:
     if "transformers" in script and importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed: pip install transformers")
     start = time.perf_counter()
-    words = [*(TORCHRUN if script == "expert_parallel.py" else ()), f"examples/{script}"]
-    done = run_python(*words, timeout=4 * LIMIT, CUDA_VISIBLE_DEVICES="")
+    launcher = TORCHRUN if script == "expert_parallel.py" else ()
+    done = run_python(*launcher, f"examples/{script}", timeout=4 * LIMIT, environment=NO_GPU)
     for words in SHOWS[script]:
         assert words in done.stdout, done.stdout[-2000:]
     assert time.perf_counter() - start < LIMIT
@@ -122,7 +122,7 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     parts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     program = tmp_path / "notebook.py"
     program.write_text("import matplotlib\n\nmatplotlib.use('Agg')\n\n" + "\n\n".join(parts))
-    done = run_python(program, cwd=tmp_path, timeout=4 * LIMIT, CUDA_VISIBLE_DEVICES="")
+    done = run_python(program, cwd=tmp_path, timeout=4 * LIMIT, environment=NO_GPU)
     assert "triton   emulated" in done.stdout
     assert "elements are right" in done.stdout
 

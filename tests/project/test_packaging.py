@@ -186,7 +186,7 @@ def test_wheel_sdist_and_editable_install_work_and_show_their_types(tmp_path: Pa
         "p = multigemm.GroupedGemmProblem(torch.ones(4, 3), torch.ones(2, 3, 5), offsets=[0, 1, 4]);"
         "assert multigemm.verify(p, multigemm.solve(p)).ok; print(len(multigemm.list_backends()))"
     )
-    assert run_python("-c", code, cwd=tmp_path, PYTHONPATH=str(site)).stdout.strip() == "6"
+    assert run_python("-c", code, cwd=tmp_path, environment={"PYTHONPATH": str(site)}).stdout.strip() == "6"
     check_what_a_user_sees(wheel, tmp_path / "user", tmp_path / "known")
     (tmp_path / "editable").mkdir()
     check_what_a_user_sees(editable_wheel(tmp_path / "editable"), tmp_path / "developer", tmp_path / "known")

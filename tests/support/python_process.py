@@ -5,14 +5,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+Environment = Mapping[str, str]
+NOTHING: Environment = {}
+NO_GPU: Environment = {"CUDA_VISIBLE_DEVICES": ""}
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def run_python(
-    *words: str | Path, cwd: Path = ROOT, timeout: float = 280.0, code: int | None = 0, **environment: str
+    *words: str | Path,
+    cwd: Path = ROOT,
+    timeout: float = 280.0,
+    code: int | None = 0,
+    environment: Environment = NOTHING,
 ) -> subprocess.CompletedProcess[str]:
     """What `python WORDS` printed. It has the repository on its path, one thread, and no emulator but one that
     `environment` asks for; it has to end with `code`, or as it likes if that is None."""
@@ -20,7 +28,7 @@ def run_python(
     own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *words],
-        env=inherited | own | environment, cwd=cwd, timeout=timeout, capture_output=True, text=True,
+        env={**inherited, **own, **environment}, cwd=cwd, timeout=timeout, capture_output=True, text=True,
     )  # fmt: skip
     if code is not None:
         assert done.returncode == code, f"{words}: {done.stdout[-3000:]}{done.stderr[-3000:]}"

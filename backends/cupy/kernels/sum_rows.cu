@@ -11,6 +11,8 @@ typedef double Acc;
 typedef float Acc;
 #endif
 constexpr int SIZE = size_of(Y_TYPE), MOST_THREADS = 256, AHEAD = 8;
+// Blocks of a multiprocessor: a block waits for its indices and then for its rows, and others have to fill that time.
+constexpr int RESIDENT = SIZE == 2 ? 3 : 2;
 constexpr int VECTOR = WIDE ? 16 / SIZE : 1;
 
 // Field by field as `SUM` in fused.py.
@@ -128,7 +130,7 @@ __device__ __forceinline__ void add_rows(const Sum& s, const char* y, i64 first,
     }
 }
 
-extern "C" __global__ void __launch_bounds__(MOST_THREADS) sum_rows(const __grid_constant__ Sum s) {
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, RESIDENT) sum_rows(const __grid_constant__ Sum s) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");           // the rows come from the launch before

@@ -167,7 +167,7 @@ def test_other_float8_runs_on_the_kernel_for_any_quantised_operands() -> None:
 
 def test_float8_of_a_jagged_k_is_copied_first(fake: FakeDriver) -> None:
     """Whatever its strides; groups of the copies begin at blocks of their own, so that their extent is known."""
-    scales = {"scale_a": torch.ones(64, 300 // 128 + 3), "scale_b": torch.ones(300 // 128 + 3, 72)}
+    scales: dict[str, Any] = {"scale_a": torch.ones(64, 300 // 128 + 3), "scale_b": torch.ones(300 // 128 + 3, 72)}
     for a, b in ((float8(64, 301)[:, 1:], float8(300, 72)), (float8(300, 64).mT, float8(72, 300).mT)):
         problem = GroupedGemmProblem(a, b, sizes=[100, 0, 200], jagged="k", **scales)
         config = choice.heuristic(problem.spec)

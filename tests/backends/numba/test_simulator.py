@@ -17,7 +17,7 @@ pytest.importorskip("numba_cuda", reason="pip install 'multigemm[numba]'")
 
 
 def run(*arguments: str) -> str:
-    return run_python(*arguments, MULTIGEMM_EMULATE="1", NUMBA_ENABLE_CUDASIM="1").stdout
+    return run_python(*arguments, environment={"MULTIGEMM_EMULATE": "1", "NUMBA_ENABLE_CUDASIM": "1"}).stdout
 
 
 @pytest.mark.parametrize(

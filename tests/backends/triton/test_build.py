@@ -133,7 +133,7 @@ def test_a_second_process_loads_what_the_first_compiled(tmp_path: Path) -> None:
         "made = c.cubin(source, 90); print(c.compilations, 'triton' in sys.modules, len(made.code), made.params)"
     )
     caches = {"MULTIGEMM_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "own")}
-    first, second = (run_python("-c", code, **caches).stdout.split() for _ in range(2))
+    first, second = (run_python("-c", code, environment=caches).stdout.split() for _ in range(2))
     assert first[0] == "1"
     assert second[0] == "0"
     assert second[1] == "False", "a cached kernel must not import triton"

@@ -135,7 +135,7 @@ FIRST: list[tuple[str, tuple[int, int, int, int], Order, tuple[int, int], int]] 
     ("jagged_m torch.float32", (8, 144, 5312, 6144), "col", (64, 64), 1),
     ("jagged_m torch.float32", (8, 224, 2624, 6976), "col", (64, 64), 1),
     ("jagged_m torch.float32", (32, 864, 960, 576), "col", (64, 64), 1),
-    ("jagged_m torch.float32", (64, 384, 384, 3136), "col", (16, 32), 1),  # 772 us; 779
+    ("jagged_m torch.float32", (64, 384, 384, 3136), "col", (64, 64), 1),  # 415 us, turned first; 772
     ("jagged_m torch.float32", (12, 500, 192, 4224), "col", (64, 64), 4),
     ("jagged_m torch.float32", (8, 8192, 1024, 1024), "col", (64, 64), 1),
     ("jagged_m torch.float32", (1, 3, 192, 1920), "row", (64, 64), 1),
@@ -211,14 +211,27 @@ def test_only_few_tiles_of_a_long_k_are_shared_out() -> None:
     assert "splits" in problem_with(replace(pointer_candidates(spec)[0], splits=3), spec)
 
 
-def test_float32_weights_along_k_may_be_turned_first() -> None:
-    name = "jagged_m torch.float32"
-    many = spec_of(name, groups=8, total=8192, n=1024, k=1024, b_order="col")
-    last = candidates_of(many, (9, 0))[-1]
-    assert last.pack == ("b",) and packed_spec(many, last).b.order == "row"
-    for other in (replace(many, precision="tf32"), replace(many, b=replace(many.b, order="row"))):
+@pytest.mark.parametrize(
+    ("shape", "turned"),
+    [
+        ((8, 8192, 1024, 1024), True),  # 474 us on an H200; 1346 as they lie
+        ((64, 384, 384, 3136), True),  # 415; 772
+        ((8, 144, 5312, 6144), True),  # 1524; 2989
+        ((8, 16384, 2048, 2048), True),  # 3574; 10426
+        ((32, 864, 960, 576), True),  # 114; 208
+        ((12, 12, 64, 1024), False),
+        ((12, 500, 192, 4224), False),  # tiles are shared
+        ((1, 3, 192, 1920), False),
+    ],
+)
+def test_float32_weights_along_k_are_turned_where_rows_repay_it(shape: tuple[int, int, int, int], turned: bool) -> None:
+    spec = spec_of("jagged_m torch.float32", **dict(zip(SHAPE, shape, strict=True)), b_order="col")
+    found = candidates_of(spec, (9, 0))
+    assert [x.pack for x in found if x.pack] == [("b",)] * turned and bool(found[0].pack) is turned
+    assert packed_spec(spec, found[0]).b.order == ("row" if turned else "col")
+    for other in (replace(spec, precision="tf32"), replace(spec, b=replace(spec.b, order="row"))):
         assert "reads operands as they lie" in problem_with(Config(block_k=16, pack=("b",)), other)
-    ragged = replace(many, form="jagged_n", m=1024, n=None)
+    ragged = replace(spec, form="jagged_n", m=1024, n=None)
     assert not any(x.pack for x in candidates_of(ragged, (9, 0)))
 
 
