@@ -110,8 +110,11 @@ SMALL_COLUMNS = 1024
 """Columns: see SMALL_ROWS."""
 WORTH_COPYING = 1 << 24
 """Products (rows x columns x k) from which a copy costs less than the generic kernel."""
-WORDS_WORK = 1 << 30
-"""Products (rows x columns x k) of tf32 or int8 from which the Hopper kernel is faster than the generic one."""
+WORDS_WORK, COPIED_WORDS_WORK = 1 << 25, 1 << 30
+"""Products (rows x columns x k) of tf32 or int8 from which the Hopper kernel is taken, and after copies.
+
+The first are the fewest that were measured, where it takes 0.5 to 0.8 of the generic kernel's time; the second a guess.
+"""
 SPARSE_ROWS = 32
 """Rows per group up to which weights that are shifted as they are read want low tiles and many stages."""
 FP8_SPARSE_ROWS = 32
@@ -337,23 +340,37 @@ def _fused_rules(layout: Layout, counts: Counts) -> list[Rule]:
     return found
 
 
-WORDS = (TURNS, WIDE, ALONE, MIDDLE, SINGLE, NARROW, SLIM)
+TURNS_ALONE = replace(TURNS, cluster=1)
+WORDS = (TURNS, TURNS_ALONE, WIDE, ALONE, MIDDLE, SINGLE, NARROW, SLIM)
 """The Hopper kernel's configs for tf32 and int8."""
 
 
 def _words_rules(layout: Layout, counts: Counts) -> list[Rule]:
-    """Of tf32 and int8: the tile whose height the average group needs, after copies where TMA and wgmma need them."""
+    """Of tf32 and int8, after copies where TMA and wgmma need them: low tiles if each processor gets one at most.
+
+    Else tall ones, which read the weights of a large group once.
+
+    Fitted to times on an H200, 2026-11-23 (docs/notes/cupy-hopper.md); groups of up to 32 rows were not measured.
+    """
     spec, rows = layout.spec, _rows(layout, counts)
+    height = (spec.m or COLUMNS) if spec.form == "jagged_k" else rows
+    depth = height if spec.form == "jagged_k" else layout.k or COLUMNS
+    work = counts.total * layout.columns * COLUMNS * depth
     odd = layout.columns % 2 == 1 and layout.columns <= FEW_COLUMNS
-    tall = (ALONE, TURNS, WIDE, MIDDLE) if odd else (TURNS, WIDE, ALONE, MIDDLE)
-    depth = (spec.m if spec.form == "jagged_k" else layout.k) or COLUMNS
-    heavy = counts.total * layout.columns * COLUMNS * depth >= WORDS_WORK
-    ladders: tuple[Rule, ...] = (
-        (rows <= 64, (SLIM, NARROW) if odd else (NARROW, SLIM)),
-        ((rows > 64) & (rows <= 128), (SINGLE, MIDDLE) if odd else (MIDDLE, SINGLE)),
-        (rows > 128, tall),
-    )
-    return [(holds & heavy, (*some, *(replace(config, kernel="packed") for config in some))) for holds, some in ladders]
+    turns, wide = ((TURNS_ALONE, TURNS), (ALONE, WIDE)) if odd else ((TURNS, TURNS_ALONE), (WIDE, ALONE))
+    low, middle = (-(-height // side) * counts.groups * layout.columns <= PROCESSORS for side in (64, 128))
+    found, left = list[Rule](), True
+    for holds, some in (
+        (low, (SLIM, SINGLE)),
+        (middle, (SINGLE, SLIM)),
+        (rows <= SPARSE_ROWS, (SINGLE, MIDDLE, NARROW)),
+        (rows <= 128, (*turns, MIDDLE, SINGLE)),
+        (True, (*turns, *wide, MIDDLE)),
+    ):
+        found.append((left & holds & (work >= WORDS_WORK), some))
+        found.append((left & holds & (work >= COPIED_WORDS_WORK), tuple(replace(c, kernel="packed") for c in some)))
+        left = left & (holds ^ True)
+    return found
 
 
 def _somewhere(holds: Condition) -> bool:

@@ -340,9 +340,14 @@ def tile_side(dtype: torch.dtype) -> int:
     return 128 if dtype.itemsize == 1 else 64
 
 
-def copy_source(dtype: torch.dtype, entry: str = "pack") -> Source:
+def copy_source(dtype: torch.dtype) -> Source:
     """The kernel that copies elements of a dtype."""
-    return COPY_SOURCE if dtype.itemsize == 2 else Source("pack.cu", entry, (("ELEMENT", dtype.itemsize),))
+    return COPY_SOURCE if dtype.itemsize == 2 else Source("pack.cu", "pack", (("ELEMENT", dtype.itemsize),))
+
+
+def padding_source(dtype: torch.dtype) -> Source:
+    """The kernel that copies rows of a jagged k (`PaddedRows`)."""
+    return Source("pack.cu", "pack_ragged", (("ELEMENT", dtype.itemsize), ("RAGGED", 1)))
 
 
 def _workspace(elements: int, like: Tensor) -> Tensor:
@@ -437,7 +442,7 @@ class PaddedRows:
 
     def __init__(self, spec: ProblemSpec, index: int) -> None:
         self._name = "b" if is_swapped(spec) else "a"
-        self._kernel, self._side = load(copy_source(spec.compute, "pack_ragged"), index), tile_side(spec.compute)
+        self._kernel, self._side = load(padding_source(spec.compute), index), tile_side(spec.compute)
 
     def given(self, spec: ProblemSpec, copied: ProblemSpec) -> ProblemSpec:
         """The copied spec, but for the rows, which this copies itself."""
@@ -467,7 +472,7 @@ def padded_k(view: Packed, side: int) -> int:
 def copied_sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
     """All kernels that the spec's problems may launch under this config."""
     own = (source(packed_spec(spec), config), copy_source(spec.compute))
-    return (*own, copy_source(spec.compute, "pack_ragged")) if pads_rows(spec) else own
+    return (*own, padding_source(spec.compute)) if pads_rows(spec) else own
 
 
 class CopiedHopper:

@@ -1,6 +1,6 @@
 // Copies operands that TMA cannot read into ones that it can, all in one launch: rows whose pitch is a multiple of 16 bytes,
 // contiguous in the direction that the main kernel wants. Costs one more pass over the operand. ELEMENT: bytes of an element,
-// 2 if it is not said.
+// 2 if it is not said; RAGGED: the rows of a jagged k.
 //
 // Where source and copy are contiguous in the same direction, each lane reads aligned words and shifts
 // them into 16 bytes. Else a thread block turns a 64 x 64 tile through shared memory, so that lanes run
@@ -171,31 +171,8 @@ __device__ __forceinline__ void turn(const Copy& c, u32 unit) {
     turn_tile<false>(c, c.from + g * c.from_group, c.to + g * c.to_group, i0, j0);
 }
 
-// The last copy whose first unit is at or before `unit`.
-__device__ __forceinline__ Copy find_copy(const Job& job, u32 unit) {
-    if (!job.listed) return job.count > 1 && unit >= job.two[1].first ? job.two[1] : job.two[0];
-    u32 low = 0, high = job.count;
-    while (high - low > 1) {
-        const u32 middle = (low + high) >> 1;
-        if (__ldg(&job.listed[middle].first) <= unit) low = middle;
-        else high = middle;
-    }
-    return job.listed[low];
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS) pack(const __grid_constant__ Job job) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");      // the product may get ready; it waits for the copies itself
-#endif
-    for (u32 unit = blockIdx.x; unit < job.units; unit += gridDim.x) {
-        const Copy c = find_copy(job, unit);
-        if (c.from_inner == 1) straight(c, unit - u32(c.first));
-        else turn(c, unit - u32(c.first));
-    }
-}
-
-#if ELEMENT != 2
-// The rows of a jagged k, contiguous in the copy, where each group begins at a multiple of SIDE (`padded_start` in
+#if RAGGED
+// The rows of a jagged k, contiguous in the copy, where each group begins at a multiple of SIDE (`first_k` in
 // pipeline.cuh) and is followed by zeros up to the next one: a stage may be loaded past its end.
 extern "C" __global__ void __launch_bounds__(THREADS) pack_ragged(const __grid_constant__ Problem p, const __grid_constant__ Copy c) {
 #if __CUDA_ARCH__ >= 900
@@ -221,6 +198,29 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_ragged(const __grid_c
         Copy group = c;
         group.inner = j0 + end - first;
         turn_tile<true>(group, c.from + (first - j0) * c.from_inner, c.to, i0, j0);
+    }
+}
+#else
+// The last copy whose first unit is at or before `unit`.
+__device__ __forceinline__ Copy find_copy(const Job& job, u32 unit) {
+    if (!job.listed) return job.count > 1 && unit >= job.two[1].first ? job.two[1] : job.two[0];
+    u32 low = 0, high = job.count;
+    while (high - low > 1) {
+        const u32 middle = (low + high) >> 1;
+        if (__ldg(&job.listed[middle].first) <= unit) low = middle;
+        else high = middle;
+    }
+    return job.listed[low];
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) pack(const __grid_constant__ Job job) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");      // the product may get ready; it waits for the copies itself
+#endif
+    for (u32 unit = blockIdx.x; unit < job.units; unit += gridDim.x) {
+        const Copy c = find_copy(job, unit);
+        if (c.from_inner == 1) straight(c, unit - u32(c.first));
+        else turn(c, unit - u32(c.first));
     }
 }
 #endif

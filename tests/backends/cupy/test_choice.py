@@ -87,7 +87,8 @@ def test_tiles_of_other_dtypes_are_as_large_as_leaves_no_processor_idle(
 ) -> None:
     other = OperandSpec(dtype)
     problem = spec(**change, a=other, b=other, out=other, compute=dtype)
-    assert choice.heuristic(problem).tile == tile
+    generic = next(c for c in choice.ranked(problem, (9, 0)) if c.kernel == "generic")
+    assert generic.tile == tile
     assert {c.tile for c in choice.candidates(problem, GPU)} == {32, 64, 128}
     assert not is_valid(configs.GENERIC_32, SPEC), "16 bits have a kernel of their own for low tiles"
 
@@ -259,6 +260,24 @@ def test_words_go_to_the_hopper_kernel_with_copies_of_rows_that_lie_across_k(kin
         assert choice.heuristic(replace(heavy, batch_invariant=True)).kernel == (
             "generic" if kind is TF32 else choice.heuristic(heavy).kernel
         )
+
+
+@pytest.mark.parametrize("kind", [TF32, INT8], ids=["tf32", "int8"])
+@pytest.mark.parametrize(
+    ("change", "along", "across_k"),
+    [
+        ({"groups": 8, "total": 16384, "n": 2048, "k": 2048}, configs.TURNS, configs.WIDE),
+        ({"groups": 128, "total": 8192, "n": 768, "k": 2048}, configs.TURNS, configs.MIDDLE),
+        ({"groups": 4, "total": 256, "n": 512, "k": 256}, configs.SLIM, configs.SLIM),
+        ({"groups": 4, "total": 2048, "n": 512, "k": 512}, configs.SLIM, configs.SLIM),
+    ],
+    ids=str,
+)
+def test_words_have_the_tiles_that_were_measured_to_be_fastest(
+    change: Change, along: Config, across_k: Config, kind: Change
+) -> None:
+    assert choice.heuristic(spec(**across(kind, "b"), **change)) == along
+    assert choice.heuristic(spec(**kind, **change)) == across_k
 
 
 def test_the_kernels_key_knows_no_sizes() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from multigemm.backends.cupy.choice import heuristic
+from multigemm.backends.cupy.config import Config
 from multigemm.backends.cupy.support import words_of
 from multigemm.problem.spec import OperandSpec, ProblemSpec
 
@@ -24,6 +25,8 @@ REPORTS = sorted((Path(__file__).parents[3] / "benchmarks" / "results").glob("*/
 CLASS = re.compile(r"(\w+) g\d+ m(\S+) n(\S+) k(\S+) t(\d+) (\w+)/(\w+) (\w+)/(\w+) (\w+)/(\w+) (\w+) [a-z]+-sizes")
 RENAMED = {"wave": "small_list", "portable": "generic"}
 """Kernels that had other names when a report was made."""
+DEFAULTS = asdict(Config())
+"""Of fields that a config had not yet when a report was made."""
 REGRET = 1.03
 """How many times slower than the fastest config a choice may be."""
 UNJUDGED = 0.09
@@ -65,7 +68,7 @@ def measured() -> dict[str, tuple[ProblemSpec, dict[Fields, float]]]:
         for row in json.loads(path.read_text())["rows"]:
             if row["entry"] != "cupy" or row["status"] != "ok" or (spec := spec_of(row)) is None:
                 continue
-            fields = row["fields"] | {"kernel": RENAMED.get(row["kernel"], row["kernel"])}
+            fields = DEFAULTS | row["fields"] | {"kernel": RENAMED.get(row["kernel"], row["kernel"])}
             specs[row["case"]], known, config = spec, times[row["case"]], identity(fields)
             known[config] = min(row["us"], known.get(config, row["us"]))
     return {case: (spec, times[case]) for case, spec in specs.items()}
