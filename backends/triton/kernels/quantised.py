@@ -124,14 +124,13 @@ def half_of(codes, FORMAT: tl.constexpr):
 
 @triton.jit
 def decoded(codes, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """Bytes as 16-bit numbers, four at a time: int8, or [.., 2] of four bits each, the low ones first."""
+    """The bits of 16-bit numbers, of four bytes at a time: int8, or [.., 2] of four bits each, the low ones first."""
     CODE: tl.constexpr = decoder(FORMAT, tl.bfloat16 == DTYPE)
     if FORMAT == "int8":
-        return tl.inline_asm_elementwise(CODE, "=&r,=&r,r", [codes], tl.int16, True, 4).to(DTYPE, bitcast=True)
+        return tl.inline_asm_elementwise(CODE, "=&r,=&r,r", [codes], tl.int16, True, 4)
     else:
         pairs = tl.inline_asm_elementwise(CODE, "=&r,=&r,=&r,=&r,r", [codes], tl.int32, True, 4)
-        low = (pairs & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
-        return tl.join(low, (pairs >> 16).to(tl.int16).to(DTYPE, bitcast=True))
+        return tl.join((pairs & 0xFFFF).to(tl.int16), (pairs >> 16).to(tl.int16))
 
 
 @triton.jit
@@ -410,6 +409,8 @@ def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, 
                     y = decoded(y, B_FORMAT, a.dtype.element_ty)
                     if PACKED:
                         y = tl.reshape(y, (BN, BK))
+                    # after the new shape: Triton 3.6 finds no layout in shared memory for a product of what was reshaped
+                    y = y.to(a.dtype.element_ty, bitcast=True)
                 elif not NATIVE:
                     if A_FORMAT != "":
                         x = half_of(x, A_FORMAT)
