@@ -409,7 +409,7 @@ def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, 
                     y = decoded(y, B_FORMAT, a.dtype.element_ty)
                     if PACKED:
                         y = tl.reshape(y, (BN, BK))
-                    # after the new shape: Triton 3.6 finds no layout in shared memory for a product of what was reshaped
+                    # after the new shape: Triton 3.6 finds no shared layout for a product of what was reshaped
                     y = y.to(a.dtype.element_ty, bitcast=True)
                 elif not NATIVE:
                     if A_FORMAT != "":

@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -119,7 +119,7 @@ def products_of_rearranged_codes(capability: int, *formats: str) -> dict[str, tu
 
     spec, found = dict(shipped.quantised_specs())["int4 weights"], dict[str, tuple[int, int]]()
     for name in formats:
-        bare = replace(spec, b=replace(spec.b, packed=name, scale=None))
+        bare = replace(spec, b=replace(spec.b, packed=cast(Any, name), scale=None))
         _, source = next(shipped.sources(bare, capability))
         text = str(build.build(source, capability).asm["ttir"])
         made = dict(re.findall(r"(%\w+) = (tt\.\w+ %\w+)", text))
