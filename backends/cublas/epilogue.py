@@ -24,7 +24,7 @@ from multigemm.planning.operands import TABLE, Operands, Strided, group_table, p
 from multigemm.problem.spec import ProblemSpec
 
 KERNELS = Path(__file__).parent / "kernels"
-FINISH, CLAMP_OFFSETS = ((KERNELS / f"{name}.cu").read_text() for name in ("finish", "clamp_offsets"))
+FINISH, CLAMP_OFFSETS = (nvrtc.source_of(KERNELS / f"{name}.cu") for name in ("finish", "clamp_offsets"))
 TYPE_CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3, torch.int32: 4, torch.int8: 5}
 THREADS, CLAMP_THREADS = 256, 1024
 """Of a block of each kernel; the second kernel has a thread for each group."""

@@ -308,7 +308,8 @@ def float8_problem(config: Config, spec: ProblemSpec) -> str:
         if x.scale is not None and x.scale.k not in (0, PROMOTION):
             return f"scale_{name} covers {x.scale.k} of K: products start anew after {PROMOTION} of it"
         if x.scale is not None and x.scale.align < x.scale.dtype.itemsize:
-            return f"scale_{name} is {x.scale.align}-byte aligned"
+            seen = f"scale_{name} is {x.scale.align}-byte aligned"
+            return f"{seen}: it is read {x.scale.dtype.itemsize} bytes at a time here; kernel='quantised' takes all"
     rows, columns = (spec.b.scale, spec.a.scale) if spec.form == "jagged_n" else (spec.a.scale, spec.b.scale)
     blocked = any(x is not None and x.k for x in (rows, columns))
     if blocked and columns is not None and columns.rows == 1:

@@ -161,8 +161,7 @@ def pointer_source(spec: ProblemSpec, config: Config, multiple: int = 1, chunk: 
 
 
 def prefix_constants(spec: ProblemSpec, config: Config) -> dict[str, Any]:
-    return {"FORM": spec.form, "BM": config.block_m, "BN": config.block_n,
-            "COLUMNS": 20, "TABLE_M": 5, "TABLE_N": 6, "STEP": PREFIX_STEP}  # fmt: skip
+    return {"FORM": spec.form, "BM": config.block_m, "BN": config.block_n, "STEP": PREFIX_STEP}
 
 
 def prefix_source(spec: ProblemSpec, config: Config) -> KernelSource:

@@ -3,7 +3,7 @@
 // barrier, and each element is written by one thread.
 //
 // Defined by the compiler's options: INDEX and ENDS (bytes of an index, of an end), UNIT (bytes that gather_rows moves at
-// once), EACH (1 or 8 elements at once), and by TYPE_CODES of fused_steps.py the types SUM, OUT, PREACT, SCALE (row_scale,
+// once), EACH (1 or 8 elements at once), and as elements.cuh numbers them the types SUM, OUT, PREACT, SCALE (row_scale,
 // or the weights of sum_rows), ADDED (c), ROWS (what sum_rows adds); ACT, LAYOUT; TERMS of a sum, -1 for places.
 typedef long long i64;
 #if SUM == 3
@@ -22,7 +22,7 @@ typedef long long end_t;
 typedef int end_t;
 #endif
 
-struct alignas(16) Words { unsigned word[4]; };
+#include "elements.cuh"
 
 #if UNIT == 16
 typedef Words unit;
@@ -57,46 +57,6 @@ extern "C" __global__ void __launch_bounds__(256) gather_rows(const Gather t) {
                 if (s + i < t.tokens) to[i * t.width + j] = held[i];
         }
     }
-}
-
-__device__ __forceinline__ float of_half(unsigned short half) {
-    float wide;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(half));
-    return wide;
-}
-
-template <int TYPE> __device__ __forceinline__ calc of_16_bits(unsigned short bits) {
-    if constexpr (TYPE == 0) return (calc)of_half(bits); else return (calc)__uint_as_float((unsigned)bits << 16);
-}
-
-template <int TYPE> __device__ __forceinline__ calc load(i64 base, i64 at) {
-    if constexpr (TYPE <= 1) return of_16_bits<TYPE>(((const unsigned short*)base)[at]);
-    if constexpr (TYPE == 2) return (calc)((const float*)base)[at];
-    if constexpr (TYPE == 3) return (calc)((const double*)base)[at];
-}
-
-// A float that rounds on to 16 bits as the double itself would: truncated, with the lost part kept as a last odd bit.
-__device__ __forceinline__ float narrow(float value) { return value; }
-__device__ __forceinline__ float narrow(double value) {
-    float cut = __double2float_rz(value);
-    return (double)cut == value ? cut : __uint_as_float(__float_as_uint(cut) | 1u);
-}
-
-template <int TYPE> __device__ __forceinline__ unsigned short to_16_bits(calc value) {
-    if constexpr (TYPE == 0) {
-        unsigned short half;
-        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(narrow(value)));
-        return half;
-    }
-    float wide = narrow(value);
-    unsigned bits = __float_as_uint(wide);
-    return (unsigned short)(wide != wide ? 0x7fffu : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-
-template <int TYPE> __device__ __forceinline__ void store(i64 base, i64 at, calc value) {
-    if constexpr (TYPE <= 1) ((unsigned short*)base)[at] = to_16_bits<TYPE>(value);
-    if constexpr (TYPE == 2) ((float*)base)[at] = (float)value;
-    if constexpr (TYPE == 3) ((double*)base)[at] = (double)value;
 }
 
 // COUNT elements from `at` on, `step` apart; eight side by side come in words of 16 bytes, which must be aligned.
@@ -136,7 +96,6 @@ template <int TYPE, int COUNT> __device__ __forceinline__ void store_some(i64 ba
 
 // Where the first group starts and the last one ends.
 struct Range { i64 low, high; };
-__device__ __forceinline__ i64 clamp(i64 v, i64 low, i64 high) { return v < low ? low : v > high ? high : v; }
 __device__ __forceinline__ Range owned_range(i64 ends, i64 groups, i64 head, i64 total) {
     if (groups == 0) return {0, 0};
     const end_t* at = (const end_t*)ends;

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,14 @@ from multigemm.errors import CompileError
 
 Step = Callable[[int], None]
 """Enqueues work on a raw stream."""
+
+
+ELEMENTS = Path(__file__).parent / "elements.cuh"
+
+
+def source_of(path: Path) -> str:
+    """The text of a kernel, with that of `elements.cuh` where it is included."""
+    return path.read_text().replace(f'#include "{ELEMENTS.name}"\n', ELEMENTS.read_text())
 
 
 @lru_cache(maxsize=1)

@@ -43,7 +43,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
      "zeros go into the library's own result only, whose columns are one apart"),
     ("generic.py", "skip_k + 0 * row0", "skip_k - 0 * row0", "zero either way"),
     ("generic.py", "skip_k + 0 * row0", "skip_k + 0", "zero either way"),
-    ("generic.py", "tile + groups * 0", "tile - groups * 0", "zero either way"),
+    ("schedule.py", "tile + groups * 0", "tile - groups * 0", "zero either way"),
     ("generic.py", "start = g * 0", "start = g", "only its type is used: forms that read it give it a value"),
     ("schedule.py", "(offset + lane < stride)", "(offset - lane < stride)",
      "more groups, whose counts lie above the tile as the pivot's does"),

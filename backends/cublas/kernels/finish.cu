@@ -1,6 +1,6 @@
 // The epilogue that rounds once: it reads a wide intermediate result (or none, for K = 0) and writes
 // act(alpha * acc + beta * c + bias) to every owned element, and zeros to the unowned ones if asked. With no intermediate
-// it also lays c under a product that the library then adds to. Types are numbered as in TYPE_CODES of epilogue.py and
+// it also lays c under a product that the library then adds to. Types are numbered as in elements.cuh and
 // compiled in; extents, strides and addresses are arguments. Elements are read, rounded and stored one by one or eight at
 // once; each is computed in `calc`, which is as wide as its widest source, and is rounded once, when it is stored.
 //
@@ -28,27 +28,9 @@ typedef float calc;
 #define RESIDENT 3
 #endif
 
-__device__ __forceinline__ calc of_half(unsigned short half) {
-    float wide;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(half));
-    return (calc)wide;
-}
-
-template <int TYPE> __device__ __forceinline__ calc of_16_bits(unsigned short bits) {
-    if constexpr (TYPE == 0) return of_half(bits); else return (calc)__uint_as_float((unsigned)bits << 16);
-}
-
-template <int TYPE> __device__ __forceinline__ calc load(i64 base, i64 at) {
-    if constexpr (TYPE <= 1) return of_16_bits<TYPE>(((const unsigned short*)base)[at]);
-    if constexpr (TYPE == 2) return (calc)((const float*)base)[at];
-    if constexpr (TYPE == 3) return (calc)((const double*)base)[at];
-    if constexpr (TYPE == 4) return (calc)((const int*)base)[at];
-    if constexpr (TYPE == 5) return (calc)((const signed char*)base)[at];
-}
+#include "elements.cuh"
 
 // Eight elements that follow each other; those of 16 and 32 bits come in words of 16 bytes, which must be aligned.
-struct alignas(16) Words { unsigned word[4]; };
-
 // Whether eight elements from here on, and all that follow in steps of eight, are whole aligned words (if any).
 template <int TYPE> __device__ __forceinline__ bool aligned(i64 base, i64 at) {
     constexpr int size = TYPE <= 1 ? 2 : TYPE == 2 || TYPE == 4 ? 4 : 16;
@@ -73,25 +55,6 @@ template <int TYPE> __device__ __forceinline__ void load_eight(i64 base, i64 at,
     }
 }
 
-// A float that rounds on to 16 bits as the double itself would: truncated, with the lost part kept as a last odd bit.
-__device__ __forceinline__ float narrow(float value) { return value; }
-__device__ __forceinline__ float narrow(double value) {
-    float cut = __double2float_rz(value);
-    return (double)cut == value ? cut : __uint_as_float(__float_as_uint(cut) | 1u);
-}
-__device__ __forceinline__ float narrow(int value) { return (float)value; }
-
-template <int TYPE> __device__ __forceinline__ unsigned to_16_bits(calc value) {
-    if constexpr (TYPE == 0) {
-        unsigned short half;
-        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(narrow(value)));
-        return half;
-    }
-    float wide = narrow(value);
-    unsigned bits = __float_as_uint(wide);
-    return wide != wide ? 0x7fffu : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-}
-
 // Two at once: one instruction from compute capability 8.0 on.
 template <int TYPE> __device__ __forceinline__ unsigned to_word(calc low, calc high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -102,13 +65,6 @@ template <int TYPE> __device__ __forceinline__ unsigned to_word(calc low, calc h
 #else
     return to_16_bits<TYPE>(low) | to_16_bits<TYPE>(high) << 16;
 #endif
-}
-
-template <int TYPE> __device__ __forceinline__ void store(i64 base, i64 at, calc value) {
-    if constexpr (TYPE <= 1) ((unsigned short*)base)[at] = (unsigned short)to_16_bits<TYPE>(value);
-    if constexpr (TYPE == 2) ((float*)base)[at] = (float)value;
-    if constexpr (TYPE == 3) ((double*)base)[at] = (double)value;
-    if constexpr (TYPE == 4) ((int*)base)[at] = (int)value;
 }
 
 template <int TYPE> __device__ __forceinline__ void store_eight(i64 base, i64 at, const calc* values) {
@@ -150,8 +106,6 @@ __device__ __forceinline__ calc activate(calc v) {
     return v;
 #endif
 }
-
-__device__ __forceinline__ i64 clamp(i64 v, i64 low, i64 high) { return v < low ? low : v > high ? high : v; }
 
 __device__ __forceinline__ i64 end_at(const Task& t, i64 g) {
     return t.wide_ends ? ((const i64*)t.ends)[g] : (i64)((const int*)t.ends)[g];

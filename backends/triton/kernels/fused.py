@@ -11,13 +11,20 @@ import triton
 import triton.language as tl
 
 from multigemm.backends.triton.kernels.epilogue import activate, finish, narrow, scalar_of
-from multigemm.backends.triton.kernels.generic import corner, offsets, operand, write_outside
-from multigemm.backends.triton.kernels.schedule import locate, owned_range, pivots, place, range_of
+from multigemm.backends.triton.kernels.generic import (
+    addends,
+    bias_of,
+    corner,
+    dot,
+    extents_of,
+    matrix,
+    offsets,
+    operand,
+    store_tile,
+    write_outside,
+)
+from multigemm.backends.triton.kernels.schedule import all_tiles, group_of_tile, owned_range, place
 
-COLUMNS = tl.constexpr(20)
-TABLE_M = tl.constexpr(5)
-TABLE_N = tl.constexpr(6)
-TABLE_K = tl.constexpr(7)
 PREACT = tl.constexpr(17)
 PREACT_ROW = tl.constexpr(18)
 
@@ -92,41 +99,13 @@ def fused_kernel(a, b, c, out, bias, ends, table, prefix, preact, row_scale, a_r
     A_BY_K: tl.constexpr = A_ROWS and FORM == "jagged_k"
     B_BY_N: tl.constexpr = B_ROWS and FORM == "jagged_n"
     B_BY_K: tl.constexpr = B_ROWS and FORM == "jagged_k"
-    per_group = ((m + BM - 1) // BM) * ((n + TILE - 1) // TILE)
-    if UNIFORM:
-        total = groups * per_group
-    else:
-        found, stride = pivots(prefix, ends, table, m, n, groups, head, FORM, BM, TILE, COLUMNS, TABLE_M, TABLE_N,
-                               CHUNK, SIZES)  # fmt: skip
-        total = tl.max(found, 0)
+    total, found, stride = all_tiles(prefix, ends, table, m, n, groups, head, FORM, BM, TILE, UNIFORM, CHUNK, SIZES)
     for tile in range(tl.program_id(0), total, tl.num_programs(0)):
-        if UNIFORM:
-            g = tile // per_group
-            first = g * per_group
-        else:
-            g, first = locate(tile, found, stride, prefix, groups, CHUNK)
+        g, first = group_of_tile(tile, found, stride, prefix, groups, UNIFORM, CHUNK)
 
         # 1. the group's extents, and where it starts along the jagged direction
-        gm, gn, gk = m, n, k
-        start = g * 0
-        if FORM == "per_group":
-            row_of = table + g.to(tl.int64) * COLUMNS
-            gm = tl.load(row_of + TABLE_M).to(tl.int32)
-            gn = tl.load(row_of + TABLE_N).to(tl.int32)
-            gk = tl.load(row_of + TABLE_K).to(tl.int32)
-        elif FORM == "masked":
-            gm = tl.minimum(tl.maximum(tl.load(ends + g).to(tl.int64), 0), m).to(tl.int32)
-        elif FORM == "jagged_m":
-            start, end = range_of(ends, g, head, m, SIZES, CHUNK)
-            gm = end - start
-        elif FORM == "jagged_n":
-            start, end = range_of(ends, g, head, n, SIZES, CHUNK)
-            gn = end - start
-        elif FORM == "jagged_k":
-            start, end = range_of(ends, g, head, k, SIZES, CHUNK)
-            gk = end - start
-        if ALPHA == "zero":
-            gk = gk * 0
+        gm, gn, gk, start = extents_of(g, m, n, k, ends, table, head, FORM, ALPHA, 1, A_ORDER, B_ORDER, OUT_ORDER,
+                                       SIZES, CHUNK)  # fmt: skip
         covered_m = m if UNIFORM else gm
         tile_m, tile_n = place(tile - first, (covered_m + BM - 1) // BM, (gn + TILE - 1) // TILE, WIDTH)
         skip_m = start if FORM == "jagged_m" else 0
@@ -135,14 +114,9 @@ def fused_kernel(a, b, c, out, bias, ends, table, prefix, preact, row_scale, a_r
 
         # 2. where each operand's tile lies, in 64 bits; picked rows have places of their own
         wide_g = g.to(tl.int64)
-        if FORM == "per_group":
-            a_base, a_r, a_c = operand(table, g, a, 0, 8, A_BYTES)
-            b_base, b_r, b_c = operand(table, g, b, 1, 10, B_BYTES)
-            out_base, out_r, out_c = operand(table, g, out, 3, 14, OUT_BYTES)
-        else:
-            a_base, a_r, a_c = a + wide_g * a_group, a_row, a_col
-            b_base, b_r, b_c = b + wide_g * b_group, b_row, b_col
-            out_base, out_r, out_c = out + wide_g * out_group, out_row, out_col
+        a_base, a_r, a_c = matrix(table, g, a, a_group, a_row, a_col, FORM, "a", A_BYTES)
+        b_base, b_r, b_c = matrix(table, g, b, b_group, b_row, b_col, FORM, "b", B_BYTES)
+        out_base, out_r, out_c = matrix(table, g, out, out_group, out_row, out_col, FORM, "out", OUT_BYTES)
         row0 = tile_m * BM
         col0 = tile_n * TILE
         none = row0 * 0
@@ -201,46 +175,28 @@ def fused_kernel(a, b, c, out, bias, ends, table, prefix, preact, row_scale, a_r
                     y = tl.load(b_ptrs, mask=b_there[None, :], other=0)
                 else:
                     y = tl.load(b_ptrs, mask=(kk < k_left)[:, None] & b_there[None, :], other=0)
-                if INTERPRETED and a.dtype.element_ty == tl.bfloat16:
-                    x = x.to(tl.float32)
-                    y = y.to(tl.float32)
-                acc = tl.dot(x, y, acc, input_precision=PRECISION, out_dtype=ACC)
+                acc = dot(x, y, acc, PRECISION, ACC, INTERPRETED)
                 if HALVES:
                     if EVEN_K:
                         z = tl.load(b_ptrs + second, mask=b_there[None, :], other=0)
                     else:
                         z = tl.load(b_ptrs + second, mask=(kk < k_left)[:, None] & b_there[None, :], other=0)
-                    if INTERPRETED and a.dtype.element_ty == tl.bfloat16:
-                        z = z.to(tl.float32)
-                    other = tl.dot(x, z, other, input_precision=PRECISION, out_dtype=ACC)
+                    other = dot(x, z, other, PRECISION, ACC, INTERPRETED)
                 if not A_BY_K:
                     a_ptrs += a_step
                 if not B_BY_K:
                     b_ptrs += b_step
 
         # 4. the epilogue: alpha, C and bias; preact_out; activation or gate; row_scale
-        c_ptrs = out_base
-        bias_ptrs = out_base
-        bias_c = b_c * 0
-        if HAS_C:
-            if FORM == "per_group":
-                c_base, c_r, c_c = operand(table, g, c, 2, 12, 1)
-            else:
-                c_base, c_r, c_c = c + wide_g * c_group, c_row, c_col
-            c_ptrs = corner(c_base, skip_m + row0, c_r, skip_n + col0, c_c, "strided") + offsets(
-                i, c_r, jj, c_c, "strided", True)  # fmt: skip
-        if HAS_BIAS:
-            if FORM == "per_group":
-                bias_base = tl.load(row_of + 4).to(tl.pointer_type(bias.dtype.element_ty))
-                bias_c = tl.load(row_of + 16)
-            else:
-                bias_base, bias_c = bias + wide_g * bias_group, bias_col
-            bias_ptrs = bias_base + (skip_n + EACH * col0 + jj).to(tl.int64)[None, :] * bias_c
+        c_ptrs, bias_ptrs = addends(table, g, c, c_group, c_row, c_col, bias, bias_group, bias_col, out_base,
+                                    skip_m + row0, skip_n + EACH * col0, i, jj, FORM, HAS_C, HAS_BIAS)  # fmt: skip
         acc = finish(acc, alpha_bits, beta_bits, c_ptrs, in_rows[:, None] & in_cols[None, :], bias_ptrs,
                      in_cols[None, :], ACC, ALPHA == "any", HAS_C, HAS_BIAS, None, INTERPRETED)  # fmt: skip
         if HALVES:
-            other = finish(other, alpha_bits, beta_bits, out_base, in_rows[:, None], bias_ptrs + gn * bias_c,
-                           in_cols[None, :], ACC, ALPHA == "any", False, HAS_BIAS, None, INTERPRETED)  # fmt: skip
+            if HAS_BIAS:
+                bias_ptrs += gn * bias_of(table, g, bias, bias_group, bias_col, FORM)[1]
+            other = finish(other, alpha_bits, beta_bits, out_base, in_rows[:, None], bias_ptrs, in_cols[None, :], ACC,
+                           ALPHA == "any", False, HAS_BIAS, None, INTERPRETED)  # fmt: skip
         if PREACT_OUT:
             if FORM == "per_group":
                 p_base, p_r, p_c = operand(table, g, preact, PREACT, PREACT_ROW, PREACT_BYTES)
@@ -269,13 +225,9 @@ def fused_kernel(a, b, c, out, bias, ends, table, prefix, preact, row_scale, a_r
             scale = tl.load(row_scale + wide_g * scale_group + skip_m + row0 + i, mask=in_rows, other=0)
             acc = acc * scale.to(ACC)[:, None]
         result = narrow(acc, out.dtype.element_ty, INTERPRETED)
-        out_ptrs = corner(out_base, skip_m + row0, out_r, skip_n + col0, out_c, OUT_ORDER) + offsets(
-            i, out_r, j, out_c, OUT_ORDER, WIDE)  # fmt: skip
         owned = in_rows[:, None] & (j < cols_left)[None, :]
-        if FORM == "masked" and ZERO:
-            result = tl.where(in_rows[:, None], result, 0).to(out.dtype.element_ty)
-            owned = (i < m - row0)[:, None] & (j < cols_left)[None, :]
-        tl.store(out_ptrs, result, mask=owned)
+        store_tile(result, owned, out_base, out_r, out_c, skip_m + row0, skip_n + col0, i, j, rows_left, cols_left, m,
+                   row0, FORM, OUT_ORDER, WIDE, ZERO, False)  # fmt: skip
 
     # 5. what no group owns, where the output is the library's own
     if ZERO and (FORM == "jagged_m" or FORM == "jagged_n"):

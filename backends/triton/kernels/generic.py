@@ -14,14 +14,25 @@ import triton
 import triton.language as tl
 
 from multigemm.backends.triton.kernels.epilogue import finish
-from multigemm.backends.triton.kernels.schedule import locate, owned_range, pivots, place, range_of
+from multigemm.backends.triton.kernels.schedule import (
+    COLUMNS,
+    TABLE_K,
+    TABLE_M,
+    TABLE_N,
+    all_tiles,
+    group_of_tile,
+    owned_range,
+    place,
+    range_of,
+)
 
-COLUMNS = tl.constexpr(20)
-TABLE_M = tl.constexpr(5)
-TABLE_N = tl.constexpr(6)
-TABLE_K = tl.constexpr(7)
-TILE_M = tl.constexpr(17)
-TILE_N = tl.constexpr(18)
+TABLE_STRIDES = tl.constexpr(8)
+"""Of a, b, c and out, two columns each."""
+TABLE_BIAS = tl.constexpr(4)
+TABLE_BIAS_COL = tl.constexpr(16)
+TABLE_TILE_M = tl.constexpr(17)
+TABLE_TILE_N = tl.constexpr(18)
+"""Only where a row stands for a tile (lists.py)."""
 
 
 @triton.jit
@@ -67,6 +78,97 @@ def operand(table, g, like, POINTER: tl.constexpr, STRIDE: tl.constexpr, BYTES: 
 
 
 @triton.jit
+def matrix(table, g, like, group, row, col, FORM: tl.constexpr, NAME: tl.constexpr, BYTES: tl.constexpr):
+    """Pointer and strides of a group's "a", "b", "c" or "out": from the table of a list, else from what `like` points
+    to."""
+    if FORM == "per_group":
+        POINTER: tl.constexpr = 0 if NAME == "a" else 1 if NAME == "b" else 2 if NAME == "c" else 3
+        base, row, col = operand(table, g, like, POINTER, TABLE_STRIDES + 2 * POINTER, BYTES)
+    else:
+        base = like + g.to(tl.int64) * group
+    return base, row, col
+
+
+@triton.jit
+def extents_of(g, m, n, k, ends, table, head, FORM: tl.constexpr, ALPHA: tl.constexpr, MULTIPLE: tl.constexpr,
+               A_ORDER: tl.constexpr, B_ORDER: tl.constexpr, OUT_ORDER: tl.constexpr, SIZES: tl.constexpr,
+               CHUNK: tl.constexpr):  # fmt: skip
+    """The group's extents (m, n, k), and where it starts along the jagged direction.
+
+    MULTIPLE: of a list's extents that run along memory (`extents_multiple` in lists.py); masks then keep loads whole.
+    """
+    gm, gn, gk = m, n, k
+    start = g * 0
+    if FORM == "per_group":
+        row_of = table + g.to(tl.int64) * COLUMNS
+        gm = tl.load(row_of + TABLE_M).to(tl.int32)
+        gn = tl.load(row_of + TABLE_N).to(tl.int32)
+        gk = tl.load(row_of + TABLE_K).to(tl.int32)
+        if MULTIPLE > 1:
+            if A_ORDER == "col" or OUT_ORDER == "col":
+                gm = tl.multiple_of(gm, MULTIPLE)
+            if B_ORDER == "row" or OUT_ORDER == "row":
+                gn = tl.multiple_of(gn, MULTIPLE)
+            if A_ORDER == "row" or B_ORDER == "col":
+                gk = tl.multiple_of(gk, MULTIPLE)
+    elif FORM == "masked":
+        gm = tl.minimum(tl.maximum(tl.load(ends + g).to(tl.int64), 0), m).to(tl.int32)
+    elif FORM == "jagged_m":
+        start, end = range_of(ends, g, head, m, SIZES, CHUNK)
+        gm = end - start
+    elif FORM == "jagged_n":
+        start, end = range_of(ends, g, head, n, SIZES, CHUNK)
+        gn = end - start
+    elif FORM == "jagged_k":
+        start, end = range_of(ends, g, head, k, SIZES, CHUNK)
+        gk = end - start
+    if ALPHA == "zero":
+        gk = gk * 0
+    return gm, gn, gk, start
+
+
+@triton.jit
+def addends(table, g, c, c_group, c_row, c_col, bias, bias_group, bias_col, unread, row, column, i, j,
+            FORM: tl.constexpr, HAS_C: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
+    """Pointers to the tile's elements of C and to those of its bias, a row; `unread` for what is absent."""
+    c_ptrs = unread
+    bias_ptrs = unread
+    if HAS_C:
+        c_base, c_r, c_c = matrix(table, g, c, c_group, c_row, c_col, FORM, "c", 1)
+        c_ptrs = corner(c_base, row, c_r, column, c_c, "strided") + offsets(i, c_r, j, c_c, "strided", True)
+    if HAS_BIAS:
+        bias_base, bias_c = bias_of(table, g, bias, bias_group, bias_col, FORM)
+        bias_ptrs = bias_base + (column + j).to(tl.int64)[None, :] * bias_c
+    return c_ptrs, bias_ptrs
+
+
+@triton.jit
+def bias_of(table, g, bias, group, col, FORM: tl.constexpr):
+    """Pointer and stride of a group's bias."""
+    if FORM == "per_group":
+        row_of = table + g.to(tl.int64) * COLUMNS
+        base = tl.load(row_of + TABLE_BIAS).to(tl.pointer_type(bias.dtype.element_ty))
+        col = tl.load(row_of + TABLE_BIAS_COL)
+    else:
+        base = bias + g.to(tl.int64) * group
+    return base, col
+
+
+@triton.jit
+def store_tile(result, owned, out, out_r, out_c, row, column, i, j, rows_left, cols_left, m, row0, FORM: tl.constexpr,
+               OUT_ORDER: tl.constexpr, WIDE: tl.constexpr, ZERO: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+    """Writes what is `owned` by the group; with ZERO, zeros in the rows that a mask leaves out; of WHOLE tiles all."""
+    out_ptrs = corner(out, row, out_r, column, out_c, OUT_ORDER) + offsets(i, out_r, j, out_c, OUT_ORDER, WIDE)
+    if FORM == "masked" and ZERO:
+        result = tl.where((i < rows_left)[:, None], result, 0).to(out.dtype.element_ty)
+        owned = (i < m - row0)[:, None] & (j < cols_left)[None, :]
+    if WHOLE:
+        tl.store(out_ptrs, result)
+    else:
+        tl.store(out_ptrs, result, mask=owned)
+
+
+@triton.jit
 def write_zeros(out, row, col, rows, columns, first_row, first_column, BM: tl.constexpr, BN: tl.constexpr):
     """Zeros in out[first_row:rows, first_column:columns], shared out among the programs."""
     across = (columns - first_column + BN - 1) // BN
@@ -89,6 +191,15 @@ def write_outside(out, ends, m, n, groups, head, out_row, out_col, FORM: tl.cons
     else:
         write_zeros(out, out_row, out_col, m, low, 0, 0, BM, BN)
         write_zeros(out, out_row, out_col, m, n, 0, high, BM, BN)
+
+
+@triton.jit
+def dot(x, y, acc, PRECISION: tl.constexpr, ACC: tl.constexpr, INTERPRETED: tl.constexpr):
+    """acc + x @ y; in float32 for the interpreter, which multiplies no bfloat16."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        x = x.to(tl.float32)
+        y = y.to(tl.float32)
+    return tl.dot(x, y, acc, input_precision=PRECISION, out_dtype=ACC)
 
 
 @triton.jit
@@ -131,62 +242,22 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix, partials, arrived,
     With SPLITS > 1 each tile is the work of that many programs, along K.
     """
     UNIFORM: tl.constexpr = FORM == "batched" or FORM == "jagged_k" or (FORM == "masked" and ZERO)
-    per_group = ((m + BM - 1) // BM) * ((n + BN - 1) // BN)
-    if UNIFORM:
-        total = groups * per_group
-    elif CHUNK <= 0:
-        total = groups
-    else:
-        found, stride = pivots(prefix, ends, table, m, n, groups, head, FORM, BM, BN, COLUMNS, TABLE_M, TABLE_N,
-                               CHUNK, SIZES)  # fmt: skip
-        total = tl.max(found, 0)
+    total, found, stride = all_tiles(prefix, ends, table, m, n, groups, head, FORM, BM, BN, UNIFORM, CHUNK, SIZES)
     if SPLITS > 1:
         # sizes that lie may claim more tiles than there are places for their parts
         total = tl.minimum(total, places)
     for work in range(tl.program_id(0), total * SPLITS, tl.num_programs(0)):
         tile = work // SPLITS
-        if UNIFORM:
-            g = tile // per_group
-            first = g * per_group
-        elif CHUNK <= 0:
-            g = tile + groups * 0
-            first = g
-        else:
-            g, first = locate(tile, found, stride, prefix, groups, CHUNK)
+        g, first = group_of_tile(tile, found, stride, prefix, groups, UNIFORM, CHUNK)
 
         # 1. the group's extents, and where it starts along the jagged direction
-        gm, gn, gk = m, n, k
-        start = g * 0
-        if FORM == "per_group":
-            row_of = table + g.to(tl.int64) * COLUMNS
-            gm = tl.load(row_of + TABLE_M).to(tl.int32)
-            gn = tl.load(row_of + TABLE_N).to(tl.int32)
-            gk = tl.load(row_of + TABLE_K).to(tl.int32)
-            if MULTIPLE > 1:
-                # extents that run along memory (launch.extents_multiple): masks then keep loads whole
-                if A_ORDER == "col" or OUT_ORDER == "col":
-                    gm = tl.multiple_of(gm, MULTIPLE)
-                if B_ORDER == "row" or OUT_ORDER == "row":
-                    gn = tl.multiple_of(gn, MULTIPLE)
-                if A_ORDER == "row" or B_ORDER == "col":
-                    gk = tl.multiple_of(gk, MULTIPLE)
-        elif FORM == "masked":
-            gm = tl.minimum(tl.maximum(tl.load(ends + g).to(tl.int64), 0), m).to(tl.int32)
-        elif FORM == "jagged_m":
-            start, end = range_of(ends, g, head, m, SIZES, CHUNK)
-            gm = end - start
-        elif FORM == "jagged_n":
-            start, end = range_of(ends, g, head, n, SIZES, CHUNK)
-            gn = end - start
-        elif FORM == "jagged_k":
-            start, end = range_of(ends, g, head, k, SIZES, CHUNK)
-            gk = end - start
-        if ALPHA == "zero":
-            gk = gk * 0
+        gm, gn, gk, start = extents_of(g, m, n, k, ends, table, head, FORM, ALPHA, MULTIPLE, A_ORDER, B_ORDER,
+                                       OUT_ORDER, SIZES, CHUNK)  # fmt: skip
         covered_m = m if UNIFORM else gm
         if CHUNK <= 0:
-            tile_m = tl.load(row_of + TILE_M).to(tl.int32)
-            tile_n = tl.load(row_of + TILE_N).to(tl.int32)
+            row_of = table + g.to(tl.int64) * COLUMNS
+            tile_m = tl.load(row_of + TABLE_TILE_M).to(tl.int32)
+            tile_n = tl.load(row_of + TABLE_TILE_N).to(tl.int32)
         else:
             tile_m, tile_n = place(tile - first, (covered_m + BM - 1) // BM, (gn + BN - 1) // BN, WIDTH)
         skip_m = start if FORM == "jagged_m" else 0
@@ -194,15 +265,9 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix, partials, arrived,
         skip_k = start if FORM == "jagged_k" else 0
 
         # 2. the first element of each operand's tile, in 64 bits
-        if FORM == "per_group":
-            a_base, a_r, a_c = operand(table, g, a, 0, 8, A_BYTES)
-            b_base, b_r, b_c = operand(table, g, b, 1, 10, B_BYTES)
-            out_base, out_r, out_c = operand(table, g, out, 3, 14, OUT_BYTES)
-        else:
-            wide_g = g.to(tl.int64)
-            a_base, a_r, a_c = a + wide_g * a_group, a_row, a_col
-            b_base, b_r, b_c = b + wide_g * b_group, b_row, b_col
-            out_base, out_r, out_c = out + wide_g * out_group, out_row, out_col
+        a_base, a_r, a_c = matrix(table, g, a, a_group, a_row, a_col, FORM, "a", A_BYTES)
+        b_base, b_r, b_c = matrix(table, g, b, b_group, b_row, b_col, FORM, "b", B_BYTES)
+        out_base, out_r, out_c = matrix(table, g, out, out_group, out_row, out_col, FORM, "out", OUT_BYTES)
         row0 = tile_m * BM
         col0 = tile_n * BN
         i = tl.arange(0, BM)
@@ -244,10 +309,7 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix, partials, arrived,
                     k_left = gk - step * BK
                     x = tl.load(a_ptrs, mask=(i < rows_left)[:, None] & (kk < k_left)[None, :], other=0)
                     y = tl.load(b_ptrs, mask=(kk < k_left)[:, None] & (j < cols_left)[None, :], other=0)
-                if INTERPRETED and a.dtype.element_ty == tl.bfloat16:
-                    x = x.to(tl.float32)
-                    y = y.to(tl.float32)
-                acc = tl.dot(x, y, acc, input_precision=PRECISION, out_dtype=ACC)
+                acc = dot(x, y, acc, PRECISION, ACC, INTERPRETED)
                 a_ptrs += a_step
                 b_ptrs += b_step
 
@@ -258,34 +320,13 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix, partials, arrived,
             # who is not the last stores nothing: a tile without columns
             cols_left = tl.where(last, cols_left, 0)
             owned = (i < rows_left)[:, None] & (j < cols_left)[None, :]
-        c_ptrs = out_base
-        bias_ptrs = out_base
-        if HAS_C:
-            if FORM == "per_group":
-                c_base, c_r, c_c = operand(table, g, c, 2, 12, 1)
-            else:
-                c_base, c_r, c_c = c + wide_g * c_group, c_row, c_col
-            c_ptrs = corner(c_base, skip_m + row0, c_r, skip_n + col0, c_c, "strided") + offsets(
-                i, c_r, j, c_c, "strided", True)  # fmt: skip
-        if HAS_BIAS:
-            if FORM == "per_group":
-                bias_base = tl.load(row_of + 4).to(tl.pointer_type(bias.dtype.element_ty))
-                bias_c = tl.load(row_of + 16)
-            else:
-                bias_base, bias_c = bias + wide_g * bias_group, bias_col
-            bias_ptrs = bias_base + (skip_n + col0 + j).to(tl.int64)[None, :] * bias_c
+        c_ptrs, bias_ptrs = addends(table, g, c, c_group, c_row, c_col, bias, bias_group, bias_col, out_base,
+                                    skip_m + row0, skip_n + col0, i, j, FORM, HAS_C, HAS_BIAS)  # fmt: skip
         in_columns = (j < cols_left)[None, :]
         result = finish(acc, alpha_bits, beta_bits, c_ptrs, owned, bias_ptrs, in_columns, out.dtype.element_ty,
                         ALPHA == "any", HAS_C, HAS_BIAS, ACTIVATION, INTERPRETED)  # fmt: skip
-        out_ptrs = corner(out_base, skip_m + row0, out_r, skip_n + col0, out_c, OUT_ORDER) + offsets(
-            i, out_r, j, out_c, OUT_ORDER, WIDE)  # fmt: skip
-        if FORM == "masked" and ZERO:
-            result = tl.where((i < rows_left)[:, None], result, 0).to(out.dtype.element_ty)
-            owned = (i < m - row0)[:, None] & (j < cols_left)[None, :]
-        if CHUNK < 0:
-            tl.store(out_ptrs, result)
-        else:
-            tl.store(out_ptrs, result, mask=owned)
+        store_tile(result, owned, out_base, out_r, out_c, skip_m + row0, skip_n + col0, i, j, rows_left, cols_left, m,
+                   row0, FORM, OUT_ORDER, WIDE, ZERO, CHUNK < 0)  # fmt: skip
 
     # 5. what no group owns, where the output is the library's own
     if ZERO and (FORM == "jagged_m" or FORM == "jagged_n"):

@@ -35,9 +35,10 @@ from multigemm.backends.triton.kernels.hopper_tiles import (
     record_of,
     retire,
     rows_up_to,
+    share_of,
     take,
     tile_from,
-    tiles_of_launch,
+    work_of,
 )
 
 # what Triton 3.6 calls otherwise than later versions: a block comes from global memory, goes there; a role's warps meet
@@ -483,14 +484,8 @@ def consume(WHICH: gl.constexpr, CONSUMERS: gl.constexpr, out, unowned, ring, ma
     g, row, rows, col, low, k_length = take(mail, slot, turn)
     late = nothing_yet(out, g, PIECE, ring[0].dtype.primitive_bitwidth)
     while rows > 0:
-        strips = (rows + STRIP - 1) // STRIP
         bound = row + rows
-        if MOST == 4:
-            above = (strips + 1) // 2 * WHICH
-            mine = (strips + 1 - WHICH) // 2
-        else:
-            above = strips * 0 + WHICH
-            mine = gl.where(strips > WHICH, 1, 0)
+        above, mine = share_of(WHICH, rows, MOST)
         spot = (g, row + above * STRIP, rows - above * STRIP, low, bound, col)
         if MOST == 4 and mine == 2:
             late, stage, phase = multiply(ring, stage, phase, k_length, FIRST, late, out, spot, 2, 1, PIECE, MOST,
@@ -553,11 +548,7 @@ def hopper_kernel(
     tickets = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ring = (a_smem, b_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
     mail = (tickets, barriers(2, 1), barriers(2, CONSUMERS))
-    tiles_n = (n + BN - 1) // BN
-    total = tiles_of_launch(records, m, groups, tiles_n, FORM, MOST)
-    if ALPHA == "zero":
-        k = k * 0
-    extents = (m, n, k, groups, head)
+    tiles_n, total, extents = work_of(records, m, n, k, groups, head, FORM, BN, MOST, ALPHA)
     tensors = (c, out, bias)
     strides = (c_group, c_row, c_col, out_group, out_row, out_col, bias_group, bias_col,
                alpha_bits, beta_bits, out_rows)  # fmt: skip

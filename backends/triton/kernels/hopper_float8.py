@@ -29,7 +29,7 @@ from multigemm.backends.triton.kernels.hopper import (
     write,
     zero_unowned,
 )
-from multigemm.backends.triton.kernels.hopper_tiles import after, after_slot, take, tiles_of_launch
+from multigemm.backends.triton.kernels.hopper_tiles import after, after_slot, share_of, take, work_of
 
 STRIP = gl.constexpr(64)
 # columns of one wgmma
@@ -258,13 +258,7 @@ def consume_float8(WHICH: gl.constexpr, out, unowned, ring, mail, scales, BN: gl
     FIRST: gl.constexpr = WHICH * (MOST // 2)
     g, row, rows, col, low, k_length = take(mail, slot, turn)
     while rows > 0:
-        strips = (rows + STRIP - 1) // STRIP
-        if MOST == 4:
-            above = (strips + 1) // 2 * WHICH
-            mine = (strips + 1 - WHICH) // 2
-        else:
-            above = strips * 0 + WHICH
-            mine = gl.where(strips > WHICH, 1, 0)
+        above, mine = share_of(WHICH, rows, MOST)
         spot = (g, row + above * STRIP, rows - above * STRIP, low, row + rows, col)
         if MOST == 4 and mine == 2:
             stage, phase = multiply(ring, stage, phase, k_length, FIRST, out, spot, scales, 2, 1, MOST, STAGES, PART,
@@ -311,9 +305,7 @@ def float8_kernel(
     tickets = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ring = (a_smem, b_smem, barriers(STAGES, 1), barriers(STAGES, 2))
     mail = (tickets, barriers(2, 1), barriers(2, 2))
-    tiles_n = (n + BN - 1) // BN
-    total = tiles_of_launch(records, m, groups, tiles_n, FORM, MOST)
-    extents = (m, n, k, groups, head)
+    tiles_n, total, extents = work_of(records, m, n, k, groups, head, FORM, BN, MOST, ALPHA)
     tensors = (c, out, bias)
     strides = (c_group, c_row, c_col, out_group, out_row, out_col, bias_group, bias_col,
                alpha_bits, beta_bits, out_rows)  # fmt: skip

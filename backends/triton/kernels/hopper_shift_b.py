@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from multigemm.backends.triton.kernels.hopper import barriers, halves, moved, produce, sum_layout, write, zero_unowned
-from multigemm.backends.triton.kernels.hopper_tiles import after, after_slot, take, tiles_of_launch
+from multigemm.backends.triton.kernels.hopper_tiles import after, after_slot, take, work_of
 
 # Triton 3.6 calls it otherwise than later versions
 reinterpreted = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
@@ -479,11 +479,7 @@ def shift_b_kernel(
     w_full = barriers(slots(STAGES, B_ORDER), 128)
     w_empty = barriers(slots(STAGES, B_ORDER), 2)
     mail = (tickets, barriers(2, 1), barriers(2, 3))
-    tiles_n = (n + BN - 1) // BN
-    total = tiles_of_launch(records, m, groups, tiles_n, FORM, MOST)
-    if ALPHA == "zero":
-        k = k * 0
-    extents = (m, n, k, groups, head)
+    tiles_n, total, extents = work_of(records, m, n, k, groups, head, FORM, BN, MOST, ALPHA)
     tensors = (c, out, bias)
     strides = (c_group, c_row, c_col, out_group, out_row, out_col, bias_group, bias_col,
                alpha_bits, beta_bits, out_rows)  # fmt: skip

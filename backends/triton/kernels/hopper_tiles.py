@@ -46,6 +46,30 @@ def tiles_of_launch(records, m, groups, tiles_n, FORM: gl.constexpr, MOST: gl.co
 
 
 @gluon.jit
+def work_of(records, m, n, k, groups, head, FORM: gl.constexpr, BN: gl.constexpr, MOST: gl.constexpr,
+            ALPHA: gl.constexpr):  # fmt: skip
+    """Tiles side by side, all tiles, and the extents, with a k of 0 where nothing is multiplied."""
+    tiles_n = (n + BN - 1) // BN
+    total = tiles_of_launch(records, m, groups, tiles_n, FORM, MOST)
+    if ALPHA == "zero":
+        k = k * 0
+    return tiles_n, total, (m, n, k, groups, head)
+
+
+@gluon.jit
+def share_of(WHICH: gl.constexpr, rows, MOST: gl.constexpr):
+    """Of a tile's strips those above a warpgroup's own ones, and their number. Of four the first one has up to two."""
+    strips = (rows + STRIP - 1) // STRIP
+    if MOST == 4:
+        above = (strips + 1) // 2 * WHICH
+        mine = (strips + 1 - WHICH) // 2
+    else:
+        above = strips * 0 + WHICH
+        mine = gl.where(strips > WHICH, 1, 0)
+    return above, mine
+
+
+@gluon.jit
 def draw(records, ORDER: gl.constexpr):
     """Asks the counter for a tile; one lane gets the answer, and no one waits for it here.
 

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from multigemm.backends.triton.kernels.epilogue import finish
-from multigemm.backends.triton.kernels.generic import corner, offsets
+from multigemm.backends.triton.kernels.generic import corner, dot, offsets
 from multigemm.backends.triton.kernels.hopper import barriers, fetch, oriented, sum_layout
 
 # a block of K is one swizzled row of 128 bytes
@@ -97,10 +97,7 @@ def few_kernel(groups, alpha_bits,
     for _ in tl.range(0, steps, num_stages=STAGES):
         x = tl.load(a_ptrs)
         y = tl.load(b_ptrs)
-        if INTERPRETED and a.dtype.element_ty == tl.bfloat16:
-            x = x.to(tl.float32)
-            y = y.to(tl.float32)
-        acc = tl.dot(x, y, acc, input_precision=PRECISION, out_dtype=ACC)
+        acc = dot(x, y, acc, PRECISION, ACC, INTERPRETED)
         a_ptrs += a_step
         b_ptrs += b_step
     result = finish(acc, alpha_bits, alpha_bits, out, None, out, None, out.dtype.element_ty, ALPHA == "any", False,

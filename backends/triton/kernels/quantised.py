@@ -15,13 +15,17 @@ import triton
 import triton.language as tl
 
 from multigemm.backends.triton.kernels.epilogue import finish, narrow
-from multigemm.backends.triton.kernels.generic import corner, offsets, operand, write_outside
-from multigemm.backends.triton.kernels.schedule import locate, pivots, place, range_of
+from multigemm.backends.triton.kernels.generic import (
+    addends,
+    corner,
+    extents_of,
+    matrix,
+    offsets,
+    store_tile,
+    write_outside,
+)
+from multigemm.backends.triton.kernels.schedule import all_tiles, group_of_tile, place
 
-COLUMNS = tl.constexpr(20)
-TABLE_M = tl.constexpr(5)
-TABLE_N = tl.constexpr(6)
-TABLE_K = tl.constexpr(7)
 SCALE_COLUMNS = tl.constexpr(15)
 """Of a list's scales: address, distance of lines and of blocks along K, and shifts to both, for a, b and zero_b."""
 MIXED = tl.constexpr(-1)
@@ -259,49 +263,13 @@ def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, 
     BKB: tl.constexpr = BK // 2 if PACKED else BK
     Y_ORDER: tl.constexpr = "col" if B_ORDER == "row" else "row" if B_ORDER == "col" else "strided"
     FOLDS: tl.constexpr = BK // SB_K if FOLDED else 1
-    per_group = ((m + BM - 1) // BM) * ((n + BN - 1) // BN)
-    if UNIFORM:
-        total = groups * per_group
-    else:
-        found, stride = pivots(prefix, ends, table, m, n, groups, head, FORM, BM, BN, COLUMNS, TABLE_M, TABLE_N,
-                               CHUNK, SIZES)  # fmt: skip
-        total = tl.max(found, 0)
+    total, found, stride = all_tiles(prefix, ends, table, m, n, groups, head, FORM, BM, BN, UNIFORM, CHUNK, SIZES)
     for tile in range(tl.program_id(0), total, tl.num_programs(0)):
-        if UNIFORM:
-            g = tile // per_group
-            first = g * per_group
-        else:
-            g, first = locate(tile, found, stride, prefix, groups, CHUNK)
+        g, first = group_of_tile(tile, found, stride, prefix, groups, UNIFORM, CHUNK)
 
         # 1. the group's extents, and where it starts along the jagged direction
-        gm, gn, gk = m, n, k
-        start = g * 0
-        if FORM == "per_group":
-            row_of = table + g.to(tl.int64) * COLUMNS
-            gm = tl.load(row_of + TABLE_M).to(tl.int32)
-            gn = tl.load(row_of + TABLE_N).to(tl.int32)
-            gk = tl.load(row_of + TABLE_K).to(tl.int32)
-            if MULTIPLE > 1:
-                # as in the generic kernel: masks along memory then keep loads whole
-                if A_ORDER == "col" or OUT_ORDER == "col":
-                    gm = tl.multiple_of(gm, MULTIPLE)
-                if B_ORDER == "row" or OUT_ORDER == "row":
-                    gn = tl.multiple_of(gn, MULTIPLE)
-                if A_ORDER == "row" or B_ORDER == "col":
-                    gk = tl.multiple_of(gk, MULTIPLE)
-        elif FORM == "masked":
-            gm = tl.minimum(tl.maximum(tl.load(ends + g).to(tl.int64), 0), m).to(tl.int32)
-        elif FORM == "jagged_m":
-            start, end = range_of(ends, g, head, m, SIZES, CHUNK)
-            gm = end - start
-        elif FORM == "jagged_n":
-            start, end = range_of(ends, g, head, n, SIZES, CHUNK)
-            gn = end - start
-        elif FORM == "jagged_k":
-            start, end = range_of(ends, g, head, k, SIZES, CHUNK)
-            gk = end - start
-        if ALPHA == "zero":
-            gk = gk * 0
+        gm, gn, gk, start = extents_of(g, m, n, k, ends, table, head, FORM, ALPHA, MULTIPLE, A_ORDER, B_ORDER,
+                                       OUT_ORDER, SIZES, CHUNK)  # fmt: skip
         covered_m = m if UNIFORM else gm
         tile_m, tile_n = place(tile - first, (covered_m + BM - 1) // BM, (gn + BN - 1) // BN, WIDTH)
         skip_m = start if FORM == "jagged_m" else 0
@@ -310,14 +278,9 @@ def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, 
 
         # 2. the first element of each operand's tile, in 64 bits
         wide_g = g.to(tl.int64)
-        if FORM == "per_group":
-            a_base, a_r, a_c = operand(table, g, a, 0, 8, A_BYTES)
-            b_base, b_r, b_c = operand(table, g, b, 1, 10, B_BYTES)
-            out_base, out_r, out_c = operand(table, g, out, 3, 14, OUT_BYTES)
-        else:
-            a_base, a_r, a_c = a + wide_g * a_group, a_row, a_col
-            b_base, b_r, b_c = b + wide_g * b_group, b_row, b_col
-            out_base, out_r, out_c = out + wide_g * out_group, out_row, out_col
+        a_base, a_r, a_c = matrix(table, g, a, a_group, a_row, a_col, FORM, "a", A_BYTES)
+        b_base, b_r, b_c = matrix(table, g, b, b_group, b_row, b_col, FORM, "b", B_BYTES)
+        out_base, out_r, out_c = matrix(table, g, out, out_group, out_row, out_col, FORM, "out", OUT_BYTES)
         row0 = tile_m * BM
         col0 = tile_n * BN
         i = tl.arange(0, BM)
@@ -476,31 +439,13 @@ def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, 
         else:
             sums = acc
         owned = (i < rows_left)[:, None] & (j < cols_left)[None, :]
-        c_ptrs = out_base
-        bias_ptrs = out_base
-        if HAS_C:
-            if FORM == "per_group":
-                c_base, c_r, c_c = operand(table, g, c, 2, 12, 1)
-            else:
-                c_base, c_r, c_c = c + wide_g * c_group, c_row, c_col
-            c_ptrs = corner(c_base, skip_m + row0, c_r, skip_n + col0, c_c, "strided") + offsets(
-                i, c_r, j, c_c, "strided", True)  # fmt: skip
-        if HAS_BIAS:
-            if FORM == "per_group":
-                bias_base = tl.load(row_of + 4).to(tl.pointer_type(bias.dtype.element_ty))
-                bias_c = tl.load(row_of + 16)
-            else:
-                bias_base, bias_c = bias + wide_g * bias_group, bias_col
-            bias_ptrs = bias_base + (skip_n + col0 + j).to(tl.int64)[None, :] * bias_c
+        c_ptrs, bias_ptrs = addends(table, g, c, c_group, c_row, c_col, bias, bias_group, bias_col, out_base,
+                                    skip_m + row0, skip_n + col0, i, j, FORM, HAS_C, HAS_BIAS)  # fmt: skip
         in_columns = (j < cols_left)[None, :]
         result = finish(sums, alpha_bits, beta_bits, c_ptrs, owned, bias_ptrs, in_columns, out.dtype.element_ty,
                         ALPHA == "any", HAS_C, HAS_BIAS, ACTIVATION, INTERPRETED)  # fmt: skip
-        out_ptrs = corner(out_base, skip_m + row0, out_r, skip_n + col0, out_c, OUT_ORDER) + offsets(
-            i, out_r, j, out_c, OUT_ORDER, WIDE)  # fmt: skip
-        if FORM == "masked" and ZERO:
-            result = tl.where((i < rows_left)[:, None], result, 0).to(out.dtype.element_ty)
-            owned = (i < m - row0)[:, None] & (j < cols_left)[None, :]
-        tl.store(out_ptrs, result, mask=owned)
+        store_tile(result, owned, out_base, out_r, out_c, skip_m + row0, skip_n + col0, i, j, rows_left, cols_left, m,
+                   row0, FORM, OUT_ORDER, WIDE, ZERO, False)  # fmt: skip
 
     # 6. what no group owns, where the output is the library's own
     if ZERO and (FORM == "jagged_m" or FORM == "jagged_n"):

@@ -12,6 +12,10 @@ import triton.language as tl
 
 FAR = tl.constexpr(2147483647)
 
+# of the table of a list, as in `multigemm.planning.operands.TABLE`
+TABLE_M, TABLE_N, TABLE_K = tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
+COLUMNS = tl.constexpr(20)
+
 
 @triton.jit
 def group_range(ends, g, head, total, ok):
@@ -69,8 +73,7 @@ def owned_range(ends, groups, head, total, SIZES: tl.constexpr, CHUNK: tl.conste
 
 @triton.jit
 def tiles_in(g, ok, ends, table, m, n, groups, head,
-             FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, COLUMNS: tl.constexpr,
-             TABLE_M: tl.constexpr, TABLE_N: tl.constexpr, SIZES: tl.constexpr = False):  # fmt: skip
+             FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SIZES: tl.constexpr = False):  # fmt: skip
     """The number of tiles of groups `g` (a vector; of all groups with SIZES); 0 where not `ok`."""
     if FORM == "per_group":
         rows = tl.load(table + g.to(tl.int64) * COLUMNS + TABLE_M, mask=ok, other=0).to(tl.int32)
@@ -93,15 +96,13 @@ def tiles_in(g, ok, ends, table, m, n, groups, head,
 
 @triton.jit
 def pivots(prefix, ends, table, m, n, groups, head,
-           FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, COLUMNS: tl.constexpr,
-           TABLE_M: tl.constexpr, TABLE_N: tl.constexpr, CHUNK: tl.constexpr,
+           FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr,
            SIZES: tl.constexpr = False):  # fmt: skip
     """CHUNK inclusive tile counts: of every group if they fit, else of every `stride`-th one."""
     lane = tl.arange(0, CHUNK)
     stride = (groups + CHUNK - 1) // CHUNK
     if groups <= CHUNK:
-        counts = tiles_in(lane, lane < groups, ends, table, m, n, groups, head, FORM, BM, BN, COLUMNS, TABLE_M, TABLE_N,
-                          SIZES)  # fmt: skip
+        counts = tiles_in(lane, lane < groups, ends, table, m, n, groups, head, FORM, BM, BN, SIZES)
         found = tl.cumsum(counts, 0)
     else:
         found = tl.load(prefix + tl.minimum((lane + 1) * stride, groups) - 1)
@@ -129,6 +130,41 @@ def locate(tile, found, stride, prefix, groups, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def all_tiles(prefix, ends, table, m, n, groups, head, FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+              UNIFORM: tl.constexpr, CHUNK: tl.constexpr, SIZES: tl.constexpr):  # fmt: skip
+    """The number of tiles, and two values by which `group_of_tile` finds their groups.
+
+    UNIFORM: each group has the tiles of m x n. With CHUNK <= 0 a row of the table is a tile, and counts as a group.
+    """
+    if UNIFORM:
+        step = ((m + BM - 1) // BM) * ((n + BN - 1) // BN)
+        total = groups * step
+        found = total
+    elif CHUNK <= 0:
+        total = groups
+        found = total
+        step = total
+    else:
+        found, step = pivots(prefix, ends, table, m, n, groups, head, FORM, BM, BN, CHUNK, SIZES)
+        total = tl.max(found, 0)
+    return total, found, step
+
+
+@triton.jit
+def group_of_tile(tile, found, step, prefix, groups, UNIFORM: tl.constexpr, CHUNK: tl.constexpr):
+    """(group, the group's first tile) of a tile index below the total."""
+    if UNIFORM:
+        g = tile // step
+        first = g * step
+    elif CHUNK <= 0:
+        g = tile + groups * 0
+        first = g
+    else:
+        g, first = locate(tile, found, step, prefix, groups, CHUNK)
+    return g, first
+
+
+@triton.jit
 def place(local, tiles_m, tiles_n, WIDTH: tl.constexpr):
     """(tile_m, tile_n) inside a group, in bands of WIDTH tile rows (see multigemm.planning.tiles.place)."""
     band = WIDTH * tiles_n
@@ -140,14 +176,13 @@ def place(local, tiles_m, tiles_n, WIDTH: tl.constexpr):
 
 @triton.jit
 def write_prefix(prefix, ends, table, m, n, groups, head,
-                 FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, COLUMNS: tl.constexpr,
-                 TABLE_M: tl.constexpr, TABLE_N: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+                 FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
     """Inclusive prefix sums of the tile counts of all groups, by one program, STEP groups at a time."""
     lane = tl.arange(0, STEP)
     carry = 0
     for base in range(0, groups, STEP):
         g = base + lane
-        counts = tiles_in(g, g < groups, ends, table, m, n, groups, head, FORM, BM, BN, COLUMNS, TABLE_M, TABLE_N)
+        counts = tiles_in(g, g < groups, ends, table, m, n, groups, head, FORM, BM, BN)
         tl.store(prefix + g, carry + tl.cumsum(counts, 0), mask=g < groups)
         carry += tl.sum(counts, 0)
 

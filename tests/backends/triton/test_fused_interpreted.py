@@ -267,7 +267,7 @@ FAULTS = {
     "gate and up exchanged": ("acc = gated(gate, up,", "acc = gated(up, gate,"),
     "halves for up first": ("acc = gated(other, acc,", "acc = gated(acc, other,"),
     "up of the first columns": ("tl.load(b_ptrs + second,", "tl.load(b_ptrs + 0 * second,"),
-    "bias of up left out": ("bias_ptrs + gn * bias_c,", "bias_ptrs,"),
+    "bias of up left out": ("bias_ptrs += gn * bias_of", "bias_ptrs += 0 * gn * bias_of"),
     "beta before the clamp": (
         "    if HAS_LIMIT:",
         "    if HAS_BETA:\n        u = u + scalar_of(beta_bits, u.dtype)\n    if HAS_LIMIT:",

@@ -19,6 +19,7 @@ from multigemm.backends.triton.generic import LISTED, WHOLE
 from multigemm.backends.triton.lists import list_chunk, tile_table
 from multigemm.integrations import eager, layer_ops
 from multigemm.planning.launch_cache import LAUNCHES
+from multigemm.planning.operands import TABLE
 from multigemm.planning.staging import stage
 from tests.support.concurrency import on_new_threads
 from tests.support.tile_walk import TileWalk, heights
@@ -414,31 +415,36 @@ def test_no_count_is_read_behind_the_last_one() -> None:
 @pytest.mark.parametrize("width", [1, 3])
 def test_the_device_walks_as_the_host_model_does(sizes: list[tuple[int, int]], width: int) -> None:
     """`tiles.TileWalk` visits each tile once, as its own test shows: the kernels' walk has to be that one."""
-    global locate, pivots, place, tl  # a kernel sees the names of its module only
+    global all_tiles, group_of_tile, place, tl  # a kernel sees the names of its module only
     os.environ["TRITON_INTERPRET"] = "1"
     import triton
     import triton.language as tl
 
-    from multigemm.backends.triton.kernels.schedule import locate, pivots, place, write_prefix
+    from multigemm.backends.triton.kernels.schedule import all_tiles, group_of_tile, place, write_prefix
 
-    def walk(out: Any, prefix: Any, table: Any, groups: Any, WIDTH: tl.constexpr, CHUNK: tl.constexpr) -> None:
+    def walk(out: Any, prefix: Any, table: Any, groups: Any, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+             M: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr) -> None:  # fmt: skip
         tile = tl.program_id(0)
-        found, stride = pivots(prefix, table, table, 0, 0, groups, 0, "per_group", 16, 8, 2, 0, 1, CHUNK)
-        group, first = locate(tile, found, stride, prefix, groups, CHUNK)
-        rows, columns = tl.load(table + 2 * group).to(tl.int32), tl.load(table + 2 * group + 1).to(tl.int32)
+        _, found, stride = all_tiles(prefix, table, table, 0, 0, groups, 0, "per_group", 16, 8, False, CHUNK, False)
+        group, first = group_of_tile(tile, found, stride, prefix, groups, False, CHUNK)
+        rows = tl.load(table + COLUMNS * group + M).to(tl.int32)
+        columns = tl.load(table + COLUMNS * group + N).to(tl.int32)
         i, j = place(tile - first, (rows + 15) // 16, (columns + 7) // 8, WIDTH)
         tl.store(out + 3 * tile, group)
         tl.store(out + 3 * tile + 1, i)
         tl.store(out + 3 * tile + 2, j)
 
     model = TileWalk.of(sizes, 16, 8, 1, width)
-    table, prefix = torch.tensor(sizes), torch.zeros(len(sizes), dtype=torch.int32)
+    prefix = torch.zeros(len(sizes), dtype=torch.int32)
+    table = torch.zeros(len(sizes), TABLE.COLUMNS, dtype=torch.int64)
+    table[:, [TABLE.M, TABLE.N]] = torch.tensor(sizes)
+    columns = {"M": int(TABLE.M), "N": int(TABLE.N), "COLUMNS": int(TABLE.COLUMNS)}
     count: Any = write_prefix
-    count[(1,)](prefix, table, table, 0, 0, len(sizes), 0, "per_group", 16, 8, 2, 0, 1, STEP=16)
+    count[(1,)](prefix, table, table, 0, 0, len(sizes), 0, "per_group", 16, 8, STEP=16)
     assert prefix.tolist() == model.prefix.tolist()
     out = torch.full((model.total, 3), -1, dtype=torch.int32)
     kernel: Any = triton.jit(walk)
-    kernel[(model.total,)](out, prefix, table, len(sizes), WIDTH=width, CHUNK=4)
+    kernel[(model.total,)](out, prefix, table, len(sizes), WIDTH=width, CHUNK=4, **columns)
     assert out.tolist() == [list(model.locate(tile)) for tile in range(model.total)]
 
 
