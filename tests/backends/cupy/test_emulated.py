@@ -1,5 +1,5 @@
-"""Random problems through cupy's kernels for quantised operands and unaligned weights, which run on the CPU from their
-own sources."""
+"""Problems through cupy's generic kernel and those for quantised operands and unaligned weights, which run on the CPU
+from their own sources."""
 
 from __future__ import annotations
 
@@ -331,3 +331,45 @@ def test_shifted_weights_by_wgmma(config: Config) -> None:
             _is_right(problem, config)
             forms.add(f"{problem.spec.form} {problem.spec.b.order}")
     assert {"jagged_m row", "jagged_m col", "per_group row"} <= forms
+
+
+def aligned_problem(seed: int, dtype: torch.dtype, form: str, a_k: bool, b_k: bool) -> GroupedGemmProblem:
+    """Whole numbers; N and K of any size, in lines that begin at multiples of 16 bytes."""
+    rng = np.random.default_rng(seed)
+    whole, groups = 16 // dtype.itemsize, int(rng.integers(1, 5))
+    n, k, m = int(rng.integers(1, 300)), int(rng.choice([rng.integers(0, 33), rng.integers(33, 200)])), 88
+    sizes = rng.choice([0, 1, 7, 60, 129, 257], groups).tolist()
+
+    def matrix(*shape: int, along: bool) -> Tensor:
+        """Of the last two extents, `along` the last one or across it."""
+        rows, columns = shape[-2:] if along else (shape[-1], shape[-2])
+        pitch = -(-max(columns, 1) // whole) * whole
+        numbers = torch.from_numpy(rng.integers(-7, 8, (*shape[:-2], rows, pitch)).astype(np.float32)).to(dtype)
+        return numbers[..., :columns] if along else numbers[..., :columns].mT
+
+    if form == "jagged_k":
+        total = sum(sizes)
+        return GroupedGemmProblem(matrix(m, total, along=False), matrix(total, n, along=True), sizes=sizes, jagged="k")
+    if form == "batched":
+        return GroupedGemmProblem(matrix(groups, m, k, along=a_k), matrix(groups, k, n, along=not b_k))
+    b = matrix(groups, k, n, along=not b_k)
+    return GroupedGemmProblem(matrix(sum(sizes), k, along=True), b, sizes=sizes)
+
+
+@pytest.mark.parametrize("config", [configs.GENERIC, configs.GENERIC_64], ids=["128", "64"])
+@pytest.mark.parametrize(
+    ("dtype", "a_k", "b_k"),
+    [
+        (torch.bfloat16, True, False), (torch.float16, False, True), (torch.bfloat16, True, True),
+        (torch.bfloat16, False, False), (torch.int8, True, True), (torch.float32, True, False),
+        (torch.float64, True, False), (torch.float64, False, True),
+    ],
+    ids=["bf16 nn", "fp16 tt", "bf16 nt", "bf16 tn", "int8 nt", "fp32 nn", "fp64 nn", "fp64 tt"],
+)  # fmt: skip
+def test_plain_products_of_aligned_lines(dtype: torch.dtype, a_k: bool, b_k: bool, config: Config) -> None:
+    """Whatever comes in pieces of 16 bytes: edges of lines, tails of k, none of it, empty groups."""
+    forms = ["batched", *(["jagged_m"] if a_k else ["jagged_k"] if not b_k else [])]
+    for seed in range(6):
+        problem = aligned_problem(seed, dtype, forms[seed % len(forms)], a_k, b_k)
+        assert not support.has_odd_lines(problem.spec)
+        _is_right(problem, config)
