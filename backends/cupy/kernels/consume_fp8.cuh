@@ -21,7 +21,7 @@ __device__ __forceinline__ float4 load_shared_scales(u32 address) {
 }
 
 // The lower half of a descriptor, in which operands differ, and a whole one. The shuffle makes it a value of the whole warp that
-// the compiler keeps: else it works the base out anew for each block, some 60 cycles before the first products.
+// the compiler keeps: else it works the base out anew for each block.
 __device__ __forceinline__ u32 low_descriptor(u32 address) { return __shfl_sync(~0u, u32(smem_descriptor(address, BLOCK, 1024)), 0); }
 __device__ __forceinline__ u64 descriptor(u32 low) { return smem_descriptor(0, 0, 1024) | low; }
 
