@@ -20,6 +20,11 @@ __device__ __forceinline__ float4 load_shared_scales(u32 address) {
     return v;
 }
 
+// The lower half of a descriptor, in which operands differ, and a whole one. The shuffle makes it a value of the whole warp that
+// the compiler keeps: else it works the base out anew for each block.
+__device__ __forceinline__ u32 low_descriptor(u32 address) { return __shfl_sync(~0u, u32(smem_descriptor(address, BLOCK, 1024)), 0); }
+__device__ __forceinline__ u64 descriptor(u32 low) { return smem_descriptor(0, 0, 1024) | low; }
+
 // From here on the compiler may use registers that products have been written to, or must have done with them.
 template <int COUNT> __device__ __forceinline__ void settle(float (&d)[COUNT], int count) {
 #pragma unroll
@@ -56,28 +61,28 @@ template <int N> struct RowScales {
     }
 };
 
-// All k-blocks of a tile. `beside` runs while a block is multiplied, for as many blocks as there is `more` of it. The second
-// warpgroup asks for its first products behind those of the first one, and stays behind: each promotes its sums while the tensor
-// cores work for the other one.
+// All k-blocks of a tile. Little lies between the promotion of one block and the first products of the next one: where operands
+// lie is known before, and whether the next stage is full is asked before the promotion. `beside` runs while a block is
+// multiplied, for as many blocks as there is `more` of it. The second warpgroup asks for its first products behind those of the
+// first one, and stays behind: each promotes its sums while the tensor cores work for the other one.
 template <int N, class More, class Beside>
 __device__ __forceinline__ void multiply_fp8(Shared& s, u32 stages, u32 scales, Ring& ring, int blocks, u32 bytes, int half, float (&total)[ACCUMULATORS], bool first, More more, Beside beside) {
     const int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5;
     const u32 row_scales = scales + (lane & 3) * 16, column_scales = scales + (ROWS + (W_LINES ? half * 64 + warp * 16 + (lane >> 2) : 0)) * 4;
+    const u32 w = low_descriptor(stages + half * BLOCK), x = low_descriptor(stages + W_BYTES);
     if (first && half == 1) wait_for_other(half);
+    barrier_wait(shared_address(&s.full[ring.place]), ring.parity);
+    if (first && half == 0) let_other(half);
 #pragma unroll 1
     for (int kb = 0; kb < blocks; ++kb) {
         float part[N / 2];
-        barrier_wait(shared_address(&s.full[ring.place]), ring.parity);
-        const u32 stage = stages + ring.at;
-        const u64 w = smem_descriptor(stage + half * BLOCK, BLOCK, 1024), x = smem_descriptor(stage + W_BYTES, BLOCK, 1024);
+        const u32 from = ring.at >> 4, at = ring.place * STAGE_SCALES * 4, empty = shared_address(&s.empty[ring.place]);
         wgmma_fence();
-        MmaFp8<N>::start(part, w, x);
+        MmaFp8<N>::start(part, descriptor(w + from), descriptor(x + from));
 #pragma unroll
-        for (int k = 1; k < 4; ++k) MmaFp8<N>::add(part, w + k * (32 >> 4), x + k * (32 >> 4));
+        for (int k = 1; k < 4; ++k) MmaFp8<N>::add(part, descriptor(w + from + k * (32 >> 4)), descriptor(x + from + k * (32 >> 4)));
         wgmma_commit();
-        if (first && half == 0 && kb == 0) let_other(half);
         if (more()) beside();
-        const u32 at = ring.place * STAGE_SCALES * 4;
         const bool scaled = BLOCK_SCALES || kb == blocks - 1;
         float low = 1.0f, high = 1.0f;
         if (scaled) low = load_shared(column_scales + at), high = W_LINES ? load_shared(column_scales + at + 8 * 4) : low;
@@ -86,13 +91,16 @@ __device__ __forceinline__ void multiply_fp8(Shared& s, u32 stages, u32 scales, 
         constexpr bool EARLY = BLOCK_SCALES && N <= 144;
         const auto hand_back = [&] {
             __syncwarp();                               // all lanes have their scales: what follows lets others write over them
-            if (lane < CLUSTER) barrier_arrive(shared_address(&s.empty[ring.place]), lane);
+            if (lane < CLUSTER) barrier_arrive(empty, lane);
         };
         RowScales<N> rows;
         if (EARLY) rows.load(row_scales + at, low);
+        ring.next(bytes);
+        const u32 full = shared_address(&s.full[ring.place]);
         wgmma_wait<0>();
         settle(part, N / 2);
         if (EARLY) hand_back();
+        const bool there = barrier_test(full, ring.parity);
         if (BLOCK_SCALES && !EARLY) rows.load(row_scales + at, low);
         if (BLOCK_SCALES) {
             rows.each(low, high, [&](int i, float scale) { total[i] = fmaf(scale, part[i], total[i]); });
@@ -106,7 +114,7 @@ __device__ __forceinline__ void multiply_fp8(Shared& s, u32 stages, u32 scales, 
         }
         settle(total, N / 2);
         if (!EARLY) hand_back();
-        ring.next(bytes);
+        if (!there && kb + 1 < blocks) barrier_wait(full, ring.parity);
     }
 }
 
@@ -184,34 +192,37 @@ __device__ __forceinline__ void multiply_traded(Shared& s, u32 stages, u32 scale
     constexpr int PARTS = COLUMN_SCALES == 1 ? 1 : WIDTH / SCALED_COLUMNS;          // of the columns, with a scale each
     const int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5, row = first_row + warp * 16 + (lane >> 2);
     const u32 upper = scales + row_slot(row) * 4, lower = scales + row_slot(row + 8) * 4, column = scales + (ROWS + first_column / SCALED_COLUMNS) * 4;
-    const u32 x_at = W_BYTES + first_row * LINE_BYTES, w_at = first_column * LINE_BYTES;
+    const u32 x = low_descriptor(stages + W_BYTES + first_row * LINE_BYTES), w = low_descriptor(stages + first_column * LINE_BYTES);
     if (first && half == 1) wait_for_other(half);
+    barrier_wait(shared_address(&s.full[ring.place]), ring.parity);
+    if (first && half == 0) let_other(half);
 #pragma unroll 1
-    for (int kb = 0; kb < blocks; ++kb, ring.next(bytes)) {
+    for (int kb = 0; kb < blocks; ++kb) {
         float part[WIDTH / 2], scale[PARTS][2];
-        barrier_wait(shared_address(&s.full[ring.place]), ring.parity);
-        const u32 stage = stages + ring.at, at = ring.place * STAGE_SCALES * 4;
-        const u64 x = smem_descriptor(stage + x_at, BLOCK, 1024), w = smem_descriptor(stage + w_at, BLOCK, 1024);
+        const u32 from = ring.at >> 4, at = ring.place * STAGE_SCALES * 4, empty = shared_address(&s.empty[ring.place]);
         wgmma_fence();
-        MmaFp8<WIDTH>::start_traded(part, x, w);
+        MmaFp8<WIDTH>::start_traded(part, descriptor(x + from), descriptor(w + from));
 #pragma unroll
-        for (int k = 1; k < 4; ++k) MmaFp8<WIDTH>::add_traded(part, x + k * (32 >> 4), w + k * (32 >> 4));
+        for (int k = 1; k < 4; ++k) MmaFp8<WIDTH>::add_traded(part, descriptor(x + from + k * (32 >> 4)), descriptor(w + from + k * (32 >> 4)));
         wgmma_commit();
-        if (first && half == 0 && kb == 0) let_other(half);
         const float of_upper = load_shared(upper + at), of_lower = load_shared(lower + at);
 #pragma unroll
         for (int i = 0; i < PARTS; ++i) {
             const float of_column = load_shared(column + at + i * 4);
             scale[i][0] = of_column * of_upper, scale[i][1] = of_column * of_lower;
         }
+        ring.next(bytes);
+        const u32 full = shared_address(&s.full[ring.place]);
         if (more()) beside();
         wgmma_wait<0>();
         settle(part, WIDTH / 2);
         __syncwarp();                                   // all lanes have their scales
-        if (lane < CLUSTER) barrier_arrive(shared_address(&s.empty[ring.place]), lane);
+        if (lane < CLUSTER) barrier_arrive(empty, lane);
+        const bool there = barrier_test(full, ring.parity);
 #pragma unroll
         for (int i = 0; i < WIDTH / 2; ++i) total[i] = fmaf(scale[PARTS == 1 ? 0 : i / 32][i >> 1 & 1], part[i], total[i]);
         settle(total, WIDTH / 2);
+        if (!there && kb + 1 < blocks) barrier_wait(full, ring.parity);
     }
 }
 

@@ -39,6 +39,14 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
                  "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
                  "@done bra over;\nbra again;\nover:\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
+// Whether the phase is over, without waiting for it.
+__device__ __forceinline__ bool barrier_test(u32 barrier, u32 parity) {
+    u32 over;
+    asm volatile("{\n.reg .pred done;\n"
+                 "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, done;\n}" : "=r"(over) : "r"(barrier), "r"(parity) : "memory");
+    return over != 0;
+}
 // This thread arrives when all of its copies are there.
 __device__ __forceinline__ void arrive_when_copied(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
