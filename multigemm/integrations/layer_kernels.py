@@ -52,9 +52,8 @@ def _wide(dtype):
 MOST_EXPERTS = 1023
 SORT_BLOCK = 256  # counting a block costs its square
 WIDE_SORT_BLOCK = 1024
-COUNTS_TILE = 8192  # counts that one program adds up at a time
-START_EXPERTS = 16  # experts whose counts one program adds up
-MOST_COUNTS = 64 * COUNTS_TILE
+START_EXPERTS, START_BLOCKS = 16, 128  # experts whose counts one program adds up, and blocks of them at a time
+MOST_COUNTS = 1 << 19
 
 
 @triton.jit
@@ -233,12 +232,12 @@ def sort_steps(pairs, order, inverse, ends, counts, rows=None, top_k=0, ahead=No
         told |= {"pairs": pairs, "ends": ends, "weights": pairs, "LINES": AHEAD_LINES, **fetched}
         return [(_one_block_kernel, (1 + programs,), 4, told)]
     starts = {
-        "counts": counts, "ends": ends, "blocks": blocks, "experts": experts, "ROWS": COUNTS_TILE // START_EXPERTS,
-        "BINS": bins, "PART": START_EXPERTS,
+        "counts": counts, "ends": ends, "blocks": blocks, "experts": experts, "ROWS": START_BLOCKS, "BINS": bins,
+        "PART": START_EXPERTS,
     }  # fmt: skip
     return [
         (_count_kernel, (blocks,), 4, {"pairs": pairs, "counts": counts, **known}),
-        (_start_kernel, (bins // START_EXPERTS,), 4, starts),
+        (_start_kernel, (bins // START_EXPERTS,), 8, starts),
         (_move_kernel, (blocks,), 8, {"pairs": pairs, "starts": counts, **told}),
     ]
 

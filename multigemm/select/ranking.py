@@ -175,8 +175,8 @@ def _of_hopper(c: ProblemClass) -> bool:
     Triton's, for quantised ones 10 to 40 times (H200, 2026-11-22); weights by wgmma are not measured yet. A layer's
     first product takes 0.93 and 0.98 of Triton's time at 64 tokens (Qwen3-30B, Mixtral); at 4096 the gate's kernel and
     the step that gathers, measured apart, add up to 0.65 to 0.92 (gpt-oss-20b, Mixtral, Qwen3-30B; 2026-11-23). A
-    layer of 1 token takes with both products by cupy 0.76 (Mixtral) to 0.97 (DeepSeek-V3) of the time with Triton's, one
-    of 16 or 64 tokens 0.97 to 1.03 (four layers, 2026-11-23)."""
+    layer of 1 token takes with both products by cupy 0.76 (Mixtral) to 0.97 (DeepSeek-V3) of the time with Triton's,
+    one of 16 or 64 tokens 0.97 to 1.03 (four layers, 2026-11-23)."""
     if c.unaligned or c.form == "per_group":
         return False
     if not c.quantised:
