@@ -70,10 +70,10 @@ from multigemm.backends.cupy.support import (
     has_block_scales,
     has_gate,
     has_odd_lines,
+    hopper_plain_kind,
     hopper_reasons,
     is_swapped,
     picks_rows,
-    plain_kind,
     sends,
     small_list_reasons,
     small_reasons,
@@ -119,6 +119,8 @@ SPARSE_ROWS = 32
 """Rows per group up to which weights that are shifted as they are read want low tiles and many stages."""
 FP8_SPARSE_ROWS = 32
 """Rows per group up to which float8 wants low tiles and many stages."""
+CROWDED_ROWS = 100
+"""Rows per group from which some groups of a random routing have more than 128, and tiles are higher."""
 PICKED_ROWS = 48
 """Rows per group up to which picked rows are read where they lie, and not copied first."""
 FEW_WEIGHT_ROWS = 64
@@ -184,7 +186,7 @@ def _layout(spec: ProblemSpec) -> Layout:
     columns = max(-(-((spec.m if is_swapped(spec) else spec.n) or spec.largest) // COLUMNS), 1)
     return Layout(
         spec, not small_reasons(spec), not small_list_reasons(spec), not hopper_reasons(spec), has_odd_lines(spec),
-        sends(spec), plain_kind(spec) > 0, columns, spec.k or spec.largest,
+        sends(spec), hopper_plain_kind(spec) > 0, columns, spec.k or spec.largest,
     )  # fmt: skip
 
 
@@ -327,7 +329,7 @@ def _fused_rules(layout: Layout, counts: Counts) -> list[Rule]:
     rows, gated, picks = _rows(layout, counts), has_gate(layout.spec), picks_rows(layout.spec)
     plain = GATED if gated else FUSED_TOGETHER
     found = list[Rule]()
-    for height, holds in ((64, rows <= 48), (128, (rows > 48) & (rows <= 128)), (256, rows > 128)):
+    for height, holds in ((64, rows <= 48), (128, (rows > 48) & (rows <= CROWDED_ROWS)), (256, rows > CROWDED_ROWS)):
         alike = sorted(plain, key=lambda c: abs(c.rows - height))
         gathered = sorted(GATHERED if gated else (*GATHERED_TOGETHER, *GATHERED), key=lambda c: abs(c.rows - height))
         alone, shared = [c for c in gathered if c.cluster == 1], [c for c in gathered if c.cluster > 1]

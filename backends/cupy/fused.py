@@ -20,7 +20,7 @@ from multigemm.cuda.device import to_device
 from multigemm.planning.fused import bind_sums, columns_of, products_spec
 from multigemm.planning.operands import ABSENT, TABLE, Operands, Packed, address_of, group_table, strides_of
 from multigemm.problem.fused import PICKED, Fused
-from multigemm.problem.spec import ProblemSpec
+from multigemm.problem.spec import FusedSpec, ProblemSpec
 
 FUSED = struct.Struct("<10q3d8i")
 SUM = struct.Struct("<15qd9i4x")
@@ -35,8 +35,10 @@ GATE_CODES = {
     "glu": 5,
 }
 """The activation of each gate (kernels/fused.cuh)."""
-SUM_THREADS = 256
+SUM_THREADS = 128
 """Of a block that sums columns of one row, at most."""
+SUM_AHEAD = (2, 4, 8)
+"""Rows that a thread may have under way at once."""
 
 
 def _is_wide(x: Tensor | None) -> bool:
@@ -103,7 +105,10 @@ def _vector(spec: ProblemSpec) -> int:
 
 def sum_source(spec: ProblemSpec) -> Source:
     """The kernel that sums rows of products."""
-    defines = (("Y_TYPE", TYPES[products_spec(spec).out.dtype]), ("WIDE", int(_vector(spec) > 1)))
+    terms = cast(FusedSpec, spec.fused).terms
+    ahead = min((n for n in SUM_AHEAD if n >= terms > 0), default=SUM_AHEAD[-1])
+    rows = TYPES[products_spec(spec).out.dtype]
+    defines = (("Y_TYPE", rows), ("WIDE", int(_vector(spec) > 1)), ("AHEAD", ahead))
     return Source("sum_rows.cu", "sum_rows", defines)
 
 

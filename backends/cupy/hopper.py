@@ -24,12 +24,12 @@ from multigemm.backends.cupy.config import COLUMNS, Config, stages_halves
 from multigemm.backends.cupy.fused import GATE_CODES, problem_argument
 from multigemm.backends.cupy.support import (
     hopper_plain_kind,
+    is_biased,
     is_swapped,
     packed_spec,
     pads_rows,
     picks_rows,
     picks_weights,
-    plain_kind,
     sends,
     words_of,
 )
@@ -109,7 +109,7 @@ def fused_layout_of(spec: ProblemSpec) -> FusedLayout | None:
     act = GATE_CODES[spec.activation] if gate and spec.activation else 0
     return FusedLayout(
         picks_rows(spec), picks_weights(spec), gate, act, bool(gate) and fused.preact is not None,
-        plain_kind(spec) > 0 and fused.row_scale is not None,
+        hopper_plain_kind(spec) > 0 and fused.row_scale is not None,
     )  # fmt: skip
 
 
@@ -139,6 +139,7 @@ class Layout(NamedTuple):
     staged: bool
     """Whether results lie in the staging as they are stored."""
     fused: FusedLayout | None = None
+    biased: bool = False
 
 
 def layout_of(spec: ProblemSpec) -> Layout:
@@ -146,19 +147,19 @@ def layout_of(spec: ProblemSpec) -> Layout:
     element = words_of(spec) or ("BFLOAT" if spec.compute == torch.bfloat16 else "")
     ragged, listed = spec.form == "jagged_k", spec.form == "per_group"
     plain, staged = hopper_plain_kind(spec), stages_halves(spec)
-    return Layout(element, roles(spec), ragged, listed, plain, staged, fused_layout_of(spec))
+    return Layout(element, roles(spec), ragged, listed, plain, staged, fused_layout_of(spec), is_biased(spec))
 
 
 def defines(layout: Layout, config: Config) -> tuple[tuple[str, int], ...]:
     """Dtype, layouts, whether the epilogue is plain, and the config."""
-    element, role, ragged, listed, plain, staged, _ = layout
+    element, role, ragged, listed, plain, staged, _, biased = layout
     operands = (element, 1) if element else ("BFLOAT", 0)
     return (
         operands, ("X_K", int(role.x_k)), ("W_K", int(role.w_k)),
         ("RAGGED_K", int(ragged)), ("LISTED", int(listed)),
         ("PLAIN", plain), ("ROWS", config.rows), ("STAGES", config.stages),
         ("CLUSTER", config.cluster), ("STEP", config.step), ("PINGPONG", int(config.pingpong)),
-        ("SHARED", config.shared_bytes(staged)),
+        ("SHARED", config.shared_bytes(staged)), *((("BIASED", 1),) if biased else ()),
     )  # fmt: skip
 
 

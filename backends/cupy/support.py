@@ -107,12 +107,24 @@ def sends(spec: ProblemSpec) -> bool:
     jagged_rows = spec.form in ("jagged_m", "jagged_n")
     known = spec.form != "per_group" and not (jagged_rows and (x.order != along or spec.total > MAX_ROWS))
     whole = spec.out.align == 16 and (columns or 1) % (16 // spec.out.dtype.itemsize) == 0
-    return known and plain_kind(spec) == 1 and whole
+    return known and plain_kind(unbiased(spec)) == 1 and whole
+
+
+def unbiased(spec: ProblemSpec) -> ProblemSpec:
+    """The spec without a bias that the Hopper kernel adds to sums in registers: of 16 bits, for the weight side."""
+    along_weights = spec.form in ("jagged_m", "batched", "masked") and not is_swapped(spec)
+    added = along_weights and spec.compute in HALVES and not spec.quantised
+    return replace(spec, bias=None) if added and spec.bias is not None else spec
+
+
+def is_biased(spec: ProblemSpec) -> bool:
+    """Whether the Hopper kernel's results are plain, but for such a bias."""
+    return plain_kind(spec) == 0 and plain_kind(unbiased(spec)) > 0
 
 
 def hopper_plain_kind(spec: ProblemSpec) -> int:
     """As `plain_kind`, of the Hopper kernel: plain results of 4 bytes are those that the copy engine stores."""
-    return plain_kind(spec) if spec.compute in HALVES or not words_of(spec) else int(sends(spec))
+    return plain_kind(unbiased(spec)) if spec.compute in HALVES or not words_of(spec) else int(sends(spec))
 
 
 def pads_rows(spec: ProblemSpec) -> bool:

@@ -46,14 +46,14 @@ def _wide(dtype):
 # --- a counting sort of pairs by expert -------------------------------------------------------------
 #
 # Where a pair goes is a count: of the pairs with a smaller expert, and of those with the same expert before it. Pairs
-# that fit one block count each other; else each block counts its experts, one program adds up, and each block counts
-# among its own.
+# that fit one block count each other; else each block counts its experts, programs add up a few experts each, and each
+# block counts among its own.
 
 MOST_EXPERTS = 1023
 SORT_BLOCK = 256  # counting a block costs its square
 WIDE_SORT_BLOCK = 1024
-COUNTS_TILE = 8192  # counts that one program adds up at a time
-MOST_COUNTS = 64 * COUNTS_TILE
+START_EXPERTS, START_BLOCKS = 16, 128  # experts whose counts one program adds up, and blocks of them at a time
+MOST_COUNTS = 1 << 19
 
 
 @triton.jit
@@ -124,25 +124,27 @@ def _count_kernel(pairs, counts, total, experts, SIZE: tl.constexpr, BINS: tl.co
     at = block.to(tl.int64) * SIZE + tl.arange(0, SIZE)
     live = at < total
     found = tl.histogram(_known(pairs, at, live, experts), BINS, mask=live)
-    tl.store(counts + block.to(tl.int64) * BINS + tl.arange(0, BINS), found)
+    tl.store(counts + block.to(tl.int64) * BINS + tl.arange(0, BINS), tl.cumsum(found, 0))
 
 
 @triton.jit(do_not_specialize=["blocks", "experts"])
-def _start_kernel(counts, ends, blocks, experts, ROWS: tl.constexpr, BINS: tl.constexpr):
-    """counts[block, expert] becomes where the first of that expert's pairs in that block goes."""
-    bins, rows = tl.arange(0, BINS), tl.arange(0, ROWS)
-    total = tl.zeros((BINS,), dtype=tl.int32)
-    for first in range(0, blocks, ROWS):
-        at = (first + rows)[:, None] * BINS + bins[None, :]
-        total += tl.sum(tl.load(counts + at, mask=(first + rows < blocks)[:, None], other=0), 0)
-    last = tl.cumsum(total, 0)
-    tl.store(ends + bins, last, mask=bins < experts)
-    start = last - total
+def _start_kernel(counts, ends, blocks, experts, ROWS: tl.constexpr, BINS: tl.constexpr, PART: tl.constexpr):
+    """Behind counts[block, expert], of the block's pairs of this expert and of smaller ones: where the first of the
+    expert's pairs in the block goes. A program takes PART experts."""
+    bins, rows = tl.program_id(0) * PART + tl.arange(0, PART), tl.arange(0, ROWS)
+    start, last = tl.zeros((PART,), dtype=tl.int32), tl.zeros((PART,), dtype=tl.int32)
     for first in range(0, blocks, ROWS):
         at = (first + rows)[:, None] * BINS + bins[None, :]
         live = (first + rows < blocks)[:, None]
-        found = tl.load(counts + at, mask=live, other=0)
-        tl.store(counts + at, start[None, :] + tl.cumsum(found, 0) - found, mask=live)
+        start += tl.sum(tl.load(counts + at - 1, mask=live & (bins > 0)[None, :], other=0), 0)
+        last += tl.sum(tl.load(counts + at, mask=live, other=0), 0)
+    tl.store(ends + bins, last, mask=bins < experts)
+    for first in range(0, blocks, ROWS):
+        at = (first + rows)[:, None] * BINS + bins[None, :]
+        live = (first + rows < blocks)[:, None]
+        smaller = tl.load(counts + at - 1, mask=live & (bins > 0)[None, :], other=0)
+        found = tl.load(counts + at, mask=live, other=0) - smaller
+        tl.store(counts + blocks * BINS + at, start[None, :] + tl.cumsum(found, 0) - found, mask=live)
         start += tl.sum(found, 0)
 
 
@@ -157,8 +159,8 @@ def _move_kernel(pairs, starts, order, inverse, rows, total, experts, K: tl.cons
     lane = tl.arange(0, SIZE)
     live = first + lane < total
     expert = _known(pairs, first + lane, live, experts)
-    start = tl.load(starts + block.to(tl.int64) * BINS + expert, mask=live, other=0)
-    to = start + _ahead(pairs, expert, first, lane, total, experts, False, SIZE, 32)
+    start = tl.load(starts + (tl.num_programs(0) + block) * BINS + expert, mask=live, other=0)
+    to = start + _ahead(pairs, expert, first, lane, total, experts, False, SIZE, 64)
     if ORDER:
         tl.store(order + to, (first + lane).to(tl.int64), mask=live)
     tl.store(inverse + first + lane, to.to(inverse.dtype.element_ty), mask=live)
@@ -214,7 +216,7 @@ def weights_ahead(weights, stacked, pairs):
 
 
 def sort_steps(pairs, order, inverse, ends, counts, rows=None, top_k=0, ahead=None):
-    """`counts` [blocks, bins] is used where there are several blocks; `rows` (int32) receives the pairs' tokens.
+    """`counts` (`sort_scratch`) is used where there are several blocks; `rows` (int32) receives the pairs' tokens.
 
     `order` may be None; `inverse` is int32 or int64. `ahead`: what few pairs' sort fetches besides (`weights_ahead`).
     """
@@ -230,12 +232,13 @@ def sort_steps(pairs, order, inverse, ends, counts, rows=None, top_k=0, ahead=No
         told |= {"pairs": pairs, "ends": ends, "weights": pairs, "LINES": AHEAD_LINES, **fetched}
         return [(_one_block_kernel, (1 + programs,), 4, told)]
     starts = {
-        "counts": counts, "ends": ends, "blocks": blocks, "experts": experts, "ROWS": COUNTS_TILE // bins, "BINS": bins,
+        "counts": counts, "ends": ends, "blocks": blocks, "experts": experts, "ROWS": START_BLOCKS, "BINS": bins,
+        "PART": START_EXPERTS,
     }  # fmt: skip
     return [
         (_count_kernel, (blocks,), 4, {"pairs": pairs, "counts": counts, **known}),
-        (_start_kernel, (1,), 8, starts),
-        (_move_kernel, (blocks,), 4, {"pairs": pairs, "starts": counts, **told}),
+        (_start_kernel, (bins // START_EXPERTS,), 8, starts),
+        (_move_kernel, (blocks,), 8, {"pairs": pairs, "starts": counts, **told}),
     ]
 
 
@@ -244,8 +247,7 @@ def sort_by_expert(pairs, experts):
     pairs, total = pairs.contiguous(), pairs.shape[0]
     order, inverse = (torch.empty(total, dtype=torch.int64, device=pairs.device) for _ in range(2))
     ends = torch.empty(experts, dtype=torch.int32, device=pairs.device)
-    shape = (0, 0) if total <= SORT_BLOCK else sort_blocks(total, experts)[:2]
-    counts = torch.empty(shape, dtype=torch.int32, device=pairs.device)
+    counts = torch.empty(sort_scratch(total, experts)[1] // 4, dtype=torch.int32, device=pairs.device)
     _run(pairs, *sort_steps(pairs, order, inverse, ends, counts))
     return order, inverse, ends
 
@@ -258,8 +260,7 @@ def sort_pairs(index, experts, order=None, up=None, stacked=False):
     index, total = index.contiguous(), index.numel()
     ahead = None if up is None else weights_ahead(up, stacked, total)
     rows, place, ends = (torch.empty(n, dtype=torch.int32, device=index.device) for n in (total, total, experts))
-    shape = (0, 0) if total <= SORT_BLOCK else sort_blocks(total, experts)[:2]
-    counts = torch.empty(shape, dtype=torch.int32, device=index.device)
+    counts = torch.empty(sort_scratch(total, experts)[1] // 4, dtype=torch.int32, device=index.device)
     _run(index, *sort_steps(index, order, place, ends, counts, rows, index.shape[1], ahead))
     return rows, place.view(index.shape), ends
 
@@ -436,7 +437,7 @@ def sort_scratch(pairs, experts):
     if pairs <= SORT_BLOCK:
         return 0, 0
     blocks, bins, _ = sort_blocks(pairs, experts)
-    return 8 * pairs, 4 * blocks * bins
+    return 8 * pairs, 2 * 4 * blocks * bins
 
 
 def arrival_steps(index, x, parts):

@@ -161,6 +161,8 @@ def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
         return ("triton", "numba", "cupy") if few_columns or weights_by_rows else by_dtype(c)
     if c.dtype not in ("float16", "bfloat16"):
         return by_dtype(c)
+    if "+combine" in c.precision and _of_hopper(c):
+        return "cupy", "triton"
     k = c.total / max(c.groups, 1) if c.form == "jagged_k" else c.k or 0
     long = k >= LONG_K and c.rows >= MANY_ROWS
     found = ("cupy", "triton") if long and not c.unaligned else ("triton", "cupy")
@@ -172,7 +174,9 @@ def _of_hopper(c: ProblemClass) -> bool:
     """What cupy's kernels for Hopper take of quantised and of fused operands. For others its kernels are slower than
     Triton's, for quantised ones 10 to 40 times (H200, 2026-11-22); weights by wgmma are not measured yet. A layer's
     first product takes 0.93 and 0.98 of Triton's time at 64 tokens (Qwen3-30B, Mixtral); at 4096 the gate's kernel and
-    the step that gathers, measured apart, add up to 0.65 to 0.92 (gpt-oss-20b, Mixtral, Qwen3-30B; 2026-11-23)."""
+    the step that gathers, measured apart, add up to 0.65 to 0.92 (gpt-oss-20b, Mixtral, Qwen3-30B; 2026-11-23). A
+    layer of 1 token takes with both products by cupy 0.76 (Mixtral) to 0.97 (DeepSeek-V3) of the time with Triton's,
+    one of 16 or 64 tokens 0.97 to 1.03 (four layers, 2026-11-23)."""
     if c.unaligned or c.form == "per_group":
         return False
     if not c.quantised:

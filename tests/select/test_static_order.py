@@ -117,3 +117,11 @@ def test_no_single_backend_does_as_well() -> None:
     for name in BACKENDS:
         alone = [r.regret((name,)) for r in rankings() if name in r.us]
         assert geomean(alone) > own + 0.02
+
+
+def test_products_whose_rows_are_summed_go_to_cupy_where_its_fast_kernel_takes_them() -> None:
+    """The second product of a layer of experts with one token."""
+    layer = "jagged_m g128 m* n2048 k768 t8 bfloat16/row bfloat16/{} bfloat16/row {} device-sizes"
+    assert static_order(class_from(layer.format("col", "ieee+combine"))) == ("cupy", "triton")
+    assert static_order(class_from(layer.format("col", "ieee"))) == ("triton", "cupy")
+    assert static_order(class_from(layer.format("strided", "ieee+combine"))) == ("triton", "cupy")

@@ -46,6 +46,43 @@ __device__ __forceinline__ Target target_of(const Problem& p, const Launch& l, c
     return r;
 }
 
+#if BIASED
+// alpha * acc + bias, of the columns that a thread holds: two, or with PINGPONG two in either half of its registers. They are
+// asked for before the products, which take longer than the answer.
+struct Bias {
+    static constexpr int PARTS = PINGPONG ? 2 : 1;
+    float of[PARTS][2];
+
+    __device__ __forceinline__ void load(const Problem& p, const Tile& t, u32 rank, int half) {
+        const int tid = threadIdx.x & 127;
+        const i64 first = first_column(t, rank, PINGPONG ? 0 : half) + own_column(0, tid >> 5, tid & 31);
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const i64 column = first + part * 64 + i * NEXT_COLUMN;
+                const i64 at = t.group * p.bias.group + column * p.bias.col;
+                of[part][i] = column < p.n ? load_as<float>(p.bias.ptr + at * size_of(p.bias_type), p.bias_type) : 0.0f;
+            }
+    }
+    __device__ __forceinline__ void add(const Problem& p, const Tile& t, float (&d)[ACCUMULATORS]) const {
+        const float alpha = float(p.alpha);
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+            for (int i = 0; i < ROWS / 8; ++i) {
+                if (i * 8 >= t.rows) continue;
+                float* const v = d + part * (ROWS / 2) + i * 4;
+#pragma unroll
+                for (int e = 0; e < 4; ++e) v[e] = __fadd_rn(__fmul_rn(v[e], alpha), of[part][e >> 1]);     // rounded twice, as `linear` does
+            }
+    }
+};
+#endif
+
+// What plain sums are still to be multiplied with.
+__device__ __forceinline__ float factor(const Problem& p) { return BIASED ? 1.0f : float(p.alpha); }
+
 #if PLAIN
 // Jagged k: results of groups without any k are alpha * 0, which a warp with nothing else to do writes.
 __device__ __forceinline__ void zero_idle_groups(const Problem& p, const Launch& l) {
@@ -146,7 +183,7 @@ struct Late {
 
     __device__ __forceinline__ void keep(const Problem& p, const Tile& t, i64 col, const float (&d)[ACCUMULATORS]) {
 #pragma unroll
-        for (int q = 0; q < ACCUMULATORS / 32; ++q) pack_rows(pair + q * 16, d + q * 32, float(p.alpha));
+        for (int q = 0; q < ACCUMULATORS / 32; ++q) pack_rows(pair + q * 16, d + q * 32, factor(p));
         to = results_of(p, t, col);
     }
     __device__ __forceinline__ void send(const Maps& maps, int half, u32 staging) {
@@ -162,7 +199,7 @@ __device__ __forceinline__ void send_tile(const Problem& p, const Maps& maps, co
         const int r0 = q % (ROWS / 64) * 64, right = q >= ROWS / 64 ? 64 : 0;
         if (r0 >= t.rows) continue;
         u32 pair[16];
-        pack_rows(pair, d + q * 32, float(p.alpha));
+        pack_rows(pair, d + q * 32, factor(p));
         Results to = results_of(p, t, first_column(t, rank, PINGPONG ? 0 : half) + right);
         to.rows -= r0;
         to.send(maps, half, staging, pair);
@@ -175,7 +212,7 @@ __device__ __forceinline__ void send_tile(const Problem& p, const Maps& maps, co
 // need not turn, but where a row begins is no multiple of anything, so lines of 64 leave as pairs.
 __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, const Tile& t, u32 rank, int half, u32 staging, float (&d)[ACCUMULATORS]) {
     const int tid = threadIdx.x & 127, lane = tid & 31, warp = tid >> 5;
-    const float alpha = float(p.alpha);
+    const float alpha = factor(p);
     const int skip = rows_to_skip(p, t);
     const i64 col = first_column(t, rank, PINGPONG ? 0 : half);
     const int low = (lane >> 3) & 1, high = lane >> 4, line = lane & 7;      // of the 8 x 8 blocks, and the line in one
@@ -426,6 +463,10 @@ __device__ __forceinline__ void consume(const Given& p, const Launch& l, const M
             continue;
         }
         if (PINGPONG && number > 0) wait_for_other(half);
+#if BIASED
+        Bias bias;
+        bias.load(p, t, rank, half);
+#endif
         Sum d[ACCUMULATORS];
         clear(d);
         if (blocks > 0) {
@@ -438,6 +479,9 @@ __device__ __forceinline__ void consume(const Given& p, const Launch& l, const M
         } else if (PINGPONG) {
             let_other(half);
         }
+#if BIASED
+        bias.add(p, t, d);
+#endif
 #if ROW_SCALED
         scale_rows(p, t, d);
 #endif

@@ -6,7 +6,7 @@
 //
 // Compile-time choices: BFLOAT, X_K and W_K (is k the contiguous direction of the row side, of the weight
 // side), RAGGED_K (the jagged extent is k), LISTED (a tensor map per group), PLAIN (the result is
-// alpha * acc in the operands' type; else any epilogue), ROWS, STAGES, CLUSTER, STEP (of n), PINGPONG, SHARED. Of fused problems
+// alpha * acc in the operands' type, BIASED: + bias; else any epilogue), ROWS, STAGES, CLUSTER, STEP (of n), PINGPONG, SHARED. Of fused problems
 // FUSED, and what they ask for: GATHER (rows are picked by index), GATE with ACT and PREACT.
 #define HALVES_LAST (CLUSTER == 2)
 #ifndef GATHER

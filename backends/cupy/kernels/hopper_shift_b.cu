@@ -247,9 +247,16 @@ __device__ __forceinline__ void consume_shifted(const Problem& p, const Launch& 
     for (int number = 0;; ++number) {
         const Tile t = take_tile(s, number, ~0u);
         if (t.n == STOP) break;
+#if BIASED
+        Bias bias;
+        bias.load(p, t, rank, half);
+#endif
         float d[ROWS / 2];
         clear(d);
         if (t.n > 0 && t.k_len > 0) taker.multiply(r, place_of(lines_of(p, l, e, maps, t), int(first_column(t, rank, 0)), half), stages, t, half, d);
+#if BIASED
+        bias.add(p, t, d);
+#endif
         finish_tile(p, l, t, rank, half, staging, d);
     }
 }

@@ -19,6 +19,9 @@
 #ifndef GATE
 #define GATE 0                      // hopper.cu: how a gate's columns come, see gated.cuh
 #endif
+#ifndef BIASED
+#define BIASED 0                    // hopper.cu: plain results, after a bias of each column
+#endif
 #ifndef ROW_SCALED
 #define ROW_SCALED 0                // hopper.cu: plain results, each row times a number
 #endif

@@ -2,7 +2,8 @@
 // sorted places, of the rows y[order[at]] whose place is r, ascending. An index that means no row, or one that no group
 // owns, adds nothing: neither the row nor its weight is read.
 //
-// Y is the type of the rows, which lie one behind the other; a block sums columns of one row, VECTOR of them per thread.
+// Y is the type of the rows, which lie one behind the other; a block sums columns of one row, VECTOR of them per thread, and a
+// thread has AHEAD of them under way.
 #include "epilogue.cuh"
 
 #if Y_TYPE == 4
@@ -10,9 +11,9 @@ typedef double Acc;
 #else
 typedef float Acc;
 #endif
-constexpr int SIZE = size_of(Y_TYPE), MOST_THREADS = 256, AHEAD = 8;
+constexpr int SIZE = size_of(Y_TYPE), MOST_THREADS = 128;
 // Blocks of a multiprocessor: a block waits for its indices and then for its rows, and others have to fill that time.
-constexpr int RESIDENT = SIZE == 2 ? 3 : 2;
+constexpr int RESIDENT = SIZE != 2 || !WIDE ? 5 : AHEAD > 4 ? 8 : 12;
 constexpr int VECTOR = WIDE ? 16 / SIZE : 1;
 
 // Field by field as `SUM` in fused.py.
@@ -82,51 +83,34 @@ __device__ __forceinline__ i64 first_from(const Sum& s, i64 row) {
     return low;
 }
 
-// AHEAD numbers from `at` on, as far as `wanted`: loads without a branch between them are on their way at once.
-template <class To, class From, class Wanted> __device__ __forceinline__ void load_some(To (&to)[AHEAD], const From* from, i64 at, Wanted wanted) {
-#pragma unroll
-    for (int j = 0; j < AHEAD; ++j)
-        if (wanted(j)) to[j] = To(from[at + j]);
+// The row that number `at` names, or -1.
+__device__ __forceinline__ int row_at(const Sum& s, i64 at, const Owned& owned) {
+    const i64 row = s.order ? s.order[at] : read_index(s.index, s.index64, at);
+    return row >= owned.first && row < owned.end ? int(row) : -1;
 }
 
-// The same of weights; TYPE: theirs, if it is known here.
-template <int TYPE, class Wanted> __device__ __forceinline__ void load_weights(Acc (&to)[AHEAD], const char* from, i64 at, Wanted wanted, int type) {
-#pragma unroll
-    for (int j = 0; j < AHEAD; ++j)
-        if (wanted(j)) to[j] = load_as<Acc>(from + (at + j) * size_of(type), TYPE ? TYPE : type);
-}
-
-// The rows that the index names from `first` on.
-__device__ __forceinline__ void add_rows(const Sum& s, const char* y, i64 first, i64 end, Acc (&sum)[VECTOR]) {
+// The rows that the index names from `first` on. Each lane of a warp reads the number and the weight of one of AHEAD rows, and
+// all lanes get them from it; then the loads of the rows are on their way at once.
+__device__ __forceinline__ void add_rows(const Sum& s, const char* y, bool inside, i64 first, i64 end, Acc (&sum)[VECTOR]) {
     const i64 pitch = s.columns * SIZE;
-    Owned owned = {0, 0};
+    const Owned owned = owned_rows(s);
 #pragma unroll 1
     for (i64 at = first; at < end; at += AHEAD) {
-        i64 token[AHEAD];
+        const i64 mine = at + (threadIdx.x & (AHEAD - 1));
+        const int own_row = mine < end ? row_at(s, mine, owned) : -1;
+        Acc own_weight = 1;
+        if (s.weights && own_row >= 0) own_weight = load_as<Acc>(s.weights + mine * size_of(s.weights_type), s.weights_type);
         Piece piece[AHEAD];
-        Acc weight[AHEAD];
 #pragma unroll
-        for (int j = 0; j < AHEAD; ++j) token[j] = -1, weight[j] = 1;
-        const auto named = [&](int j) { return at + j < end; };
-        if (s.order) load_some(token, s.order, at, named);
-        else if (s.index64) load_some(token, (const i64*)s.index, at, named);
-        else load_some(token, (const int*)s.index, at, named);
-        if (at == first) owned = owned_rows(s);     // while the index is on its way
-#pragma unroll
-        for (int j = 0; j < AHEAD; ++j)
-            if (token[j] < owned.first || token[j] >= owned.end) token[j] = -1;
-#pragma unroll
-        for (int j = 0; j < AHEAD; ++j)
-            if (token[j] >= 0) piece[j].load(y + token[j] * pitch);
-        const auto there = [&](int j) { return token[j] >= 0; };
-        if (s.weights) {
-            if (s.weights_type == F32) load_weights<F32>(weight, s.weights, at, there, F32);
-            else if (s.weights_type == Y_TYPE) load_weights<Y_TYPE>(weight, s.weights, at, there, Y_TYPE);
-            else load_weights<NONE>(weight, s.weights, at, there, s.weights_type);
+        for (int j = 0; j < AHEAD; ++j) {
+            const int row = __shfl_sync(~0u, own_row, j);
+            if (row >= 0 && inside) piece[j].load(y + row * pitch);
         }
 #pragma unroll
-        for (int j = 0; j < AHEAD; ++j)
-            if (token[j] >= 0) piece[j].add_to(sum, weight[j]);
+        for (int j = 0; j < AHEAD; ++j) {
+            const Acc weight = __shfl_sync(~0u, own_weight, j);
+            if (__shfl_sync(~0u, own_row, j) >= 0) piece[j].add_to(sum, weight);
+        }
     }
 }
 
@@ -137,13 +121,13 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, RESIDENT) sum_rows(co
 #endif
     const u32 block = blockIdx.x, across = s.across;
     const i64 row = block / across, column = i64((block % across) * blockDim.x + threadIdx.x) * VECTOR;
-    if (column >= s.columns) return;
     Acc sum[VECTOR];
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) sum[i] = 0;
     const char* const y = s.y + column * SIZE;
     const i64 first = s.order ? first_from(s, row) : row * s.terms, end = s.order ? first_from(s, row + 1) : first + s.terms;
-    add_rows(s, y, first, end, sum);
+    add_rows(s, y, column < s.columns, first, end, sum);
+    if (column >= s.columns) return;
     char* const out = s.out + (row * s.out_row + column * s.out_col) * size_of(s.out_type);
     if (s.c) {
 #pragma unroll

@@ -319,6 +319,49 @@ def unaligned_problem(seed: int) -> GroupedGemmProblem:
     return GroupedGemmProblem(operand(groups, m, k), b, **valid)
 
 
+def biased_problem(seed: int) -> GroupedGemmProblem:
+    """Whole numbers, a bias of each column in either dtype and with any strides; in some also a number of each row.
+    Results are such as the copy engine stores, and others."""
+    rng = np.random.default_rng(seed)
+    form, dtype = ("jagged_m", "batched", "masked")[seed % 3], torch.bfloat16 if seed % 4 else torch.float16
+    groups, m = int(rng.integers(1, 5)), int(rng.integers(1, 200))
+    n, k = int(rng.choice([8 * rng.integers(1, 40), rng.integers(1, 300)])), 8 * int(rng.integers(1, 30))
+    sizes = rng.choice([0, 1, 7, 8, 60, 129, 200], groups).tolist()
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.from_numpy(rng.integers(-7, 8, shape).astype(np.float32))
+
+    rows = (sum(sizes),) if form == "jagged_m" else (groups, m)
+    options: dict[str, Any] = {"sizes": sizes} if form == "jagged_m" else {}
+    if form == "masked":
+        options["valid_rows"] = rng.integers(0, m + 1, groups).tolist()
+    if form != "batched" and rng.integers(2):
+        options["row_scale"] = torch.exp2(numbers(*rows).clamp(-3, 0))
+    bias = numbers(groups, 2 * n).to((dtype, torch.float32)[int(rng.integers(2))])
+    bias = bias[:, ::2] if rng.integers(2) else bias[0, :n]
+    b = numbers(groups, n, k).to(dtype).mT if rng.integers(2) else numbers(groups, k, -(-n // 8) * 8).to(dtype)[..., :n]
+    return GroupedGemmProblem(numbers(*rows, k).to(dtype), b, bias=bias, alpha=float(rng.choice([1, -0.5])), **options)
+
+
+BIASED = (
+    Config("hopper", rows=64, stages=3, cluster=2),
+    Config("hopper", rows=64, stages=4, cluster=1, pingpong=True),
+    Config("hopper", rows=192, stages=3, cluster=1, step=32),
+)
+
+
+@pytest.mark.parametrize("config", BIASED, ids=lambda c: f"{c.rows}x{c.cluster}{'-turns' * c.pingpong}")
+def test_a_bias_is_added_to_sums_in_registers(config: Config) -> None:
+    """As an epilogue of any kind would add it: to the last bit."""
+    stored = set[bool]()
+    for seed in range(PROBLEMS):
+        problem = biased_problem(seed)
+        assert configs.is_valid(config, problem.spec) and support.is_biased(problem.spec)
+        _is_right(problem, config)
+        stored.add(support.sends(problem.spec))
+    assert stored == {True, False}
+
+
 @pytest.mark.parametrize(
     "config", [configs.SHIFT_B, configs.SHIFT_B_MIDDLE, configs.SHIFT_B_NARROW], ids=lambda c: str(c.rows)
 )

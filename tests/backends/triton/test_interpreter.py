@@ -267,7 +267,7 @@ def test_lists_of_too_many_tiles_are_searched_on_the_device(monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     ("pairs", "experts"),
-    [(1, 1), (5, 3), (256, 128), (257, 7), (512, 300), (513, 7), (1500, 1023), (3000, 16)],
+    [(1, 1), (5, 3), (256, 128), (257, 7), (512, 300), (513, 7), (1500, 1023), (3000, 16), (33000, 40)],
 )
 def test_the_counting_sort_is_a_stable_sort(pairs: int, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -176,6 +176,8 @@ template <class T> T __ldg(const T* p) { return *p; }
 inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
 inline unsigned __float_as_uint(float x) { unsigned y; memcpy(&y, &x, 4); return y; }
 inline float __uint_as_float(unsigned x) { float y; memcpy(&y, &x, 4); return y; }
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fmul_rn(float x, float y) { return x * y; }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) { return unsigned((((unsigned long long)high << 32) | low) >> (by & 31)); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
     const unsigned long long both = (unsigned long long)b << 32 | a;
