@@ -14,7 +14,7 @@ Problems that are to be batch invariant know no ranking: `by_dtype` names one ba
 A choice, once made, stays: in this process by any of the rules, on disk by rule 3. Ranks of a process group, which have
 to choose alike, go by rules 1 and 4, as does everyone where MULTIGEMM_MEASURE=0 forbids rules 2 and 3.
 
-The evidence for the static order are the reports in `benchmarks/results/`: 1205 rankings of four backends on an H100
+The evidence for the static order are the reports in `benchmarks/results/`: 1385 rankings of four backends on an H100
 and an H200. Beside the fastest of each, the first of the order takes 1.03 times as long in the geometric mean, and the
 order names the fastest of each. `tests/select/test_static_order.py` holds it to the reports: change a line, and run it.
 """
@@ -42,6 +42,10 @@ LESS_BUSY = 0.8
 slower, since a caller who waits for the device has the rest of the time for work of his own."""
 LONG_K, MANY_ROWS = 1024, 128
 """From both on, 16-bit kernels of CuPy lead those of Triton: a slower start of each tile, and a faster main loop."""
+FEW_ROWS = 16
+"""Up to so many rows per group, CuPy's 16-bit kernels lead Triton's: both wait for the weights."""
+BATCH_ROWS = 32
+"""Of a batch, from which cuBLAS is expected to be fastest in 16 bits."""
 TILE_ROWS, TILE_COLUMNS = 256, 128
 """Of 16-bit kernels, as a rule."""
 FEW_GROUPS = 8
@@ -142,10 +146,20 @@ def static_order(c: ProblemClass) -> tuple[str, ...]:
     own = _own_kernels(c)
     if c.where == ON_DEVICE:
         return own
-    batch = c.where == EQUAL or c.form == "batched" or (c.form == "per_group" and None not in (c.n, c.k))
-    if (batch and c.dtype != "int8") or (c.dtype == "float32" and c.groups <= FEW_GROUPS):
+    if (_is_batch(c) and c.dtype != "int8") or (c.dtype == "float32" and c.groups <= FEW_GROUPS):
         return "cublas", *own
     return *own, "cublas"
+
+
+def _is_batch(c: ProblemClass) -> bool:
+    """Whether cuBLAS takes all groups in one call, in 16 bits with rows enough for its tiles.
+
+    Not of equal jagged columns in 16 bits: 1.9 and 4.3 times the time of the fastest kernel (H200, 2026-11-23).
+    """
+    alike = c.where == EQUAL or c.form == "batched" or (c.form == "per_group" and None not in (c.n, c.k))
+    if not alike or c.dtype not in ("float16", "bfloat16"):
+        return alike
+    return c.form != "jagged_n" and c.rows >= BATCH_ROWS
 
 
 def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
@@ -165,7 +179,8 @@ def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
         return "cupy", "triton"
     k = c.total / max(c.groups, 1) if c.form == "jagged_k" else c.k or 0
     long = k >= LONG_K and c.rows >= MANY_ROWS
-    found = ("cupy", "triton") if long and not c.unaligned else ("triton", "cupy")
+    few = c.form in ("jagged_m", "masked", "batched") and c.rows <= FEW_ROWS
+    found = ("cupy", "triton") if (long or few) and not c.unaligned else ("triton", "cupy")
     tiles = c.groups * math.ceil(c.rows / TILE_ROWS) * math.ceil((c.n or c.rows) / TILE_COLUMNS)
     return (*found, "numba") if long and tiles <= FITTED_PROCESSORS else found
 

@@ -70,7 +70,7 @@ def regrets(which: Callable[[Ranked], bool]) -> list[float]:
 
 def test_the_reports_hold_enough_to_judge_by() -> None:
     assert len(rankings()) > 1000
-    assert sum(r.suite == UNTUNED for r in rankings()) == 540
+    assert sum(r.suite == UNTUNED for r in rankings()) == 720
 
 
 @pytest.mark.parametrize(
