@@ -120,8 +120,9 @@ def test_no_single_backend_does_as_well() -> None:
 
 
 def test_products_whose_rows_are_summed_go_to_cupy_where_its_fast_kernel_takes_them() -> None:
-    """The second product of a layer of experts with one token."""
-    layer = "jagged_m g128 m* n2048 k768 t8 bfloat16/row bfloat16/{} bfloat16/row {} device-sizes"
-    assert static_order(class_from(layer.format("col", "ieee+combine"))) == ("cupy", "triton")
-    assert static_order(class_from(layer.format("col", "ieee"))) == ("triton", "cupy")
-    assert static_order(class_from(layer.format("strided", "ieee+combine"))) == ("triton", "cupy")
+    """The second product of a layer of experts with one token, and with 1024."""
+    layer = "jagged_m g128 m* n2048 k768 t{} bfloat16/row bfloat16/{} bfloat16/row {} device-sizes"
+    for pairs in (8, 8192):
+        assert static_order(class_from(layer.format(pairs, "col", "ieee+combine"))) == ("cupy", "triton")
+        assert static_order(class_from(layer.format(pairs, "strided", "ieee+combine"))) == ("triton", "cupy")
+    assert static_order(class_from(layer.format(8192, "col", "ieee"))) == ("triton", "cupy")
