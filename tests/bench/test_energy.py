@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,31 +40,52 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
     return found
 
 
-def test_whole_steps_of_the_counter_count(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call takes 20 ms and 7 mJ, of which the counter knows every 100 ms; it stands in the middle of a step."""
-    clock, used = [0.0], [5_003.0]
+class Gpu:
+    """Runs what is queued, one after the other, at 700 W and else at none; its counter knows every 100 ms."""
 
-    def call() -> None:
-        clock[0] += 0.02
-        used[0] += 7
-        nvml.millijoules = int(used[0]) // 35 * 35
+    def __init__(self, nvml: Nvml, monkeypatch: pytest.MonkeyPatch, look_s: float = 0.0) -> None:
+        self.now, self.work, self._nvml, self._look_s = 0.0, list[tuple[float, float]](), nvml, look_s
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=self.record))
+        monkeypatch.setattr(machine.EnergyMeter, "joules", self.look)
 
-    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    def queue(self, seconds: float) -> None:
+        begin = max(self.now, self.work[-1][1] if self.work else 0.0)
+        self.work.append((begin, begin + seconds))
+
+    def record(self) -> SimpleNamespace:
+        end = self.work[-1][1]
+
+        def synchronize() -> None:
+            self.now = max(self.now, end)
+
+        return SimpleNamespace(synchronize=synchronize)
+
+    def look(self, meter: object = None) -> float:
+        step = self.now // 0.1 * 0.1
+        self.now += self._look_s
+        return 700 * math.fsum(max(0.0, min(end, step) - begin) for begin, end in self.work)
+
+
+@pytest.mark.parametrize("look_s", [0.0, 0.004])
+def test_whole_steps_of_the_counter_count(nvml: Nvml, monkeypatch: pytest.MonkeyPatch, look_s: float) -> None:
+    """A call of 2 ms back to back, whatever a look at the counter takes: between looks the device had been idle."""
+    gpu = Gpu(nvml, monkeypatch, look_s)
+    joules, us = machine.EnergyMeter(torch.device("cuda")).of_call(lambda: gpu.queue(0.002), us=2e3)
+    assert us == pytest.approx(2e3, rel=0.01) and joules == pytest.approx(1.4, rel=0.02)
+    assert 0.5 <= gpu.now <= 0.8
+
+
+def test_the_counter_has_millijoules(nvml: Nvml) -> None:
     nvml.millijoules = 4_970
-    joules, us = machine.EnergyMeter(torch.device("cuda")).of_call(call, us=2e4)
-    assert joules == pytest.approx(0.007) and us == pytest.approx(2e4)
-    assert 0.5 <= clock[0] <= 0.8
+    assert machine.EnergyMeter(torch.device("cuda")).joules() == 4.97
 
 
 def test_a_counter_that_stands_still_is_no_energy(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-
-    def call() -> None:
-        clock[0] += 0.5
-
-    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    gpu = Gpu(nvml, monkeypatch)
+    monkeypatch.setattr(machine.EnergyMeter, "joules", lambda meter: 1.0)
     with pytest.raises(LibraryError, match="did not move for 5 s"):
-        machine.EnergyMeter(torch.device("cuda")).of_call(call, us=5e5)
+        machine.EnergyMeter(torch.device("cuda")).of_call(lambda: gpu.queue(0.5), us=5e5)
 
 
 @pytest.mark.parametrize("broken", ["nvmlInit_v2", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetTotalEnergyConsumption"])
