@@ -112,14 +112,15 @@ def sends(spec: ProblemSpec) -> bool:
 
 def unbiased(spec: ProblemSpec) -> ProblemSpec:
     """The spec without a bias that the Hopper kernel adds to sums in registers: of 16 bits, for the weight side."""
+    if spec.bias is None or spec.compute not in HALVES or spec.quantised:
+        return spec
     along_weights = spec.form in ("jagged_m", "batched", "masked") and not is_swapped(spec)
-    added = along_weights and spec.compute in HALVES and not spec.quantised
-    return replace(spec, bias=None) if added and spec.bias is not None else spec
+    return replace(spec, bias=None) if along_weights else spec
 
 
 def is_biased(spec: ProblemSpec) -> bool:
     """Whether the Hopper kernel's results are plain, but for such a bias."""
-    return plain_kind(spec) == 0 and plain_kind(unbiased(spec)) > 0
+    return spec.bias is not None and plain_kind(spec) == 0 and plain_kind(unbiased(spec)) > 0
 
 
 def hopper_plain_kind(spec: ProblemSpec) -> int:

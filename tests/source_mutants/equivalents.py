@@ -69,9 +69,8 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ("hopper_shift_b.py", "line_pitch(STAGES))[:, None] + 0 * k", "line_pitch(STAGES))[:, None] - 0 * k",
      "zero either way"),
     ("hopper_shift_b.py", "- ahead)[None, :] + 0 * m", "- ahead)[None, :] - 0 * m", "zero either way"),
-    *((file, "tiles_n = (n + BN - 1) // BN", f"tiles_n = ({new}) // BN",
-       "all roles see a tile more behind the last column, which stores nothing")
-      for file in ("hopper.py", "hopper_shift_b.py") for new in ("n + BN", "n + BN + 1")),
+    *(("hopper_tiles.py", "tiles_n = (n + BN - 1) // BN", f"tiles_n = ({new}) // BN",
+       "all roles see a tile more behind the last column, which stores nothing") for new in ("n + BN", "n + BN + 1")),
     # CUDA C++
     ("load.cuh", "oldest = 0", "oldest = 1", "compared with multiples of 1024 only"),
     ("load.cuh", "- oldest) > 0", "- oldest) > 1", "a multiple of 1024 either way"),
