@@ -210,7 +210,7 @@ def banded_allocations(fill: int) -> Iterator[GuardBands]:
 
     def made(sizes: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
         size = _size_of(sizes) if sizes and options.keys() <= KNOWN else ()
-        if not size or 0 in size:
+        if not size or 0 in size or torch.device(options.get("device") or "cpu").type == "meta":
             return None
         return guard_bands.around(size, options.get("dtype") or torch.get_default_dtype(), options.get("device"))
 

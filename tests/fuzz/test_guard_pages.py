@@ -123,3 +123,12 @@ def test_right_kernels_do_not_notice_on_a_gpu(backend: str) -> None:
             for seed in range(4):
                 edge_of_memory(device_case, subject, outcome, seed)
             assert outcome.ok, outcome.findings
+
+
+def test_tensors_without_memory_get_no_bands() -> None:
+    """A backend that asks a meta tensor for strides while it binds was reported as failed."""
+    with banded_allocations(0xA5) as bands:
+        assert torch.empty((2, 3), dtype=torch.float16, device="meta").is_meta
+        assert torch.zeros(4, device=torch.device("meta")).is_meta
+        torch.empty(5)
+    assert len(bands.bands) == 2 and bands.written() == 0
