@@ -10,13 +10,15 @@ WORKERS := 3
 # of the cores, for each of them: threads of several that spin for one core hold each other up
 SHARE = $(shell echo $$(( ($$(nproc) + 1) / 2 )))
 
-.PHONY: demo test quick test-gpu check docs bench fuzz clean
+.PHONY: installed demo test quick test-gpu check docs bench fuzz clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
+
+installed: $(STAMP)  ## .venv alone
 
 demo: $(STAMP)  ## every backend solves and cross-checks one jagged problem, on whatever is here
 	MULTIGEMM_EMULATE=1 $(BIN)/python -m multigemm demo
