@@ -53,7 +53,7 @@ from multigemm.integrations.fused_experts import (
     product,
     summed_by_expert,
 )
-from multigemm.integrations.layer_ops import add_returned, copy_rows, sort_by_expert, triton_kernels
+from multigemm.integrations.layer_ops import add_returned, copy_rows, exchange_kernels, sort_by_expert, triton_kernels
 from multigemm.integrations.rank_agreement import Input, agree, explained
 from multigemm.problem.spec import bucket
 from multigemm.torch_internals import no_dynamo, pause_stream
@@ -320,7 +320,7 @@ class Departures:
         self._index, self._experts, self._chunks = index, experts, chunks
         self._ranks, self._here = group.size(), group.rank()
         self._each = max(expert_parallel.experts_per_rank(experts, self._ranks), 1)
-        self._kernels = triton_kernels() if index.is_cuda else None
+        self._kernels = exchange_kernels() if index.is_cuda else None
         self._found: Tensor
 
     def count(self, into: Tensor) -> None:

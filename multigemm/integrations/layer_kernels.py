@@ -22,24 +22,24 @@ from multigemm.planning.tiles import tiles_of
 from multigemm.problem.spec import bucket
 
 
-def _run(x, *steps):
+def run_steps(x, *steps):
     """Runs steps on the device of x."""
     with on_device_of(x):
         for kernel, grid, warps, values in steps:
             kernel[grid](**values, num_warps=warps)
 
 
-def _lined(x):
+def lined(x):
     """x with its elements of a row side by side."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _block(width, least, most):
+def columns_at_once(width, least, most):
     """Columns that a program takes at once."""
     return min(bucket(max(width, least)), most)
 
 
-def _wide(dtype):
+def wide_type(dtype):
     return tl.float64 if dtype is torch.float64 else tl.float32
 
 
@@ -248,7 +248,7 @@ def sort_by_expert(pairs, experts):
     order, inverse = (torch.empty(total, dtype=torch.int64, device=pairs.device) for _ in range(2))
     ends = torch.empty(experts, dtype=torch.int32, device=pairs.device)
     counts = torch.empty(sort_scratch(total, experts)[1] // 4, dtype=torch.int32, device=pairs.device)
-    _run(pairs, *sort_steps(pairs, order, inverse, ends, counts))
+    run_steps(pairs, *sort_steps(pairs, order, inverse, ends, counts))
     return order, inverse, ends
 
 
@@ -261,135 +261,8 @@ def sort_pairs(index, experts, order=None, up=None, stacked=False):
     ahead = None if up is None else weights_ahead(up, stacked, total)
     rows, place, ends = (torch.empty(n, dtype=torch.int32, device=index.device) for n in (total, total, experts))
     counts = torch.empty(sort_scratch(total, experts)[1] // 4, dtype=torch.int32, device=index.device)
-    _run(index, *sort_steps(index, order, place, ends, counts, rows, index.shape[1], ahead))
+    run_steps(index, *sort_steps(index, order, place, ends, counts, rows, index.shape[1], ahead))
     return rows, place.view(index.shape), ends
-
-
-# --- tokens to the ranks that hold their experts -----------------------------------------------------
-#
-# A token travels once to each rank that has an expert of it. Blocks of tokens count who goes where; then each block
-# adds up what goes before its own rows, which lie by chunk of tokens, by rank, by token.
-
-DEPARTURES_BLOCK = 256
-
-
-@triton.jit
-def _owners(index, block, length, tokens, experts, each, K: tl.constexpr, WIDE_K: tl.constexpr, SIZE: tl.constexpr):
-    """A block of a chunk: places in it, tokens, the rank of each expert [SIZE, WIDE_K] or -1; how many are none."""
-    lane = block * SIZE + tl.arange(0, SIZE)
-    token = tl.program_id(1).to(tl.int64) * length + lane
-    live = (lane < length) & (token < tokens)
-    j = tl.arange(0, WIDE_K)
-    there = live[:, None] & (j < K)[None, :]
-    expert = tl.load(index + token[:, None] * K + j[None, :], mask=there, other=0).to(tl.int64)
-    known = there & (expert >= 0) & (expert < experts)
-    owner = tl.where(known, tl.where(known, expert, 0).to(tl.int32) // each, -1)
-    return lane, token, owner, tl.sum((there & (owner < 0)).to(tl.int32))
-
-
-@triton.jit(do_not_specialize=["tokens", "length", "experts", "each", "here", "ranks", "blocks"])
-def _count_departures_kernel(index, message, counts, tokens, length, experts, each, here, ranks, blocks, stride,
-                             K: tl.constexpr, WIDE_K: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
-    block, chunk = tl.program_id(0), tl.program_id(1)
-    _, _, owner, unplaced = _owners(index, block, length, tokens, experts, each, K, WIDE_K, SIZE)
-    for rank in range(ranks):
-        hits = (owner == rank).to(tl.int32)
-        rows = tl.where(rank == here, 0, tl.sum(tl.max(hits, 1)))
-        tl.store(counts + (chunk * ranks + rank) * blocks + block, rows)
-        to = message + rank * stride
-        tl.atomic_add(to, unplaced.to(tl.int64), sem="relaxed")
-        tl.atomic_add(to + 1 + 2 * chunk, rows.to(tl.int64), sem="relaxed")
-        tl.atomic_add(to + 2 + 2 * chunk, tl.sum(hits).to(tl.int64), sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["tokens", "length", "experts", "each", "here", "ranks", "blocks"])
-def _lay_out_departures_kernel(index, counts, sent, place, tokens, length, experts, each, here, ranks, blocks,
-                               K: tl.constexpr, WIDE_K: tl.constexpr, SIZE: tl.constexpr,
-                               TILE: tl.constexpr):  # fmt: skip
-    block, chunk = tl.program_id(0), tl.program_id(1)
-    lane, token, owner, _ = _owners(index, block, length, tokens, experts, each, K, WIDE_K, SIZE)
-    before, reached = tl.full((), 0, tl.int64), 0
-    for rank in range(ranks):
-        mine = (chunk * ranks + rank) * blocks + block
-        for first in range(reached, mine, TILE):
-            at = first + tl.arange(0, TILE)
-            before += tl.sum(tl.load(counts + at, mask=at < mine, other=0))
-        reached = mine
-        goes = tl.max((owner == rank).to(tl.int32), 1)
-        goes = tl.where(rank == here, 0, goes)
-        to = before + tl.cumsum(goes, 0) - goes
-        tl.store(sent + to, token, mask=goes > 0)
-        tl.store(place + (chunk.to(tl.int64) * ranks + rank) * length + lane, tl.where(goes > 0, to, -1),
-                 mask=lane < length)  # fmt: skip
-
-
-def _departures(index, experts, each, here, chunks, ranks):
-    """The grid of both kernels, and what they share."""
-    tokens, top_k = index.shape
-    length = -(-tokens // chunks)
-    blocks = tiles_of(length, DEPARTURES_BLOCK)
-    values = {
-        "index": index, "tokens": tokens, "length": length, "experts": experts, "each": each, "here": here,
-        "ranks": ranks, "blocks": blocks, "K": top_k, "WIDE_K": bucket(top_k), "SIZE": DEPARTURES_BLOCK,
-    }  # fmt: skip
-    return (blocks, chunks), values
-
-
-def count_departures(index, experts, each, here, chunks, into):
-    """Adds to `into` [ranks, 1 + 2 chunks]: how many numbers are no experts, then rows and pairs of each chunk.
-
-    Returns how many rows of each block of tokens travel, which `lay_out_departures` takes.
-    """
-    index, ranks = index.contiguous(), into.shape[0]
-    grid, values = _departures(index, experts, each, here, chunks, ranks)
-    counts = torch.empty((chunks, ranks, grid[0]), dtype=torch.int32, device=index.device)
-    if index.numel():
-        values |= {"message": into, "stride": into.stride(0), "counts": counts}
-        _run(index, (_count_departures_kernel, grid, 4, values))
-    return counts
-
-
-def lay_out_departures(index, experts, each, here, chunks, counts):
-    """(the tokens of all rows that travel, with room for more; [chunks, ranks, tokens of a chunk] where each went)."""
-    index, ranks = index.contiguous(), counts.shape[1]
-    grid, values = _departures(index, experts, each, here, chunks, ranks)
-    place = torch.empty((chunks, ranks, values["length"]), dtype=torch.int64, device=index.device)
-    sent = torch.empty(place.numel(), dtype=torch.int64, device=index.device)
-    if index.numel():
-        values |= {"counts": counts, "sent": sent, "place": place, "TILE": 1024}
-        _run(index, (_lay_out_departures_kernel, grid, 4, values))
-    elif place.numel():
-        place.fill_(-1)
-    return sent, place
-
-
-@triton.jit
-def _copy_rows_kernel(x, y, rows, to_x, to_y, x_width, y_width, x_stride, y_stride, to_x_stride, to_y_stride,
-                      PICKED: tl.constexpr, BLOCK: tl.constexpr, Y_BLOCK: tl.constexpr):  # fmt: skip
-    """A part of a row of x, and the whole row of y."""
-    row = tl.program_id(0).to(tl.int64)
-    source = tl.load(rows + row).to(tl.int64) if PICKED else row
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(to_x + row * to_x_stride + cols, tl.load(x + source * x_stride + cols, mask=cols < x_width),
-             mask=cols < x_width)  # fmt: skip
-    if tl.program_id(1) == 0:
-        at = tl.arange(0, Y_BLOCK)
-        tl.store(to_y + row * to_y_stride + at, tl.load(y + source * y_stride + at, mask=at < y_width),
-                 mask=at < y_width)  # fmt: skip
-
-
-def copy_rows(sources, rows, to):
-    """Copies `rows` of a wide and of a narrow matrix, all of them where that is None."""
-    (x, y), (to_x, to_y) = map(_lined, sources), to
-    if not to_x.shape[0]:
-        return
-    block = _block(x.shape[1], 16, MOST_COLUMNS)
-    values = {
-        "x": x, "y": y, "rows": x if rows is None else rows, "to_x": to_x, "to_y": to_y, "x_width": x.shape[1],
-        "y_width": y.shape[1], "x_stride": x.stride(0), "y_stride": y.stride(0), "to_x_stride": to_x.stride(0),
-        "to_y_stride": to_y.stride(0), "PICKED": rows is not None, "BLOCK": block, "Y_BLOCK": bucket(y.shape[1]),
-    }  # fmt: skip
-    _run(x, (_copy_rows_kernel, (to_x.shape[0], tiles_of(x.shape[1], block)), _sum_warps(block), values))
 
 
 # --- rows to their experts --------------------------------------------------------------------------
@@ -444,7 +317,7 @@ def arrival_steps(index, x, parts):
     """Sorts the pairs of `index` [tokens, k] by expert and brings their rows: with few pairs in one kernel."""
     rows, inverse, ends, order = parts.rows, parts.inverse, parts.ends, parts.order
     pairs, experts, top_k, width = index.numel(), ends.shape[0], index.shape[1], x.shape[1]
-    block = _block(width, 16, MOST_COLUMNS)
+    block = columns_at_once(width, 16, MOST_COLUMNS)
     grid, common = (pairs, tiles_of(width, block)), {"width": width, "stride": x.stride(0), "K": top_k, "BLOCK": block}
     if pairs <= SORT_BLOCK:
         known = {"total": pairs, "experts": experts, "SIZE": SORT_BLOCK, "BINS": max(16, bucket(experts + 1))}
@@ -498,8 +371,8 @@ def _gate_backward_kernel(grad, x, dx, width, grad_stride, stride, GELU: tl.cons
 
 def _gate_grid(rows, width, dtype, gelu):
     """Grid and constants of either kernel."""
-    block = _block(width, 16, GATE_COLUMNS)
-    return (rows, tiles_of(width, block)), {"width": width, "GELU": gelu, "WIDE": _wide(dtype), "BLOCK": block}
+    block = columns_at_once(width, 16, GATE_COLUMNS)
+    return (rows, tiles_of(width, block)), {"width": width, "GELU": gelu, "WIDE": wide_type(dtype), "BLOCK": block}
 
 
 def gate_step(x, out, gelu):
@@ -510,21 +383,21 @@ def gate_step(x, out, gelu):
 
 def gated(x, gelu):
     """x [S, 2*I] -> [S, I]."""
-    x = _lined(x)
+    x = lined(x)
     out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype, device=x.device)
     if out.numel():
-        _run(x, gate_step(x, out, gelu))
+        run_steps(x, gate_step(x, out, gelu))
     return out
 
 
 def gated_backward(grad, x, gelu):
     """The gradient of x."""
-    x, grad = _lined(x), _lined(grad)
+    x, grad = lined(x), lined(grad)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if dx.numel():
         grid, values = _gate_grid(x.shape[0], x.shape[1] // 2, x.dtype, gelu)
         memory = {"grad": grad, "x": x, "dx": dx, "grad_stride": grad.stride(0), "stride": x.stride(0)}
-        _run(x, (_gate_backward_kernel, grid, 4, {**memory, **values}))
+        run_steps(x, (_gate_backward_kernel, grid, 4, {**memory, **values}))
     return dx
 
 
@@ -613,10 +486,10 @@ def pair_backward(gate, preact, dh, weights, ends, into=None):
             "preact": preact, "dh": dh, "weights": weights, "ends": ends, "dpreact": dpreact, "weighted": weighted,
             "dots": dots, "places": places, "MOVED": into is not None, "width": width, "experts": ends.shape[0],
             "g_at": g_at, "u_at": u_at, "step": step,
-            "KIND": gate.kind, "ALPHA": gate.alpha, "BETA": gate.beta, "LIMIT": gate.limit, "WIDE": _wide(preact.dtype),
-            "BLOCK": _block(width, 16, GATE_COLUMNS),
+            "KIND": gate.kind, "ALPHA": gate.alpha, "BETA": gate.beta, "LIMIT": gate.limit,
+            "WIDE": wide_type(preact.dtype), "BLOCK": columns_at_once(width, 16, GATE_COLUMNS),
         }  # fmt: skip
-        _run(dh, (_pair_backward_kernel, (count,), 4, values))
+        run_steps(dh, (_pair_backward_kernel, (count,), 4, values))
     return dpreact, weighted, dots
 
 
@@ -656,73 +529,43 @@ def _sum_backward_kernel(grad, rows, index, weights, drows, dweights, width, gra
         tl.store(dweights + token * K + j, tl.sum(dot).to(dweights.dtype.element_ty))
 
 
-def _sum_warps(block):
+def warps_for(block):
     return 4 if block > 256 else 1
 
 
 def sum_step(rows, index, weights, out, top_k):
     """Each token's weighted sum; all tensors contiguous along their last dimension."""
     width = rows.shape[1]
-    block = _block(width, 1, MOST_COLUMNS)
+    block = columns_at_once(width, 1, MOST_COLUMNS)
     values = {
         "rows": rows, "index": index, "weights": rows if weights is None else weights, "out": out, "width": width,
-        "stride": rows.stride(0), "K": top_k, "WEIGHTED": weights is not None, "WIDE": _wide(rows.dtype),
+        "stride": rows.stride(0), "K": top_k, "WEIGHTED": weights is not None, "WIDE": wide_type(rows.dtype),
         "BLOCK": block,
     }  # fmt: skip
-    return _sum_kernel, (out.shape[0], tiles_of(width, block)), _sum_warps(block), values
+    return _sum_kernel, (out.shape[0], tiles_of(width, block)), warps_for(block), values
 
 
 def weighted_sum(rows, index, weights, top_k):
     """out[t] = sum over j of weights[t, j] * rows[index[t * k + j]]."""
-    rows = _lined(rows)
+    rows = lined(rows)
     out = torch.empty(index.shape[0] // top_k, rows.shape[1], dtype=rows.dtype, device=rows.device)
     if out.numel():
         weights = None if weights is None else weights.contiguous()
-        _run(rows, sum_step(rows, index, weights, out, top_k))
+        run_steps(rows, sum_step(rows, index, weights, out, top_k))
     return out
 
 
 def weighted_sum_backward(grad, rows, index, weights):
     """(gradient of rows, gradient of weights); every row is the target of exactly one pair."""
-    grad, rows, weights = _lined(grad), _lined(rows), weights.contiguous()
+    grad, rows, weights = lined(grad), lined(rows), weights.contiguous()
     drows = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
     dweights = torch.zeros(weights.shape, dtype=weights.dtype, device=rows.device)
     if drows.numel():
-        block = _block(rows.shape[1], 1, MOST_COLUMNS)
+        block = columns_at_once(rows.shape[1], 1, MOST_COLUMNS)
         values = {
             "grad": grad, "rows": rows, "index": index, "weights": weights, "drows": drows, "dweights": dweights,
             "width": rows.shape[1], "grad_stride": grad.stride(0), "stride": rows.stride(0), "K": weights.shape[1],
-            "WIDE": _wide(rows.dtype), "BLOCK": block,
+            "WIDE": wide_type(rows.dtype), "BLOCK": block,
         }  # fmt: skip
-        _run(rows, (_sum_backward_kernel, (weights.shape[0],), _sum_warps(block), values))
+        run_steps(rows, (_sum_backward_kernel, (weights.shape[0],), warps_for(block), values))
     return drows, dweights
-
-
-@triton.jit
-def _add_returned_kernel(own, rows, place, out, width, ranks, each, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """One token: its own row and those that came home for it, by rank."""
-    token = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = cols < width
-    total = tl.load(own + token * width + cols, mask=live, other=0.0).to(WIDE)
-    for rank in range(ranks):
-        row = tl.load(place + (token // each * ranks + rank) * each + token % each)
-        here = cols < tl.where(row >= 0, width, 0)
-        total += tl.load(rows + row * width + cols, mask=here, other=0.0).to(WIDE)
-    tl.store(out + token * width + cols, total.to(out.dtype.element_ty), mask=live)
-
-
-def add_returned(own, rows, place):
-    """own [tokens, n] plus the rows [m, n] that `place` [chunks, ranks, tokens of a chunk] names; rounded once."""
-    own, rows = own.contiguous(), rows.contiguous()
-    out = torch.empty_like(own)
-    if out.numel():
-        width = own.shape[1]
-        block = _block(width, 16, MOST_COLUMNS)
-        values = {
-            "own": own, "rows": rows, "place": place.contiguous(), "out": out, "width": width, "ranks": place.shape[1],
-            "each": place.shape[2],
-            "WIDE": _wide(own.dtype), "BLOCK": block,
-        }  # fmt: skip
-        _run(own, (_add_returned_kernel, (own.shape[0], tiles_of(width, block)), _sum_warps(block), values))
-    return out

@@ -1,7 +1,8 @@
 """The small operators of a mixture-of-experts layer, which graphs can hold: a sort, a weighted sum, a gate.
 
-On a GPU with Triton each is a kernel or a few (layer_kernels.py); elsewhere it is made of torch's functions. Sums are
-formed in the accumulator's precision and rounded once, in a fixed order: the same call gives the same bits.
+On a GPU with Triton each is a kernel or a few (layer_kernels.py, exchange_kernels.py); elsewhere it is made of torch's
+functions. Sums are formed in the accumulator's precision and rounded once, in a fixed order: the same call gives the
+same bits.
 """
 
 from __future__ import annotations
@@ -68,6 +69,16 @@ def triton_kernels() -> Any:
     from multigemm.integrations import layer_kernels
 
     return layer_kernels
+
+
+@cache
+def exchange_kernels() -> Any:
+    """Those of layers on many ranks."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from multigemm.integrations import exchange_kernels
+
+    return exchange_kernels
 
 
 def _in_triton(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,7 +194,7 @@ def add_returned(own: Tensor, rows: Tensor, place: Tensor) -> Tensor:
 
     No operator: autograd does not see it.
     """
-    kernels = triton_kernels() if own.is_cuda else None
+    kernels = exchange_kernels() if own.is_cuda else None
     if kernels is not None:
         found: Tensor = kernels.add_returned(own, rows, place)
         return found
@@ -199,7 +210,7 @@ def copy_rows(sources: tuple[Tensor, Tensor], rows: Tensor | None, to: tuple[Ten
 
     No operator: autograd does not see it.
     """
-    kernels = triton_kernels() if sources[0].is_cuda else None
+    kernels = exchange_kernels() if sources[0].is_cuda else None
     if kernels is not None:
         kernels.copy_rows(sources, rows, to)
         return

@@ -123,14 +123,20 @@ class Experts(nn.Module):
         self.mesh: Any = None
         self.chunks = 1
         self.first = "gate_up_proj" if activation in GATED else "up_proj"
-        width = 2 * intermediate_size if activation in GATED else intermediate_size
-        for name, out, inner in ((self.first, width, hidden_size), ("down_proj", hidden_size, intermediate_size)):
-            shape = (inner, out) if stacked else (out, inner)
-            weight = torch.empty(num_experts, *shape, device=device, dtype=dtype)
-            self.register_parameter(name, nn.Parameter(weight))
-            vector = nn.Parameter(torch.empty(num_experts, out, device=device, dtype=dtype)) if bias else None
-            self.register_parameter(f"{name}_bias", vector)
+        self._register_weights(stacked, bias, device, dtype)
         self.reset_parameters()
+
+    def _register_weights(
+        self, stacked: bool, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        hidden, inner = self.hidden_size, self.intermediate_size
+        width = 2 * inner if self.activation in GATED else inner
+        for name, out, given in ((self.first, width, hidden), ("down_proj", hidden, inner)):
+            shape = (given, out) if stacked else (out, given)
+            weight = torch.empty(self.num_experts, *shape, device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(weight))
+            vector = nn.Parameter(torch.empty(self.num_experts, out, device=device, dtype=dtype)) if bias else None
+            self.register_parameter(f"{name}_bias", vector)
 
     def reset_parameters(self) -> None:
         """Fresh weights, distributed like those of torch.nn.Linear."""

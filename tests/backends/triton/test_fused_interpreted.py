@@ -194,7 +194,7 @@ def test_the_pass_between_backward_products(kind: str, layout: str, monkeypatch:
 
 def test_rows_that_came_home_are_added_to_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
-    kernels: Any = importlib.import_module("multigemm.integrations.layer_kernels")
+    kernels: Any = importlib.import_module("multigemm.integrations.exchange_kernels")
     monkeypatch.setattr(eager, "current_device", lambda: -1)
     own, rows = torch.randn(4, 2100).half(), torch.randn(3, 2100).half()
     by_token = torch.tensor([[-1, 2, -1], [-1, -1, -1], [0, 1, 2], [-1, -1, 0]])
@@ -354,7 +354,7 @@ def test_tokens_that_travel_are_counted_and_laid_out(
 ) -> None:
     """The kernels of a GPU, beside the same in steps of torch; some numbers are no experts."""
     os.environ["TRITON_INTERPRET"] = "1"
-    kernels: Any = importlib.import_module("multigemm.integrations.layer_kernels")
+    kernels: Any = importlib.import_module("multigemm.integrations.exchange_kernels")
     monkeypatch.setattr(eager, "current_device", lambda: -1)
     experts, top_k, here = 7, 3, ranks - 1
     each = -(-experts // ranks)
@@ -375,7 +375,7 @@ def test_tokens_that_travel_are_counted_and_laid_out(
 @pytest.mark.parametrize("picked", [True, False])
 def test_rows_of_two_matrices_are_copied(picked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
-    kernels: Any = importlib.import_module("multigemm.integrations.layer_kernels")
+    kernels: Any = importlib.import_module("multigemm.integrations.exchange_kernels")
     monkeypatch.setattr(eager, "current_device", lambda: -1)
     x, y = torch.randn(5, 2100).half(), torch.randint(0, 99, (5, 6), dtype=torch.int32)
     rows = torch.tensor([4, 0, 4]) if picked else None
