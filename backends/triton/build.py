@@ -96,10 +96,10 @@ def _ast_source(source: KernelSource) -> Any:
     signature = {name: given.get(name, "constexpr") for name in kernel.arg_names}
     index = {name: i for i, name in enumerate(kernel.arg_names)}
     attrs = {(index[name],): [["tt.divisibility", by]] for name, by in source.divisibility if by > 1}
-    return Source(kernel, signature, constexprs=_constants(source), attrs=attrs)
+    return Source(kernel, signature, constexprs=constants_of(source), attrs=attrs)
 
 
-def _constants(source: KernelSource) -> dict[str, Any]:
+def constants_of(source: KernelSource) -> dict[str, Any]:
     """Constants as the kernels use them: a leading 'tl.' names one of Triton's types."""
     import triton.language as tl
 

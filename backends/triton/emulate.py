@@ -8,27 +8,26 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any, cast
+from importlib import import_module
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from multigemm.backend import Launch
+from multigemm.backends.triton.build import KernelSource, constants_of
 from multigemm.backends.triton.config import Config
 from multigemm.backends.triton.fused import (
-    fused_constants,
     fused_numbers,
+    fused_source,
     fused_tensors,
-    fused_types,
     most_tiles,
     result_tile,
-    sum_constants,
     sum_grid,
     sum_numbers,
     sum_operands,
-    sum_types,
+    sum_source,
     table_of,
     view_of_result,
 )
@@ -37,20 +36,20 @@ from multigemm.backends.triton.generic import (
     TYPES,
     bits_of,
     chunk_of,
-    constants,
     group_sizes,
     most_tiles_of,
     numbers,
     parts_of,
-    prefix_constants,
+    pointer_source,
+    prefix_source,
     programs,
     sums_sizes,
     uniform,
 )
 from multigemm.backends.triton.lists import (
-    few_constants,
     few_groups,
     few_slots,
+    few_source,
     few_values,
     list_chunk,
     most_tiles_of_list,
@@ -58,67 +57,17 @@ from multigemm.backends.triton.lists import (
 )
 from multigemm.backends.triton.quantised import (
     SCALES,
-    quantised_constants,
     quantised_numbers,
+    quantised_source,
     scale_strides,
     scale_table,
 )
 from multigemm.planning.fused import bind_sums
-from multigemm.planning.operands import ABSENT, NO_VIEW, Operands, group_table, packed, view_of
+from multigemm.planning.operands import ABSENT, NO_VIEW, Operands, Packed, group_table, packed, view_of
 from multigemm.planning.tiles import most_tiles_by_rows
 
-
-def _kernels() -> tuple[Any, Any, Any]:
-    os.environ["TRITON_INTERPRET"] = "1"
-    import triton.language as tl
-
-    from multigemm.backends.triton.kernels.generic import pointer_kernel
-    from multigemm.backends.triton.kernels.schedule import write_prefix
-
-    return pointer_kernel, write_prefix, tl
-
-
-def _tensors(ops: Operands, table: npt.NDArray[np.int64] | None) -> dict[str, Tensor]:
-    """Operands by argument name; where there is none, an empty tensor of the right type."""
-    spec, listed = ops.spec, ops.spec.form == "per_group"
-
-    def one(value: Tensor | list[Tensor] | None, dtype: torch.dtype) -> Tensor:
-        return value if isinstance(value, Tensor) and not listed else torch.empty(1, dtype=dtype)
-
-    return {
-        "a": one(ops.a, spec.a.dtype),
-        "b": one(ops.b, spec.b.dtype),
-        "c": one(ops.c, spec.c.dtype if spec.c else spec.out.dtype),
-        "out": one(ops.out, spec.out.dtype),
-        "bias": one(ops.bias, spec.bias or spec.out.dtype),
-        "ends": one(group_sizes(ops, sums_sizes(spec)), spec.index or torch.int32),
-        "table": torch.empty(1, dtype=torch.int64) if table is None else torch.from_numpy(table),
-        "prefix": torch.empty(max(1, spec.groups), dtype=torch.int32),
-    }
-
-
-def space_of(ops: Operands, places: int, config: Config) -> dict[str, Tensor]:
-    """Where programs that share a tile leave their parts and count themselves."""
-    places = places if config.splits > 1 else 0
-    return {"partials": parts_of(ops, places, config), "arrived": torch.zeros(places, dtype=torch.int32)}
-
-
-def _bind_few(ops: Operands, config: Config, groups: list[tuple[int, ...]], tiles: int) -> Launch:
-    """Interprets the kernel whose argument is the list: addresses become tensors again."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    import triton.language as tl
-
-    from multigemm.backends.triton.kernels.lists import few_kernel
-
-    spec, kernel = ops.spec, cast(Any, few_kernel)
-    found = {x.data_ptr(): x for xs in (ops.a, ops.b, ops.out) for x in xs}
-    slots = few_values(groups, few_slots(spec, config))
-    given = tuple((*g[:6], found[g[6]], g[7], found[g[8]], g[9], found[g[10]], g[11]) for g in slots)
-    options = {**few_constants(spec, config), "INTERPRETED": True}
-    options["ACC"] = getattr(tl, options["ACC"].removeprefix("tl."))
-    return lambda: kernel[(tiles,)](given, bits_of(ops.alpha, spec), **options)
-
-
+Given = dict[str, Tensor | None]
+"""Operands by argument name."""
 _alone = threading.RLock()
 """The interpreter puts its own functions into triton.language while a kernel runs, for all threads of the process."""
 
@@ -138,89 +87,6 @@ def bind_emulated(ops: Operands, config: Config) -> Launch:
     return alone
 
 
-def _bind_quantised(ops: Operands, config: Config) -> Launch:
-    """Interprets the kernel of quantised operands; bytes and codes of scales are uint8 there."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    from multigemm.backends.triton.kernels.quantised import quantised_kernel
-    from multigemm.backends.triton.kernels.schedule import write_prefix
-
-    spec, kernel, count = ops.spec, cast(Any, quantised_kernel), cast(Any, write_prefix)
-    listed, shape = spec.form == "per_group", view_of(ops)
-    options = {**quantised_constants(spec, config, 0, chunk_of(spec, config)), "INTERPRETED": True}
-    most = most_tiles_by_rows(ops, shape, config.block_m, config.block_n)(shape.m)
-    grid, tensors = (programs(most, config, 1),), _tensors(ops, group_table(ops) if listed else None)
-    scales = {name: getattr(ops, name) for name in SCALES}
-    of_scales = {"scale_a": spec.a.scale, "scale_b": spec.b.scale}
-    kinds = {name: torch.float32 if of is None else of.dtype for name, of in of_scales.items()}
-    kinds["zero_b"] = (spec.b.scale and spec.b.scale.zero) or torch.uint8
-    tensors |= {name: x if isinstance(x, Tensor) else torch.empty(1, dtype=kinds[name]) for name, x in scales.items()}
-    tensors["scales"] = torch.from_numpy(scale_table(ops)) if listed else torch.empty(1, dtype=torch.int64)
-    given = [_bytes(x) if name in ("a", "b", *of_scales) else x for name, x in tensors.items()]
-    strides = [ABSENT] * len(SCALES) if listed else scale_strides(ops)
-    arguments = [*given, *quantised_numbers(ops, shape, strides)]
-
-    def launch() -> None:
-        if spec.groups > CHUNK and not uniform(spec):
-            read = [tensors["prefix"], tensors["ends"], tensors["table"], shape.m, shape.n, spec.groups, int(ops.head)]
-            count[(1,)](*read, **prefix_constants(spec, config))
-        kernel[grid](*arguments, **options)
-
-    return launch
-
-
-def _absent(kind: str) -> Tensor:
-    """What stands for an operand that a problem does not have: of a type as the signature of a kernel names it."""
-    return torch.empty(1, dtype=next(dtype for dtype, name in TYPES.items() if kind == "*" + name))
-
-
-def _bind_fused(ops: Operands, config: Config) -> Launch:
-    """Interprets the kernel of fused products."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    import triton.language as tl
-
-    from multigemm.backends.triton.kernels.fused import fused_kernel
-    from multigemm.backends.triton.kernels.schedule import write_prefix
-
-    spec, kernel, count = ops.spec, cast(Any, fused_kernel), cast(Any, write_prefix)
-    shape, types = view_of_result(ops), fused_types(spec)
-    options = {**fused_constants(spec, config, chunk_of(spec, config)), "INTERPRETED": True}
-    options["ACC"] = getattr(tl, options["ACC"].removeprefix("tl."))
-    tensors = _tensors(ops, table_of(ops) if spec.form == "per_group" else None)
-    tensors |= {name: _absent(types[name]) if x is None else x for name, x in fused_tensors(ops).items()}
-    grid = (programs(most_tiles(ops, shape, config), config, 1),)
-    arguments = [*tensors.values(), *fused_numbers(ops, shape)]
-
-    def launch() -> None:
-        if spec.groups > CHUNK and not uniform(spec):
-            read = [tensors["prefix"], tensors["ends"], tensors["table"], shape.m, shape.n, spec.groups, int(ops.head)]
-            count[(1,)](*read, **prefix_constants(spec, result_tile(spec, config)))
-        kernel[grid](*arguments, **options)
-
-    return launch
-
-
-def _bind_sum(ops: Operands, rows: Tensor, index: Tensor, order: Tensor | None) -> Launch:
-    """Interprets the kernel that sums rows."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    import triton.language as tl
-
-    from multigemm.backends.triton.kernels.fused import sum_rows_kernel
-
-    kernel, sums = cast(Any, sum_rows_kernel), sums_sizes(ops.spec)
-    options = {**sum_constants(ops.spec, sums), "INTERPRETED": True}
-    options["ACC"] = getattr(tl, options["ACC"].removeprefix("tl."))
-    types = sum_types(ops.spec, sums)
-    values, grid = sum_numbers(ops, rows.shape[0]), sum_grid(ops.spec, ops)
-    given = {**sum_operands(ops, rows, index, order), "ends": group_sizes(ops, sums)}
-    found = [_absent(types[name]) if x is None else x for name, x in given.items()]
-    return lambda: kernel[(grid,)](*found, *values, **options)
-
-
-def _bytes(x: Tensor) -> Tensor:
-    """The codes of elements of 8 bits."""
-    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
-
-
 def _bind(ops: Operands, config: Config) -> Launch:
     spec = ops.spec
     if spec.fused is not None and spec.fused.scatters:
@@ -231,24 +97,120 @@ def _bind(ops: Operands, config: Config) -> Launch:
         return _bind_quantised(ops, config)
     if few_slots(spec, config) and (few := few_groups(ops, config)):
         return _bind_few(ops, config, *few)
-    kernel, count, tl = _kernels()
-    listed = spec.form == "per_group"
+    return _bind_pointer(ops, config)
+
+
+# --- any kernel ---------------------------------------------------------------------------------------
+
+
+def _kernel(source: KernelSource) -> tuple[Any, dict[str, Any]]:
+    """The kernel that the interpreter runs in place of a compiled one, and its constants."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    constants = constants_of(source)
+    if "INTERPRETED" in constants:
+        constants["INTERPRETED"] = True
+    return getattr(import_module(source.module), source.name), constants
+
+
+def _absent(kind: str) -> Tensor:
+    """What stands for an operand that a problem does not have: of a type as the signature of a kernel names it."""
+    return torch.empty(1, dtype=next(dtype for dtype, name in TYPES.items() if kind == "*" + name))
+
+
+def _interpreted(source: KernelSource, given: Given, values: list[int], grid: int) -> Launch:
+    """Interprets a kernel whose tensors stand in front of its numbers."""
+    kernel, constants = _kernel(source)
+    kinds = {name: kind for name, kind in source.signature if isinstance(kind, str) and kind.startswith("*")}
+    tensors = [_absent(kind) if (x := given.get(name)) is None else x for name, kind in kinds.items()]
+    return lambda: kernel[(grid,)](*tensors, *values, **constants)
+
+
+def _operands(ops: Operands, table: Any = None) -> Given:
+    """Operands that every kernel of products takes; those of a list stand in a table."""
+    spec, listed = ops.spec, ops.spec.form == "per_group"
+    names = () if listed else ("a", "b", "c", "out", "bias")
+    return {name: getattr(ops, name) for name in names} | {
+        "ends": group_sizes(ops, sums_sizes(spec)),
+        "table": None if table is None else torch.from_numpy(table),
+        "prefix": torch.empty(max(1, spec.groups), dtype=torch.int32),
+    }
+
+
+def _behind_a_count(launch: Launch, ops: Operands, shape: Packed, config: Config, given: Given) -> Launch:
+    """A launch behind the one that counts the tiles of more groups than the kernel counts at once."""
+    if ops.spec.groups <= CHUNK or uniform(ops.spec):
+        return launch
+    extents = [shape.m, shape.n, ops.spec.groups, int(ops.head)]
+    count = _interpreted(prefix_source(ops.spec, config), given, extents, 1)
+
+    def both() -> None:
+        count()
+        launch()
+
+    return both
+
+
+# --- each kernel --------------------------------------------------------------------------------------
+
+
+def space_of(ops: Operands, places: int, config: Config) -> dict[str, Tensor]:
+    """Where programs that share a tile leave their parts and count themselves."""
+    places = places if config.splits > 1 else 0
+    return {"partials": parts_of(ops, places, config), "arrived": torch.zeros(places, dtype=torch.int32)}
+
+
+def _bind_pointer(ops: Operands, config: Config) -> Launch:
+    spec, listed = ops.spec, ops.spec.form == "per_group"
     shape = NO_VIEW if listed else packed(ops)
     tiles = tile_table(ops, config) if listed else None
     table = group_table(ops) if listed and tiles is None else tiles
     chunk = list_chunk(spec, config, tiles) if listed else chunk_of(spec, config)
-    options = {**constants(spec, config, chunk=chunk), "INTERPRETED": True}
-    options["ACC"] = getattr(tl, options["ACC"].removeprefix("tl."))
     most = most_tiles_of_list(ops, config) if listed else most_tiles_of(shape, shape.m, config)
-    grid, places = (programs(most, config, 1),), max(1, most)
-    tensors = _tensors(ops, table) | space_of(ops, places, config)
-    arguments = [*tensors.values(), *numbers(ops, shape, spec.groups if table is None else len(table), places)]
+    places = max(1, most)
+    given = _operands(ops, table) | space_of(ops, places, config)
+    values = numbers(ops, shape, spec.groups if table is None else len(table), places)
+    source = pointer_source(spec, config, chunk=chunk)
+    launch = _interpreted(source, given, values, programs(most, config, 1))
+    return launch if tiles is not None else _behind_a_count(launch, ops, shape, config, given)
 
-    def launch() -> None:
-        if spec.groups > CHUNK and not uniform(spec) and tiles is None:
-            given = [tensors["prefix"], tensors["ends"], tensors["table"]]
-            extents = [shape.m, shape.n, spec.groups, int(ops.head)]
-            count[(1,)](*given, *extents, **prefix_constants(spec, config))
-        kernel[grid](*arguments, **options)
 
-    return launch
+def _bind_few(ops: Operands, config: Config, groups: list[tuple[int, ...]], tiles: int) -> Launch:
+    """Interprets the kernel whose argument is the list: addresses become tensors again."""
+    kernel, constants = _kernel(few_source(ops.spec, config))
+    found = {x.data_ptr(): x for xs in (ops.a, ops.b, ops.out) for x in xs}
+    slots = few_values(groups, few_slots(ops.spec, config))
+    given = tuple((*g[:6], found[g[6]], g[7], found[g[8]], g[9], found[g[10]], g[11]) for g in slots)
+    return lambda: kernel[(tiles,)](given, bits_of(ops.alpha, ops.spec), **constants)
+
+
+def _bind_quantised(ops: Operands, config: Config) -> Launch:
+    """Interprets the kernel of quantised operands; bytes and codes of scales are uint8 there."""
+    spec, listed, shape = ops.spec, ops.spec.form == "per_group", view_of(ops)
+    given = _operands(ops, group_table(ops) if listed else None)
+    given |= {"scales": torch.from_numpy(scale_table(ops))} if listed else {x: getattr(ops, x) for x in SCALES}
+    given |= {name: _bytes(given.get(name)) for name in ("a", "b", "scale_a", "scale_b")}
+    strides = [ABSENT] * len(SCALES) if listed else scale_strides(ops)
+    most = most_tiles_by_rows(ops, shape, config.block_m, config.block_n)(shape.m)
+    source = quantised_source(spec, config, 0, chunk_of(spec, config))
+    launch = _interpreted(source, given, quantised_numbers(ops, shape, strides), programs(most, config, 1))
+    return _behind_a_count(launch, ops, shape, config, given)
+
+
+def _bytes(x: Tensor | None) -> Tensor | None:
+    """The codes of elements of 8 bits."""
+    return x if x is None or x.dtype.itemsize > 1 else x.view(torch.uint8)
+
+
+def _bind_fused(ops: Operands, config: Config) -> Launch:
+    spec, shape = ops.spec, view_of_result(ops)
+    given = _operands(ops, table_of(ops) if spec.form == "per_group" else None) | fused_tensors(ops)
+    grid = programs(most_tiles(ops, shape, config), config, 1)
+    source = fused_source(spec, config, chunk_of(spec, config))
+    launch = _interpreted(source, given, fused_numbers(ops, shape), grid)
+    return _behind_a_count(launch, ops, shape, result_tile(spec, config), given)
+
+
+def _bind_sum(ops: Operands, rows: Tensor, index: Tensor, order: Tensor | None) -> Launch:
+    sums = sums_sizes(ops.spec)
+    given = {**sum_operands(ops, rows, index, order), "ends": group_sizes(ops, sums)}
+    return _interpreted(sum_source(ops.spec, sums), given, sum_numbers(ops, rows.shape[0]), sum_grid(ops.spec, ops))

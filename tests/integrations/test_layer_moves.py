@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -209,6 +210,8 @@ def test_nothing_is_fetched_from_addresses_that_the_instruction_does_not_take(ke
 def test_the_sort_that_fetches_ahead_compiles(kernels: Any) -> None:
     compiler, target = pytest.importorskip("triton.compiler"), pytest.importorskip("triton.backends.compiler")
     kernel = kernels._one_block_kernel
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("another test's interpreter has replaced the compiler in this process")
     constants = {"K": 8, "ORDER": False, "SIZE": 256, "BINS": 256, "EARLY": True, "FETCH": kernels.FETCH.format(2048),
                  "LINES": kernels.AHEAD_LINES}  # fmt: skip
     pointers = {"pairs": "*i64", "weights": "*bf16"} | dict.fromkeys(("order", "inverse", "ends", "rows"), "*i32")

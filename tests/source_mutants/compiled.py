@@ -54,7 +54,7 @@ def traits(backend: str, case: Case, spec: Any, config: Any) -> frozenset[tuple[
     sides = f"{case.form} {spec.a.order} {spec.b.order}"
     plain = f"{case.form} {bool(case.c_dtype or case.bias or case.activation)}"
     rest = f"{case.form} zeroed {spec.zero_unowned}"
-    beside = f"kernels {sorted(triton_sources(spec, config))}" if backend == "triton" else ""
+    beside = f"kernels {sorted(_triton_sources(spec, config))}" if backend == "triton" else ""
     fields = sorted(
         {*(f"{name}={value}" for name, value in key.items()), f"config={config}", sides, plain, rest, beside}
     )
@@ -67,7 +67,7 @@ def compiler_key(backend: str, spec: Any, config: Any) -> dict[str, Any]:
         return dict(_cuda_sources(spec, config)[1][0].defines)
     if backend == "numba":
         return asdict(_numba_signature(spec, config))
-    made = next(iter(triton_sources(spec, config).values()))
+    made = next(iter(_triton_sources(spec, config).values()))
     kinds = {name: kind for name, kind in made.signature if kind.startswith("*")}
     return dict(made.constants) | kinds
 
@@ -206,19 +206,8 @@ def _triton_codes(spec: Any, config: Any) -> list[bytes]:
 
 def _triton_tables(spec: Any, config: Any) -> list[str]:
     compiler = import_module("multigemm.backends.triton.build")
-    return [compiler.build(source, 90).asm["ptx"] for source in triton_sources(spec, config).values()]
+    return [compiler.build(source, 90).asm["ptx"] for source in _triton_sources(spec, config).values()]
 
 
-def triton_sources(spec: Any, config: Any) -> dict[str, Any]:
-    """All kernels that problems of a spec may run with a config, by name."""
-    from multigemm.backends.triton import generic, hopper, hopper_float8, lists, quantised
-
-    if config.kernel == "quantised":
-        return dict(quantised.quantised_sources(spec, config, 90))
-    if spec.quantised:
-        return dict(hopper_float8.float8_sources(spec, config))
-    if spec.form == "per_group":
-        of_kernel = lists.hopper_list_sources if config.kernel == "hopper" else lists.generic_list_sources
-    else:
-        of_kernel = hopper.hopper_sources if config.kernel == "hopper" else generic.generic_sources
-    return dict(of_kernel(spec, config))
+def _triton_sources(spec: Any, config: Any) -> dict[str, Any]:
+    return dict(import_module("tests.support.triton_kernels").sources_of(spec, config))

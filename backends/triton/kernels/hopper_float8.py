@@ -9,6 +9,8 @@ A strip's part of 64 x 128 lies in registers beside two sums of that size: two s
 columns. The scales of the next block are asked for while this block's products run.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -19,6 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from multigemm.backends.triton.kernels.hopper import (
+    End,
+    Ring,
+    Spot,
+    Strides,
+    Target,
     barriers,
     halves,
     moved,
@@ -29,13 +36,31 @@ from multigemm.backends.triton.kernels.hopper import (
     write,
     zero_unowned,
 )
-from multigemm.backends.triton.kernels.hopper_tiles import after, after_slot, share_of, take, work_of
+from multigemm.backends.triton.kernels.hopper_tiles import Mail, Tiling, after, after_slot, share_of, take, work_of
 
 STRIP = gl.constexpr(64)
 # columns of one wgmma
 PIECE = gl.constexpr(128)
 # K of a block: one swizzled row, and what one scale covers
 DEEP = gl.constexpr(128)
+
+
+class Scale(NamedTuple):
+    """Where scales lie, and the elements from a group, a line (row or column) and a block of K to the next."""
+
+    start: Any
+    group: Any
+    line: Any
+    deep: Any
+
+
+class Covers(NamedTuple):
+    """Constants: whether there are scales, how many lines and how much of K one covers (0: all), whether in e8m0."""
+
+    given: Any
+    lines: Any
+    k: Any
+    e8m0: Any
 
 
 @gluon.jit
@@ -50,14 +75,13 @@ def scale_of(code, E8M0: gl.constexpr):
 
 
 @gluon.jit
-def row_scale(scale, g, row, SA: gl.constexpr):
-    """Where the scales of a strip's rows begin: a number for all of them, or one for each, `line_step` apart."""
-    base, group_step, line_step, _ = scale
-    base += g.to(gl.int64) * group_step
-    if SA[1] == 1:
-        return base + row.to(gl.int64) * line_step
-    elif SA[1] == 128:
-        return base + (row // 128).to(gl.int64) * line_step
+def first_scale(scale, g, line, COVERS: gl.constexpr):
+    """Where the scales begin of lines from `line` on: a number for all of them, or one for each."""
+    base = scale.start + g.to(gl.int64) * scale.group
+    if COVERS.lines == 1:
+        return base + line.to(gl.int64) * scale.line
+    elif COVERS.lines == 128:
+        return base + (line // 128).to(gl.int64) * scale.line
     else:
         return base
 
@@ -68,8 +92,8 @@ def read_rows(at, line_step, rows, some, LAYOUT: gl.constexpr, SA: gl.constexpr)
 
     A strip's distances are counted in 32 bits (`Float8Plan.bind`): 64 bits for each row take registers.
     """
-    if SA[0]:
-        if SA[1] == 1:
+    if SA.given:
+        if SA.lines == 1:
             i = gl.arange(0, STRIP, gl.SliceLayout(1, LAYOUT))
             return gl.load(at + (i * line_step).to(gl.uint32), mask=(i < rows) & some, other=0)
         else:
@@ -79,20 +103,9 @@ def read_rows(at, line_step, rows, some, LAYOUT: gl.constexpr, SA: gl.constexpr)
 
 
 @gluon.jit
-def column_scale(scale, g, col, SB: gl.constexpr):
-    """Where the scale of a piece of columns lies that share one."""
-    base, group_step, line_step, _ = scale
-    base += g.to(gl.int64) * group_step
-    if SB[1] == 128:
-        return base + (col // 128).to(gl.int64) * line_step
-    else:
-        return base
-
-
-@gluon.jit
 def read_column(at, some, SB: gl.constexpr):
     """The scale there, of a piece that begins before the last column; anything where b has none."""
-    if SB[0]:
+    if SB.given:
         return gl.load(at, mask=some, other=0)
     else:
         return some
@@ -101,12 +114,12 @@ def read_column(at, some, SB: gl.constexpr):
 @gluon.jit
 def product_of(rows, column, SA: gl.constexpr, SB: gl.constexpr):
     """A block's number for each row, or for all of them."""
-    if SA[0] and SB[0]:
-        return scale_of(rows, SA[3]) * scale_of(column, SB[3])
-    elif SA[0]:
-        return scale_of(rows, SA[3])
+    if SA.given and SB.given:
+        return scale_of(rows, SA.e8m0) * scale_of(column, SB.e8m0)
+    elif SA.given:
+        return scale_of(rows, SA.e8m0)
     else:
-        return scale_of(column, SB[3])
+        return scale_of(column, SB.e8m0)
 
 
 @gluon.jit
@@ -116,7 +129,7 @@ def joined(acc, part, scale, SA: gl.constexpr, SUMS: gl.constexpr):
         return part
     elif SUMS == "promoted":
         return acc + part
-    elif SA[1] == 1:
+    elif SA.lines == 1:
         return acc + part * scale[:, None]
     else:
         return acc + part * scale
@@ -127,91 +140,90 @@ def scaled(acc, spot, scales, n, SA: gl.constexpr, SB: gl.constexpr):
     """A sum times scales that hold for all of K."""
     layout: gl.constexpr = acc.type.layout
     scale_a, scale_b = scales
-    g, row, rows, _, _, col = spot
-    if SA[0]:
-        at = row_scale(scale_a, g, row, SA)
-        of_rows = scale_of(read_rows(at, scale_a[2].to(gl.int32), rows, rows > 0, layout, SA), SA[3])
-        if SA[1] == 1:
+    g, col = spot.group, spot.col
+    if SA.given:
+        at = first_scale(scale_a, g, spot.row, SA)
+        of_rows = read_rows(at, scale_a.line.to(gl.int32), spot.rows, spot.rows > 0, layout, SA)
+        of_rows = scale_of(of_rows, SA.e8m0)
+        if SA.lines == 1:
             of_rows = of_rows[:, None]
-    if SB[0]:
-        if SB[1] == 1:
+    if SB.given:
+        if SB.lines == 1:
             j = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
-            at = scale_b[0] + g.to(gl.int64) * scale_b[1] + (col + j).to(gl.int64) * scale_b[2]
-            of_columns = scale_of(gl.load(at, mask=j < n - col, other=0), SB[3])[None, :]
+            at = scale_b.start + g.to(gl.int64) * scale_b.group + (col + j).to(gl.int64) * scale_b.line
+            of_columns = scale_of(gl.load(at, mask=j < n - col, other=0), SB.e8m0)[None, :]
         else:
-            of_columns = scale_of(read_column(column_scale(scale_b, g, col, SB), col < n, SB), SB[3])
-    if SA[0] and SB[0]:
+            of_columns = scale_of(read_column(first_scale(scale_b, g, col, SB), col < n, SB), SB.e8m0)
+    if SA.given and SB.given:
         return acc * (of_rows * of_columns)
-    elif SA[0]:
+    elif SA.given:
         return acc * of_rows
-    elif SB[0]:
+    elif SB.given:
         return acc * of_columns
     else:
         return acc
 
 
 @gluon.jit
-def write_scaled(acc, out, spot, scales, PART: gl.constexpr, END: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr,
+def write_scaled(acc, target, spot, scales, PART: gl.constexpr, END: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr,
                  BLOCKED: gl.constexpr):  # fmt: skip
     """Scales that a sum does not have yet, the epilogue and the store, part by part."""
     if acc.shape[1] > PART:
         left, right = halves(acc)
-        write_scaled(left, out, spot, scales, PART, END, SA, SB, BLOCKED)
-        write_scaled(right, out, moved(spot, 0, acc.shape[1] // 2), scales, PART, END, SA, SB, BLOCKED)
+        write_scaled(left, target, spot, scales, PART, END, SA, SB, BLOCKED)
+        write_scaled(right, target, moved(spot, 0, acc.shape[1] // 2), scales, PART, END, SA, SB, BLOCKED)
     elif BLOCKED:
-        write(acc, out, spot, PART, END)
+        write(acc, target, spot, PART, END)
     else:
-        write(scaled(acc, spot, scales, out[4], SA, SB), out, spot, PART, END)
+        write(scaled(acc, spot, scales, target.n, SA, SB), target, spot, PART, END)
 
 
 @gluon.jit
 def block_product(ring, stage, strip, piece: gl.constexpr, acc, PIECES: gl.constexpr, MOST: gl.constexpr,
                   SUMS: gl.constexpr):  # fmt: skip
     """Starts the product of a strip and a piece of a block, from zero unless it may go on with the sum."""
-    a_smem, b_smem, _, _ = ring
-    a = a_smem.index(stage * MOST + strip)
-    b = oriented(b_smem.index(stage * PIECES + piece), True)
+    a = ring.a.index(stage * MOST + strip)
+    b = oriented(ring.b.index(stage * PIECES + piece), True)
     return warpgroup_mma(a, b, acc, use_acc=SUMS == "fast", is_async=True)
 
 
 @gluon.jit
-def multiply(ring, stage, phase, k_length, first, out, spot, scales, STRIPS: gl.constexpr, PIECES: gl.constexpr,
-             MOST: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr, END: gl.constexpr, SUMS: gl.constexpr,
-             SA: gl.constexpr, SB: gl.constexpr):  # fmt: skip
+def multiply(ring, stage, phase, k_length, first, target, spot, scales, STRIPS: gl.constexpr, PIECES: gl.constexpr,
+             PART: gl.constexpr, TILING: gl.constexpr, END: gl.constexpr, SUMS: gl.constexpr, SA: gl.constexpr,
+             SB: gl.constexpr):  # fmt: skip
     """One tile: products of one strip, of two strips, or of one strip with two pieces of columns."""
     TWO: gl.constexpr = STRIPS * PIECES == 2
     BLOCKED: gl.constexpr = SUMS == "blocks"
-    _, _, full, empty = ring
+    MOST: gl.constexpr = TILING.most
     layout: gl.constexpr = sum_layout(PIECE, 8)
     zeros = gl.zeros([STRIP, PIECE], gl.float32, layout)
     sum0 = zeros
     sum1 = zeros
     other = moved(spot, (STRIPS - 1) * STRIP, (PIECES - 1) * PIECE)
-    g, row, rows, _, _, col = spot
-    _, row1, rows1, _, _, col1 = other
-    n = out[4]
+    g, rows, col = spot.group, spot.rows, spot.col
+    n = target.n
     scale_a, scale_b = scales
-    line_step = scale_a[2].to(gl.int32)
+    line_step = scale_a.line.to(gl.int32)
     blocks = gl.maximum((k_length + (DEEP - 1)) // DEEP, 1)
-    rows_first, rows_second, column_first, column_second = rows, rows1, col < n, col1 < n
+    rows_first, rows_second, column_first, column_second = rows, other.rows, col < n, other.col < n
     if BLOCKED:
-        at_rows = row_scale(scale_a, g, row, SA)
-        at_column = column_scale(scale_b, g, col, SB)
+        at_rows = first_scale(scale_a, g, spot.row, SA)
+        at_column = first_scale(scale_b, g, col, SB)
         rows_first = read_rows(at_rows, line_step, rows, rows > 0, layout, SA)
         column_first = read_column(at_column, col < n, SB)
         if STRIPS == 2:
-            at_rows_below = row_scale(scale_a, g, row1, SA)
-            rows_second = read_rows(at_rows_below, line_step, rows1, rows > 0, layout, SA)
+            at_rows_below = first_scale(scale_a, g, other.row, SA)
+            rows_second = read_rows(at_rows_below, line_step, other.rows, rows > 0, layout, SA)
         if PIECES == 2:
-            at_column_beside = column_scale(scale_b, g, col1, SB)
-            column_second = read_column(at_column_beside, col1 < n, SB)
+            at_column_beside = first_scale(scale_b, g, other.col, SB)
+            column_second = read_column(at_column_beside, other.col < n, SB)
     for block in range(blocks):
-        mbarrier.wait(full.index(stage), phase)
+        mbarrier.wait(ring.full.index(stage), phase)
         part = block_product(ring, stage, first, 0, sum0 if SUMS == "fast" else zeros, PIECES, MOST, SUMS)
         scale = product_of(rows_first, column_first, SA, SB)
         part = warpgroup_mma_wait(num_outstanding=0, deps=[part])
         if not TWO:
-            mbarrier.arrive(empty.index(stage))
+            mbarrier.arrive(ring.empty.index(stage))
         sum0 = joined(sum0, part, scale, SA, SUMS)
         if TWO:
             part = block_product(ring, stage, first + STRIPS - 1, PIECES - 1, sum1 if SUMS == "fast" else zeros,
@@ -223,54 +235,53 @@ def multiply(ring, stage, phase, k_length, first, out, spot, scales, STRIPS: gl.
         if BLOCKED:
             # the next block's; behind the last block there are none
             more = block + 1 < blocks
-            at_rows += scale_a[3]
-            at_column += scale_b[3]
+            at_rows += scale_a.deep
+            at_column += scale_b.deep
             rows_first = read_rows(at_rows, line_step, rows, more, layout, SA)
             column_first = read_column(at_column, more, SB)
             if STRIPS == 2:
-                at_rows_below += scale_a[3]
-                rows_second = read_rows(at_rows_below, line_step, rows1, more, layout, SA)
+                at_rows_below += scale_a.deep
+                rows_second = read_rows(at_rows_below, line_step, other.rows, more, layout, SA)
             if PIECES == 2:
-                at_column_beside += scale_b[3]
-                column_second = read_column(at_column_beside, more & (col1 < n), SB)
+                at_column_beside += scale_b.deep
+                column_second = read_column(at_column_beside, more & (other.col < n), SB)
         if TWO:
             part = warpgroup_mma_wait(num_outstanding=0, deps=[part])
-            mbarrier.arrive(empty.index(stage))
+            mbarrier.arrive(ring.empty.index(stage))
             sum1 = joined(sum1, part, scale, SA, SUMS)
-        stage, phase = after(stage, phase, STAGES)
-    write_scaled(sum0, out, spot, scales, PART, END, SA, SB, BLOCKED)
+        stage, phase = after(stage, phase, TILING.stages)
+    write_scaled(sum0, target, spot, scales, PART, END, SA, SB, BLOCKED)
     if TWO:
-        write_scaled(sum1, out, other, scales, PART, END, SA, SB, BLOCKED)
+        write_scaled(sum1, target, other, scales, PART, END, SA, SB, BLOCKED)
     return stage, phase
 
 
 @gluon.jit
-def consume_float8(WHICH: gl.constexpr, out, unowned, ring, mail, scales, BN: gl.constexpr, PART: gl.constexpr,
-                   MOST: gl.constexpr, STAGES: gl.constexpr, END: gl.constexpr, ZERO: gl.constexpr,
-                   SIZES: gl.constexpr, SUMS: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr):  # fmt: skip
+def consume_float8(WHICH: gl.constexpr, target, unowned, ring, mail, scales, PART: gl.constexpr, TILING: gl.constexpr,
+                   END: gl.constexpr, SUMS: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr):  # fmt: skip
     """One of two warpgroups: its share of each tile's strips."""
-    if ZERO is not None and WHICH == 1:
-        zero_unowned(out, unowned[0], unowned[1], END[0], ZERO, SIZES)
+    if END.zero is not None and WHICH == 1:
+        zero_unowned(target, unowned[0], unowned[1], END, TILING.sizes)
     stage = 0
     phase = 0
     slot = 0
     turn = 0
-    FIRST: gl.constexpr = WHICH * (MOST // 2)
+    FIRST: gl.constexpr = WHICH * (TILING.most // 2)
     g, row, rows, col, low, k_length = take(mail, slot, turn)
     while rows > 0:
-        above, mine = share_of(WHICH, rows, MOST)
-        spot = (g, row + above * STRIP, rows - above * STRIP, low, row + rows, col)
-        if MOST == 4 and mine == 2:
-            stage, phase = multiply(ring, stage, phase, k_length, FIRST, out, spot, scales, 2, 1, MOST, STAGES, PART,
-                                    END, SUMS, SA, SB)  # fmt: skip
+        above, mine = share_of(WHICH, rows, TILING.most)
+        spot = Spot(g, row + above * STRIP, rows - above * STRIP, low, row + rows, col)
+        if TILING.most == 4 and mine == 2:
+            stage, phase = multiply(ring, stage, phase, k_length, FIRST, target, spot, scales, 2, 1, PART, TILING, END,
+                                    SUMS, SA, SB)  # fmt: skip
         elif mine == 1:
-            stage, phase = multiply(ring, stage, phase, k_length, FIRST, out, spot, scales, 1, BN // PIECE, MOST,
-                                    STAGES, PART, END, SUMS, SA, SB)  # fmt: skip
+            stage, phase = multiply(ring, stage, phase, k_length, FIRST, target, spot, scales, 1, TILING.pieces, PART,
+                                    TILING, END, SUMS, SA, SB)  # fmt: skip
         else:
-            stage, phase = pass_by(ring, stage, phase, k_length, STAGES)
+            stage, phase = pass_by(ring, stage, phase, k_length, TILING.stages)
         slot, turn = after_slot(slot, turn)
         g, row, rows, col, low, k_length = take(mail, slot, turn)
-    if END[0] == "tma":
+    if END.store == "tma":
         tma.store_wait(0)
 
 
@@ -290,11 +301,12 @@ def float8_kernel(
     """Roles: two warpgroups multiply and write, one more warp loads. K is contiguous on both sides.
 
     SUMS: what becomes of a block's product: scaled by itself ("blocks"), "promoted" to the sum, or part of it ("fast").
-    SA and SB: whether there are scales, how many rows (columns) and how much of K one covers, whether they are e8m0.
     """
-    SA: gl.constexpr = (HAS_SA, SA_ROWS, SA_K, SA_E8M0)
-    SB: gl.constexpr = (HAS_SB, SB_ROWS, SB_K, SB_E8M0)
+    SA: gl.constexpr = Covers(HAS_SA, SA_ROWS, SA_K, SA_E8M0)
+    SB: gl.constexpr = Covers(HAS_SB, SB_ROWS, SB_K, SB_E8M0)
     PIECES: gl.constexpr = BN // PIECE
+    TILING: gl.constexpr = Tiling(FORM, BN, PIECES, PIECE, MOST, STAGES, WIDTH, ORDER, 1, MASKED, SIZES, "row", "col")
+    END: gl.constexpr = End(STORE, C, BIAS, ALPHA, ACTIVATION, False, ZERO)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     out_type: gl.constexpr = out.dtype.element_ty
     staged: gl.constexpr = gl.NVMMASharedLayout(128, out_type.primitive_bitwidth, 2)
@@ -303,26 +315,21 @@ def float8_kernel(
     held: gl.constexpr = [2, STRIP, PART] if STORE == "tma" else [2, 8, 64]
     staging = gl.allocate_shared_memory(out_type, held, staged)
     tickets = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ring = (a_smem, b_smem, barriers(STAGES, 1), barriers(STAGES, 2))
-    mail = (tickets, barriers(2, 1), barriers(2, 2))
-    tiles_n, total, extents = work_of(records, m, n, k, groups, head, FORM, BN, MOST, ALPHA)
-    tensors = (c, out, bias)
-    strides = (c_group, c_row, c_col, out_group, out_row, out_col, bias_group, bias_col,
-               alpha_bits, beta_bits, out_rows)  # fmt: skip
-    scales = ((scale_a, sa_group, sa_line, sa_deep), (scale_b, sb_group, sb_line, sb_deep))
-    END: gl.constexpr = (STORE, C, BIAS, ALPHA, ACTIVATION, False)
-    unowned = (ends, extents) if ZERO is not None else ()
-    out0 = (out_desc, staging.index(0), tensors, strides, n)
-    out1 = (out_desc, staging.index(1), tensors, strides, n)
+    ring = Ring(a_smem, b_smem, barriers(STAGES, 1), barriers(STAGES, 2))
+    mail = Mail(tickets, barriers(2, 1), barriers(2, 2))
+    work = work_of(records, ends, m, n, k, groups, head, TILING, ALPHA)
+    strides = Strides(c_group, c_row, c_col, out_group, out_row, out_col, bias_group, bias_col, alpha_bits, beta_bits,
+                      out_rows)  # fmt: skip
+    scales = (Scale(scale_a, sa_group, sa_line, sa_deep), Scale(scale_b, sb_group, sb_line, sb_deep))
+    unowned = (ends, work.extents) if ZERO is not None else ()
+    target0 = Target(out_desc, staging.index(0), c, out, bias, strides, n)
+    target1 = Target(out_desc, staging.index(1), c, out, bias, strides, n)
     gl.warp_specialize(
         [
-            (consume_float8, (0, out0, unowned, ring, mail, scales, BN, PART, MOST, STAGES, END, ZERO, SIZES,
-                              SUMS, SA, SB)),
-            (consume_float8, (1, out1, unowned, ring, mail, scales, BN, PART, MOST, STAGES, END, ZERO, SIZES,
-                              SUMS, SA, SB)),
-            (produce, ((a_desc, b_desc), ring, mail, records, ends, extents, tiles_n, total, a_rows, b_step, FORM,
-                       BN, PIECES, PIECE, MOST, STAGES, WIDTH, ORDER, 1, MASKED, SIZES, "row", "col")),
+            (consume_float8, (0, target0, unowned, ring, mail, scales, PART, TILING, END, SUMS, SA, SB)),
+            (consume_float8, (1, target1, unowned, ring, mail, scales, PART, TILING, END, SUMS, SA, SB)),
+            (produce, ((a_desc, b_desc), ring, mail, work, a_rows, b_step, TILING)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    )

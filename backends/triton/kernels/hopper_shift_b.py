@@ -18,6 +18,8 @@ takes what it needs. A line begins at any element, so a pair of elements lies ac
 two lines (along n).
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -29,8 +31,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from multigemm.backends.triton.kernels.hopper import barriers, halves, moved, produce, sum_layout, write, zero_unowned
-from multigemm.backends.triton.kernels.hopper_tiles import after, after_slot, take, work_of
+from multigemm.backends.triton.kernels.hopper import (
+    End,
+    Ring,
+    Spot,
+    Strides,
+    Target,
+    barriers,
+    halves,
+    moved,
+    produce,
+    sum_layout,
+    write,
+    zero_unowned,
+)
+from multigemm.backends.triton.kernels.hopper_tiles import Mail, Tiling, after, after_slot, take, work_of
 
 # Triton 3.6 calls it otherwise than later versions
 reinterpreted = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
@@ -46,6 +61,33 @@ PITCH_ROW = gl.constexpr(272)
 EACH = gl.constexpr(17)
 # pieces of a block that are copied as one tensor, whose size is a power of two; the rest follows
 MANY = gl.constexpr(1024)
+
+
+class Rings(NamedTuple):
+    """Blocks of rows on their way, and the barriers of both rings: filled, and read."""
+
+    x: Any
+    x_full: Any
+    x_empty: Any
+    w_full: Any
+    w_empty: Any
+
+
+class Weights(NamedTuple):
+    """Their address, columns, and the elements from a group and from a line to the next."""
+
+    start: Any
+    n: Any
+    group: Any
+    line: Any
+
+
+class Strips(NamedTuple):
+    """Constants: strips of a tile's first sum; where those of the second sum begin, and their number."""
+
+    first: Any
+    begin: Any
+    second: Any
 
 
 @gluon.constexpr_function
@@ -102,13 +144,11 @@ def bytes_of(number, before, across, deep):
 
 
 @gluon.jit
-def load_along_n(mail, w_barriers, weights, raw, STAGES: gl.constexpr):
+def load_along_n(mail, full, empty, weights, raw, STAGES: gl.constexpr):
     """Four warps: the aligned pieces round each line of a block of weights.
 
     What lies behind the end of k becomes zero: products with the zeros of the rows may not meet a NaN.
     """
-    b, n, b_group, b_line = weights
-    full, empty = w_barriers
     REST: gl.constexpr = DEEP * EACH - MANY
     number, line, inside = pieces_of(0, MANY)
     number_last, line_last, inside_last = pieces_of(MANY, REST)
@@ -118,10 +158,10 @@ def load_along_n(mail, w_barriers, weights, raw, STAGES: gl.constexpr):
     turn = 0
     g, _, rows, col, _, k_length = take(mail, slot, turn)
     while rows > 0:
-        start = b + g.to(gl.int64) * b_group * 2 + col.to(gl.int64) * 2
-        source, before = sources(start, line, inside, b_line)
-        source_last, before_last = sources(start, line_last, inside_last, b_line)
-        across = (n - col) * 2
+        start = weights.start + g.to(gl.int64) * weights.group * 2 + col.to(gl.int64) * 2
+        source, before = sources(start, line, inside, weights.line)
+        source_last, before_last = sources(start, line_last, inside_last, weights.line)
+        across = (weights.n - col) * 2
         for k0 in range(0, gl.maximum(k_length, 1), DEEP):
             deep = gl.minimum(k_length - k0, DEEP)
             size = bytes_of(number, before, across, deep)
@@ -130,8 +170,8 @@ def load_along_n(mail, w_barriers, weights, raw, STAGES: gl.constexpr):
             copy16(raw + stage * (DEEP * PITCH_ROW) + number * 16, source, size)
             copy16(raw + stage * (DEEP * PITCH_ROW) + number_last * 16, source_last, size_last)
             async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-            source = source + b_line * (DEEP * 2)
-            source_last = source_last + b_line * (DEEP * 2)
+            source = source + weights.line * (DEEP * 2)
+            source_last = source_last + weights.line * (DEEP * 2)
             stage, phase = after(stage, phase, STAGES)
         slot, turn = after_slot(slot, turn)
         g, _, rows, col, _, k_length = take(mail, slot, turn)
@@ -146,15 +186,13 @@ def copy_some(to, source, size):
 
 
 @gluon.jit
-def load_along_k(mail, w_barriers, weights, raw, STAGES: gl.constexpr):
+def load_along_k(mail, full, empty, weights, raw, STAGES: gl.constexpr):
     """Four warps: whole aligned 128 bytes of each line, slot after slot, one more than blocks.
 
     A piece lies as far behind the slot of the tile's first block as behind the piece that its line begins in, so that
     all lines are read alike. Pieces before that one are left out: in their place may be what the last tile still reads.
     What lies behind the end of k becomes zero: products with the zeros of the rows may not meet a NaN.
     """
-    b, n, b_group, b_line = weights
-    full, empty = w_barriers
     SLOTS: gl.constexpr = slots(STAGES, "col")
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
     line = gl.arange(0, COLUMNS, gl.SliceLayout(1, layout))
@@ -166,13 +204,13 @@ def load_along_k(mail, w_barriers, weights, raw, STAGES: gl.constexpr):
     turn = 0
     g, _, rows, col, _, k_length = take(mail, slot, turn)
     while rows > 0:
-        start = b + (g.to(gl.int64) * b_group + col.to(gl.int64) * b_line) * 2
-        lines = start + line.to(gl.int64) * b_line * 2
+        start = weights.start + (g.to(gl.int64) * weights.group + col.to(gl.int64) * weights.line) * 2
+        lines = start + line.to(gl.int64) * weights.line * 2
         skew = (lines & 127).to(gl.int32)
         source = (lines - skew.to(gl.int64))[:, None] + (piece * 16)[None, :].to(gl.int64)
         place = (piece * 16)[None, :] - (skew & 112)[:, None]
         before = (piece * 16)[None, :] - skew[:, None]
-        within = (line < n - col)[:, None]
+        within = (line < weights.n - col)[:, None]
         # -1 once, for the pieces before the first one
         nothing = gl.where(place < 0, -1, 0)
         for k0 in range(0, (gl.maximum(k_length, 1) + (DEEP - 1)) // DEEP * DEEP + 1, DEEP):
@@ -192,12 +230,12 @@ def load_along_k(mail, w_barriers, weights, raw, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def load_lines(mail, w_barriers, weights, raw, STAGES: gl.constexpr, B_ORDER: gl.constexpr):
+def load_lines(mail, full, empty, weights, raw, TILING: gl.constexpr):
     """Four warps fill the ring of the weights."""
-    if B_ORDER == "col":
-        load_along_k(mail, w_barriers, weights, raw, STAGES)
+    if TILING.b_order == "col":
+        load_along_k(mail, full, empty, weights, raw, TILING.stages)
     else:
-        load_along_n(mail, w_barriers, weights, raw, STAGES)
+        load_along_n(mail, full, empty, weights, raw, TILING.stages)
 
 
 @gluon.constexpr_function
@@ -215,11 +253,11 @@ def halves_at(offset):
 
 
 @gluon.jit
-def fragment(place, slot, AT: gl.constexpr, STAGES: gl.constexpr, B_ORDER: gl.constexpr):
+def fragment(place, slot, AT: gl.constexpr, TILING: gl.constexpr):
     """64 columns of weights, 16 deep, step AT of the block that begins in a slot: pairs of elements, as wgmma takes its
     first operand."""
     line, inside, more = place
-    if B_ORDER == "row":
+    if TILING.b_order == "row":
         at = line + slot * (DEEP * PITCH_ROW)
         return gl.inline_asm_elementwise(halves_at(AT * 16 * PITCH_ROW), "=r,r,r", [at, at + more], gl.int32, False, 1)
     elif AT < 3:
@@ -229,7 +267,7 @@ def fragment(place, slot, AT: gl.constexpr, STAGES: gl.constexpr, B_ORDER: gl.co
         # a block's last words may lie in the next slot, and that in front of all others
         low = inside + (slot * CHUNK + 96)
         high = low + 4
-        END: gl.constexpr = slots(STAGES, B_ORDER) * CHUNK
+        END: gl.constexpr = slots(TILING.stages, TILING.b_order) * CHUNK
         low = gl.where(low >= END, low - END, low) + line
         high = gl.where(high >= END, high - END, high) + line
         asm: gl.constexpr = """{ .reg .b32 low, high;
@@ -247,20 +285,19 @@ def elements(pairs, TYPE: gl.constexpr, OPERAND: gl.constexpr):
 
 
 @gluon.jit
-def place_of(weights, raw, g, col, PAIRS: gl.constexpr, STAGES: gl.constexpr, B_ORDER: gl.constexpr):
+def place_of(weights, raw, g, col, PAIRS: gl.constexpr, TILING: gl.constexpr):
     """Where a thread's pairs lie in the first slot: their lines' addresses, how far behind, and by how much a pair lies
     across words, or how far behind the first element the second one lies, in the next line.
 
     Lines eight apart lie alike in their 16 bytes: a line's offset is that of the thread's first line.
     """
-    b, _, b_group, b_line = weights
     m = gl.arange(0, STRIP, gl.SliceLayout(1, PAIRS))
     k = gl.arange(0, STEP // 2, gl.SliceLayout(0, PAIRS))
-    start = (b + (g.to(gl.int64) * b_group) * 2).to(gl.int32)
-    step = (b_line * 2).to(gl.int32)
-    if B_ORDER == "col":
+    start = (weights.start + (g.to(gl.int64) * weights.group) * 2).to(gl.int32)
+    step = (weights.line * 2).to(gl.int32)
+    if TILING.b_order == "col":
         ahead = (start + (col + m % 8) * step) & 15
-        line = (raw + m * line_pitch(STAGES))[:, None] + 0 * k[None, :]
+        line = (raw + m * line_pitch(TILING.stages))[:, None] + 0 * k[None, :]
         return line, (ahead & 12)[:, None] + (k * 4)[None, :], ((ahead & 2) * 8)[:, None] + 0 * k[None, :]
     else:
         ahead = (start + col * 2 + (k * 2 % 8) * step) & 15
@@ -270,60 +307,61 @@ def place_of(weights, raw, g, col, PAIRS: gl.constexpr, STAGES: gl.constexpr, B_
 
 
 @gluon.jit
-def await_lines(w_full, at_w, STAGES: gl.constexpr, B_ORDER: gl.constexpr):
+def await_lines(w_full, at_w, TILING: gl.constexpr):
     """Waits for the weights of a block: along k they end in the slot after the one that they begin in, and that one is
     known to be full."""
     slot, turn = at_w
-    if B_ORDER == "col":
-        slot, turn = after(slot, turn, slots(STAGES, B_ORDER))
+    if TILING.b_order == "col":
+        slot, turn = after(slot, turn, slots(TILING.stages, "col"))
     mbarrier.wait(w_full.index(slot), turn)
 
 
 @gluon.jit
-def hand_back(w_empty, at_w, LAST: gl.constexpr, STAGES: gl.constexpr, B_ORDER: gl.constexpr):
+def hand_back(w_empty, at_w, LAST: gl.constexpr, TILING: gl.constexpr):
     """Frees the slot that a block begins in; along k, the LAST block's second slot as well."""
     slot, turn = at_w
     mbarrier.arrive(w_empty.index(slot))
-    slot, turn = after(slot, turn, slots(STAGES, B_ORDER))
-    if LAST and B_ORDER == "col":
+    slot, turn = after(slot, turn, slots(TILING.stages, TILING.b_order))
+    if LAST and TILING.b_order == "col":
         mbarrier.arrive(w_empty.index(slot))
-        slot, turn = after(slot, turn, slots(STAGES, B_ORDER))
+        slot, turn = after(slot, turn, slots(TILING.stages, "col"))
     return slot, turn
 
 
 @gluon.jit
-def write_turned(acc, out, spot, PART: gl.constexpr, END: gl.constexpr):
+def write_turned(acc, target, spot, PART: gl.constexpr, END: gl.constexpr):
     """Stores C^T, 64 rows of C at once."""
     if acc.shape[1] > STRIP:
         upper, lower = halves(acc)
         DOWN: gl.constexpr = acc.shape[1] // 2
-        write_turned(upper, out, spot, PART, END)
-        write_turned(lower, out, moved(spot, DOWN, 0), PART, END)
+        write_turned(upper, target, spot, PART, END)
+        write_turned(lower, target, moved(spot, DOWN, 0), PART, END)
     else:
-        if spot[2] > 0:
-            write(acc.permute(1, 0), out, spot, PART, END)
+        if spot.rows > 0:
+            write(acc.permute(1, 0), target, spot, PART, END)
 
 
 @gluon.jit
-def rows_of(x_smem, stage, SLOTS: gl.constexpr, FIRST: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr):
+def rows_of(x_smem, stage, SLOTS: gl.constexpr, FIRST: gl.constexpr, TILING: gl.constexpr):
     """SLOTS strips of a block of rows, from strip FIRST on, as the second operand."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    view = reinterpreted(x_smem, x_smem.dtype, [STAGES * MOST // SLOTS, SLOTS * STRIP, DEEP], layout)
-    return view.index(stage * (MOST // SLOTS) + FIRST // SLOTS).permute((1, 0))
+    blocks: gl.constexpr = TILING.most // SLOTS
+    view = reinterpreted(x_smem, x_smem.dtype, [TILING.stages * TILING.most // SLOTS, SLOTS * STRIP, DEEP], layout)
+    return view.index(stage * blocks + FIRST // SLOTS).permute((1, 0))
 
 
 @gluon.jit
 def multiply_step(pairs, x_smem, stage, sums, AT: gl.constexpr, STRIPS: gl.constexpr, LAYOUTS: gl.constexpr,
-                  MOST: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+                  TILING: gl.constexpr):  # fmt: skip
     """Starts the products of step AT of a block, 16 of K."""
     TYPE: gl.constexpr = x_smem.dtype
     OPERAND0: gl.constexpr = gl.DotOperandLayout(0, LAYOUTS[0], 2)
     OPERAND1: gl.constexpr = gl.DotOperandLayout(0, LAYOUTS[1], 2)
     first, second = sums
-    x = rows_of(x_smem, stage, STRIPS[0], 0, MOST, STAGES).slice(AT * STEP, STEP, 0)
+    x = rows_of(x_smem, stage, STRIPS.first, 0, TILING).slice(AT * STEP, STEP, 0)
     first = warpgroup_mma(elements(pairs, TYPE, OPERAND0), x, first, is_async=True)
-    if STRIPS[2] > 0:
-        y = rows_of(x_smem, stage, STRIPS[2], STRIPS[1], MOST, STAGES).slice(AT * STEP, STEP, 0)
+    if STRIPS.second > 0:
+        y = rows_of(x_smem, stage, STRIPS.second, STRIPS.begin, TILING).slice(AT * STEP, STEP, 0)
         second = warpgroup_mma(elements(pairs, TYPE, OPERAND1), y, second, is_async=True)
     return first, second
 
@@ -332,7 +370,7 @@ def multiply_step(pairs, x_smem, stage, sums, AT: gl.constexpr, STRIPS: gl.const
 def settled(sums, LEFT: gl.constexpr, STRIPS: gl.constexpr):
     """Waits until at most LEFT steps are under way: the registers of those before may be loaded again."""
     first, second = sums
-    if STRIPS[2] > 0:
+    if STRIPS.second > 0:
         first, second = warpgroup_mma_wait(num_outstanding=2 * LEFT, deps=[first, second])
         return warpgroup_mma_init(first), warpgroup_mma_init(second)
     else:
@@ -341,91 +379,93 @@ def settled(sums, LEFT: gl.constexpr, STRIPS: gl.constexpr):
 
 @gluon.jit
 def multiply_block(rings, place, at_x, at_w, pairs, sums, older, LAST: gl.constexpr, STRIPS: gl.constexpr,
-                   LAYOUTS: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr, B_ORDER: gl.constexpr):  # fmt: skip
+                   LAYOUTS: gl.constexpr, TILING: gl.constexpr):  # fmt: skip
     """One block. While the tensor cores are at a step, what is needed three steps later is loaded into the registers
     of the step before: of this block the last step's weights, then of the next block, unless this is the LAST.
 
     It ends with nothing under way. Products that went on through the end of a loop's turn would be serialised
     (ptxas: "insufficient register resources"), each waiting for the one before.
     """
-    x_smem, x_full, x_empty, w_full, w_empty = rings
+    STAGES: gl.constexpr = TILING.stages
     w0, w1, w2 = pairs
     stage, phase = at_x
-    if B_ORDER == "row":
+    if TILING.b_order == "row":
         at_w = at_x  # both rings turn alike
-    mbarrier.wait(x_full.index(stage), phase)
-    sums = multiply_step(w0, x_smem, stage, sums, 0, STRIPS, LAYOUTS, MOST, STAGES)
+    mbarrier.wait(rings.x_full.index(stage), phase)
+    sums = multiply_step(w0, rings.x, stage, sums, 0, STRIPS, LAYOUTS, TILING)
     sums = settled(sums, 1, STRIPS)
-    w3 = fragment(place, at_w[0], 3, STAGES, B_ORDER)
-    sums = multiply_step(w1, x_smem, stage, sums, 1, STRIPS, LAYOUTS, MOST, STAGES)
+    w3 = fragment(place, at_w[0], 3, TILING)
+    sums = multiply_step(w1, rings.x, stage, sums, 1, STRIPS, LAYOUTS, TILING)
     # the rows of the block before: handed back here, where it delays no product
-    mbarrier.arrive(x_empty.index((stage + STAGES - 1) % STAGES), pred=older)
-    at_w = hand_back(w_empty, at_w, LAST, STAGES, B_ORDER)
+    mbarrier.arrive(rings.x_empty.index((stage + STAGES - 1) % STAGES), pred=older)
+    at_w = hand_back(rings.w_empty, at_w, LAST, TILING)
     now = (stage + STAGES) % STAGES
     if not LAST:
         at_x = after(stage, phase, STAGES)
-        await_lines(w_full, at_w, STAGES, B_ORDER)
+        await_lines(rings.w_full, at_w, TILING)
     sums = settled(sums, 1, STRIPS)
     if not LAST:
-        w0 = fragment(place, at_w[0], 0, STAGES, B_ORDER)
-    sums = multiply_step(w2, x_smem, now, sums, 2, STRIPS, LAYOUTS, MOST, STAGES)
+        w0 = fragment(place, at_w[0], 0, TILING)
+    sums = multiply_step(w2, rings.x, now, sums, 2, STRIPS, LAYOUTS, TILING)
     sums = settled(sums, 1, STRIPS)
     if not LAST:
-        w1 = fragment(place, at_w[0], 1, STAGES, B_ORDER)
-    sums = multiply_step(w3, x_smem, now, sums, 3, STRIPS, LAYOUTS, MOST, STAGES)
+        w1 = fragment(place, at_w[0], 1, TILING)
+    sums = multiply_step(w3, rings.x, now, sums, 3, STRIPS, LAYOUTS, TILING)
     if not LAST:
         sums = settled(sums, 1, STRIPS)
-        w2 = fragment(place, at_w[0], 2, STAGES, B_ORDER)
+        w2 = fragment(place, at_w[0], 2, TILING)
     sums = settled(sums, 0, STRIPS)
     return at_x, at_w, (w0, w1, w2), sums
 
 
 @gluon.jit
-def multiply(rings, place, at_x, at_w, k_length, out, spot, STRIPS: gl.constexpr, MOST: gl.constexpr,
-             STAGES: gl.constexpr, B_ORDER: gl.constexpr, PART: gl.constexpr, END: gl.constexpr):  # fmt: skip
-    """One tile, of STRIPS[0] strips and of STRIPS[2] strips from strip STRIPS[1] on."""
-    WIDTH0: gl.constexpr = STRIPS[0] * STRIP
-    WIDTH1: gl.constexpr = (STRIPS[2] if STRIPS[2] > 0 else 1) * STRIP
+def multiply(rings, place, at_x, at_w, k_length, target, spot, STRIPS: gl.constexpr, PART: gl.constexpr,
+             TILING: gl.constexpr, END: gl.constexpr):  # fmt: skip
+    """One tile, in one sum or two."""
+    WIDTH0: gl.constexpr = STRIPS.first * STRIP
+    WIDTH1: gl.constexpr = (STRIPS.second if STRIPS.second > 0 else 1) * STRIP
     LAYOUT0: gl.constexpr = sum_layout(WIDTH0, 16)
     LAYOUT1: gl.constexpr = sum_layout(WIDTH1, 16)
     LAYOUTS: gl.constexpr = (LAYOUT0, LAYOUT1)
-    _, _, x_empty, w_full, _ = rings
     sums = (warpgroup_mma_init(gl.zeros([STRIP, WIDTH0], gl.float32, LAYOUT0)),
             warpgroup_mma_init(gl.zeros([STRIP, WIDTH1], gl.float32, LAYOUT1)))  # fmt: skip
-    if B_ORDER == "col":
-        mbarrier.wait(w_full.index(at_w[0]), at_w[1])
+    if TILING.b_order == "col":
+        mbarrier.wait(rings.w_full.index(at_w[0]), at_w[1])
     else:
         at_w = at_x
-    await_lines(w_full, at_w, STAGES, B_ORDER)
+    await_lines(rings.w_full, at_w, TILING)
     slot = at_w[0]
-    pairs = (fragment(place, slot, 0, STAGES, B_ORDER), fragment(place, slot, 1, STAGES, B_ORDER),
-             fragment(place, slot, 2, STAGES, B_ORDER))  # fmt: skip
+    pairs = (fragment(place, slot, 0, TILING), fragment(place, slot, 1, TILING), fragment(place, slot, 2, TILING))
     for k0 in range(DEEP, k_length, DEEP):
         at_x, at_w, pairs, sums = multiply_block(rings, place, at_x, at_w, pairs, sums, k0 > DEEP, False, STRIPS,
-                                                 LAYOUTS, MOST, STAGES, B_ORDER)  # fmt: skip
+                                                 LAYOUTS, TILING)  # fmt: skip
     at_x, at_w, pairs, sums = multiply_block(rings, place, at_x, at_w, pairs, sums, k_length > DEEP, True, STRIPS,
-                                             LAYOUTS, MOST, STAGES, B_ORDER)  # fmt: skip
-    mbarrier.arrive(x_empty.index(at_x[0]))
+                                             LAYOUTS, TILING)  # fmt: skip
+    mbarrier.arrive(rings.x_empty.index(at_x[0]))
     first, second = sums
-    if STRIPS[2] > 0:
+    if STRIPS.second > 0:
         first, second = warpgroup_mma_wait(num_outstanding=0, deps=[first, second])
-        write_turned(first, out, spot, PART, END)
-        write_turned(second, out, moved(spot, WIDTH0, 0), PART, END)
+        write_turned(first, target, spot, PART, END)
+        write_turned(second, target, moved(spot, WIDTH0, 0), PART, END)
     else:
-        write_turned(warpgroup_mma_wait(num_outstanding=0, deps=[first]), out, spot, PART, END)
-    return after(at_x[0], at_x[1], STAGES), at_w
+        write_turned(warpgroup_mma_wait(num_outstanding=0, deps=[first]), target, spot, PART, END)
+    return after(at_x[0], at_x[1], TILING.stages), at_w
 
 
 @gluon.jit
-def consume_shifted(WHICH: gl.constexpr, out, unowned, rings, mail, weights, raw, PART: gl.constexpr,
-                    MOST: gl.constexpr, STAGES: gl.constexpr, B_ORDER: gl.constexpr, END: gl.constexpr,
-                    ZERO: gl.constexpr, SIZES: gl.constexpr):  # fmt: skip
+def consume_shifted(WHICH: gl.constexpr, target, unowned, rings, mail, weights, raw, PART: gl.constexpr,
+                    TILING: gl.constexpr, END: gl.constexpr):  # fmt: skip
     """One warpgroup: 64 of a tile's columns."""
-    if ZERO is not None and WHICH == 1:
-        zero_unowned(out, unowned[0], unowned[1], END[0], ZERO, SIZES)
-    HALF_BYTES: gl.constexpr = STRIP * line_pitch(STAGES) if B_ORDER == "col" else STRIP * 2
+    if END.zero is not None and WHICH == 1:
+        zero_unowned(target, unowned[0], unowned[1], END, TILING.sizes)
+    TALL: gl.constexpr = TILING.most == 4
+    HALF_BYTES: gl.constexpr = STRIP * line_pitch(TILING.stages) if TILING.b_order == "col" else STRIP * 2
     LAYOUT: gl.constexpr = sum_layout(STRIP, 16)
     PAIRS: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 1)
+    FOUR: gl.constexpr = Strips(2, 2, 2)
+    THREE: gl.constexpr = Strips(2, 2, 1)
+    TWO: gl.constexpr = Strips(1, 2, 1) if TALL else Strips(2, 0, 0)
+    ONE: gl.constexpr = Strips(1, 0, 0)
     slot = 0
     turn = 0
     at_x = (0, 0)
@@ -433,23 +473,19 @@ def consume_shifted(WHICH: gl.constexpr, out, unowned, rings, mail, weights, raw
     g, row, rows, col, low, k_length = take(mail, slot, turn)
     while rows > 0:
         strips = (rows + STRIP - 1) // STRIP
-        place = place_of(weights, raw + WHICH * HALF_BYTES, g, col, PAIRS, STAGES, B_ORDER)
-        spot = (g, row, rows, low, row + rows, col + WHICH * STRIP)
-        if MOST == 4 and strips == 4:
-            at_x, at_w = multiply(rings, place, at_x, at_w, k_length, out, spot, (2, 2, 2), MOST, STAGES, B_ORDER,
-                                  PART, END)  # fmt: skip
-        elif MOST == 4 and strips == 3:
-            at_x, at_w = multiply(rings, place, at_x, at_w, k_length, out, spot, (2, 2, 1), MOST, STAGES, B_ORDER,
-                                  PART, END)  # fmt: skip
+        place = place_of(weights, raw + WHICH * HALF_BYTES, g, col, PAIRS, TILING)
+        spot = Spot(g, row, rows, low, row + rows, col + WHICH * STRIP)
+        if TALL and strips == 4:
+            at_x, at_w = multiply(rings, place, at_x, at_w, k_length, target, spot, FOUR, PART, TILING, END)
+        elif TALL and strips == 3:
+            at_x, at_w = multiply(rings, place, at_x, at_w, k_length, target, spot, THREE, PART, TILING, END)
         elif strips == 2:
-            at_x, at_w = multiply(rings, place, at_x, at_w, k_length, out, spot,
-                                  (1, 2, 1) if MOST == 4 else (2, 0, 0), MOST, STAGES, B_ORDER, PART, END)  # fmt: skip
+            at_x, at_w = multiply(rings, place, at_x, at_w, k_length, target, spot, TWO, PART, TILING, END)
         else:
-            at_x, at_w = multiply(rings, place, at_x, at_w, k_length, out, spot, (1, 0, 0), MOST, STAGES, B_ORDER,
-                                  PART, END)  # fmt: skip
+            at_x, at_w = multiply(rings, place, at_x, at_w, k_length, target, spot, ONE, PART, TILING, END)
         slot, turn = after_slot(slot, turn)
         g, row, rows, col, low, k_length = take(mail, slot, turn)
-    if END[0] == "tma":
+    if END.store == "tma":
         tma.store_wait(0)
 
 
@@ -466,6 +502,8 @@ def shift_b_kernel(
     LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Jagged rows alone. Roles: two warpgroups multiply and write, four warps load weights, one warp rows."""
+    TILING: gl.constexpr = Tiling(FORM, BN, 0, BN, MOST, STAGES, WIDTH, ORDER, ALIGN, False, SIZES, A_ORDER, B_ORDER)
+    END: gl.constexpr = End(STORE, C, BIAS, ALPHA, ACTIVATION, False, ZERO)
     dtype: gl.constexpr = a_desc.dtype
     out_type: gl.constexpr = out.dtype.element_ty
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 2)
@@ -478,29 +516,24 @@ def shift_b_kernel(
     x_empty = barriers(STAGES, 2)
     w_full = barriers(slots(STAGES, B_ORDER), 128)
     w_empty = barriers(slots(STAGES, B_ORDER), 2)
-    mail = (tickets, barriers(2, 1), barriers(2, 3))
-    tiles_n, total, extents = work_of(records, m, n, k, groups, head, FORM, BN, MOST, ALPHA)
-    tensors = (c, out, bias)
-    strides = (c_group, c_row, c_col, out_group, out_row, out_col, bias_group, bias_col,
-               alpha_bits, beta_bits, out_rows)  # fmt: skip
-    END: gl.constexpr = (STORE, C, BIAS, ALPHA, ACTIVATION, False)
-    unowned = (ends, extents) if ZERO is not None else ()
-    rings = (x_smem, x_full, x_empty, w_full, w_empty)
-    weights = (b, n, b_group, b_line)
+    rings = Rings(x_smem, x_full, x_empty, w_full, w_empty)
+    rows_ring = Ring(x_smem, x_smem, x_full, x_empty)
+    mail = Mail(tickets, barriers(2, 1), barriers(2, 3))
+    work = work_of(records, ends, m, n, k, groups, head, TILING, ALPHA)
+    strides = Strides(c_group, c_row, c_col, out_group, out_row, out_col, bias_group, bias_col, alpha_bits, beta_bits,
+                      out_rows)  # fmt: skip
+    unowned = (ends, work.extents) if ZERO is not None else ()
+    weights = Weights(b, n, b_group, b_line)
     raw = ring_start(raw_at)
-    out0 = (out_desc, staging.index(0), tensors, strides, n)
-    out1 = (out_desc, staging.index(1), tensors, strides, n)
+    target0 = Target(out_desc, staging.index(0), c, out, bias, strides, n)
+    target1 = Target(out_desc, staging.index(1), c, out, bias, strides, n)
     gl.warp_specialize(
         [
-            (consume_shifted, (0, out0, unowned, rings, mail, weights, raw, PART, MOST, STAGES, B_ORDER, END, ZERO,
-                               SIZES)),
-            (consume_shifted, (1, out1, unowned, rings, mail, weights, raw, PART, MOST, STAGES, B_ORDER, END, ZERO,
-                               SIZES)),
-            (load_lines, (mail, (w_full, w_empty), weights, raw, STAGES, B_ORDER)),
-            (produce, ((a_desc, a_desc), (x_smem, x_smem, x_full, x_empty), mail, records, ends, extents, tiles_n,
-                       total, a_rows, 0, FORM, BN, 0, BN, MOST, STAGES, WIDTH, ORDER, ALIGN, False, SIZES,
-                       A_ORDER, B_ORDER)),
+            (consume_shifted, (0, target0, unowned, rings, mail, weights, raw, PART, TILING, END)),
+            (consume_shifted, (1, target1, unowned, rings, mail, weights, raw, PART, TILING, END)),
+            (load_lines, (mail, w_full, w_empty, weights, raw, TILING)),
+            (produce, ((a_desc, a_desc), rows_ring, mail, work, a_rows, 0, TILING)),
         ],
         [4, 4, 1],
         [CONSUMER_REGISTERS, LOADER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    )

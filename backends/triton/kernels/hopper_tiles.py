@@ -5,6 +5,8 @@ The sizes of groups stay on the device. The loading warp decodes a tile index on
 its use; the consumers only read eight words and never wait for the L2.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -13,6 +15,68 @@ from multigemm.backends.triton.kernels.schedule import group_rows, place
 
 STRIP = gl.constexpr(64)
 RECORD = gl.constexpr(8)
+
+
+class Tiling(NamedTuple):
+    """Constants: how work is cut into tiles, and how operands lie (`hopper._cut` on the host)."""
+
+    form: Any
+    columns: Any
+    """Of a tile."""
+    pieces: Any
+    """Boxes of B that one warp loads for a block of K; 0 where other warps load B."""
+    piece: Any
+    """Columns of such a box, which are those of one wgmma."""
+    most: Any
+    """Strips of 64 rows in a tile, at most."""
+    stages: Any
+    width: Any
+    order: Any
+    align: Any
+    masked: Any
+    sizes: Any
+    a_order: Any
+    b_order: Any
+
+
+class Extents(NamedTuple):
+    """Of the whole problem; `head`: whether the first group's start stands before the ends."""
+
+    m: Any
+    n: Any
+    k: Any
+    groups: Any
+    head: Any
+
+
+class Work(NamedTuple):
+    """What the loading warp finds its tiles by; `total` is 0 where it has to read sizes first."""
+
+    records: Any
+    ends: Any
+    extents: Extents
+    tiles_n: Any
+    total: Any
+
+
+class Tile(NamedTuple):
+    """A tile: group, first row, rows, first column, first row that it writes, and its part of K."""
+
+    group: Any
+    row: Any
+    rows: Any
+    col: Any
+    low: Any
+    k_start: Any
+    k_length: Any
+
+
+class Mail(NamedTuple):
+    """Two slots in which tiles are handed over, and the barriers that say that one was filled, and emptied."""
+
+    tickets: Any
+    issued: Any
+    taken: Any
 
 
 @gluon.jit
@@ -35,25 +99,24 @@ def after_slot(slot, turn):
 
 
 @gluon.jit
-def tiles_of_launch(records, m, groups, tiles_n, FORM: gl.constexpr, MOST: gl.constexpr):
+def tiles_of_launch(records, m, groups, tiles_n, TILING: gl.constexpr):
     """The number of tiles, as far as it is known before sizes are read."""
-    if FORM == "rows":
+    if TILING.form == "rows":
         return gl.load(records) * tiles_n
-    elif FORM == "search":
+    elif TILING.form == "search":
         return tiles_n * 0
     else:
-        return groups * ((m + MOST * STRIP - 1) // (MOST * STRIP)) * tiles_n
+        return groups * ((m + TILING.most * STRIP - 1) // (TILING.most * STRIP)) * tiles_n
 
 
 @gluon.jit
-def work_of(records, m, n, k, groups, head, FORM: gl.constexpr, BN: gl.constexpr, MOST: gl.constexpr,
-            ALPHA: gl.constexpr):  # fmt: skip
-    """Tiles side by side, all tiles, and the extents, with a k of 0 where nothing is multiplied."""
-    tiles_n = (n + BN - 1) // BN
-    total = tiles_of_launch(records, m, groups, tiles_n, FORM, MOST)
+def work_of(records, ends, m, n, k, groups, head, TILING: gl.constexpr, ALPHA: gl.constexpr):
+    """The tiles of a launch; k is 0 where nothing is multiplied."""
+    tiles_n = (n + TILING.columns - 1) // TILING.columns
+    total = tiles_of_launch(records, m, groups, tiles_n, TILING)
     if ALPHA == "zero":
         k = k * 0
-    return tiles_n, total, (m, n, k, groups, head)
+    return Work(records, ends, Extents(m, n, k, groups, head), tiles_n, total)
 
 
 @gluon.jit
@@ -109,32 +172,32 @@ def plus(x, y):
 
 
 @gluon.jit
-def rows_up_to(ends, extents, MOST: gl.constexpr, ALIGN: gl.constexpr, MASKED: gl.constexpr, SIZES: gl.constexpr):
+def rows_up_to(ends, extents, TILING: gl.constexpr):
     """Tile rows up to each of 256 groups (or 128: hopper.searchable), counted by one warp, all at once.
 
-    Sums of SIZES that lie may wrap, but each group starts where the one before it ends.
+    Sums of sizes that lie may wrap, but each group starts where the one before it ends.
     """
-    m, _, _, groups, head = extents
+    MOST: gl.constexpr = TILING.most
     EACH: gl.constexpr = 4 if MOST == 3 else 8
     lanes: gl.constexpr = gl.BlockedLayout([EACH], [32], [1], [0])
     g = gl.arange(0, 32 * EACH, lanes)
-    if SIZES:
-        size = gl.load(ends + g, mask=g < groups, other=0).to(gl.int32)
+    if TILING.sizes:
+        size = gl.load(ends + g, mask=g < extents.groups, other=0).to(gl.int32)
         end = gl.associative_scan(size, 0, plus)
-        start, end = inside(end - size, end, m)
+        start, end = inside(end - size, end, extents.m)
     else:
-        start, end = group_rows(ends, g, head, m, g < groups, MASKED)
-    strips = gl.where(end > start, (end - start // ALIGN * ALIGN + STRIP - 1) // STRIP, 0)
+        start, end = group_rows(ends, g, extents.head, extents.m, g < extents.groups, TILING.masked)
+    strips = gl.where(end > start, (end - start // TILING.align * TILING.align + STRIP - 1) // STRIP, 0)
     return gl.associative_scan((strips + MOST - 1) // MOST, 0, plus)
 
 
 @gluon.jit
-def span_of(g, ok, ends, head, MOST: gl.constexpr, SIZES: gl.constexpr):
-    """Where a group starts and ends, to be clamped by `inside`: two loads on their way, or the sums of SIZES."""
-    if SIZES:
+def span_of(g, ok, ends, head, TILING: gl.constexpr):
+    """Where a group starts and ends, to be clamped by `inside`: two loads on their way, or sums of sizes."""
+    if TILING.sizes:
         lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
         before = lane * 0
-        for step in gl.static_range(4 if MOST == 3 else 8):
+        for step in gl.static_range(4 if TILING.most == 3 else 8):
             index = lane + 32 * step
             before += gl.load(ends + index, mask=ok & (index < g), other=0).to(gl.int32)
         start = gl.sum(before, 0)
@@ -146,13 +209,11 @@ def span_of(g, ok, ends, head, MOST: gl.constexpr, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def record_of(tile, total, found, records, ends, extents, tiles_n, FORM: gl.constexpr, MOST: gl.constexpr,
-              MASKED: gl.constexpr, SIZES: gl.constexpr):  # fmt: skip
+def record_of(tile, total, found, work, TILING: gl.constexpr):
     """What memory holds about a tile's group, as loads on their way; nothing for a tile beyond the last."""
-    m, _, _, _, head = extents
     ok = tile < total
-    if FORM == "rows":
-        entry = records + RECORD + tile // tiles_n * RECORD
+    if TILING.form == "rows":
+        entry = work.records + RECORD + tile // work.tiles_n * RECORD
         g = gl.load(entry, mask=ok, other=0)
         first = gl.load(entry + 1, mask=ok, other=0)
         count = gl.load(entry + 2, mask=ok, other=0)
@@ -161,22 +222,23 @@ def record_of(tile, total, found, records, ends, extents, tiles_n, FORM: gl.cons
         end = gl.load(entry + 5, mask=ok, other=0)
         low = gl.load(entry + 6, mask=ok, other=0)
         return g, start, end, first, count, each, low
-    elif FORM == "search":
-        below = found <= tile // tiles_n
+    elif TILING.form == "search":
+        below = found <= tile // work.tiles_n
         g = gl.sum(below.to(gl.int32), 0)
         first = gl.max(gl.where(below, found, 0), 0)
-        if MASKED:
+        if TILING.masked:
             start = g * 0
-            end = gl.load(ends + g, mask=ok, other=0)
+            end = gl.load(work.ends + g, mask=ok, other=0)
         else:
-            start, end = span_of(g, ok, ends, head, MOST, SIZES)
+            start, end = span_of(g, ok, work.ends, work.extents.head, TILING)
         return g, start, end, first
     else:
-        g = tile // ((m + MOST * STRIP - 1) // (MOST * STRIP) * tiles_n)
+        height: gl.constexpr = TILING.most * STRIP
+        g = tile // ((work.extents.m + height - 1) // height * work.tiles_n)
         start = g * 0
         end = start
-        if FORM == "k":
-            start, end = span_of(g, ok, ends, head, MOST, SIZES)
+        if TILING.form == "k":
+            start, end = span_of(g, ok, work.ends, work.extents.head, TILING)
         return g, start, end
 
 
@@ -189,50 +251,49 @@ def inside(start, end, extent):
 
 
 @gluon.jit
-def tile_from(record, tile, extents, tiles_n, FORM: gl.constexpr, BN: gl.constexpr, MOST: gl.constexpr,
-              WIDTH: gl.constexpr, ALIGN: gl.constexpr):  # fmt: skip
-    """(group, first row, rows, first column, first row to write, k start, k length) of a tile."""
-    m, _, k, _, _ = extents
-    if FORM == "rows":
+def tile_from(record, tile, work, TILING: gl.constexpr):
+    """A tile, once memory has answered."""
+    tiles_n = work.tiles_n
+    k = work.extents.k
+    height: gl.constexpr = TILING.most * STRIP
+    if TILING.form == "rows":
         g, start, end, first, count, each, low = record
-        tm, tn = place(tile - first * tiles_n, count, tiles_n, WIDTH)
+        tm, tn = place(tile - first * tiles_n, count, tiles_n, TILING.width)
         row = start + tm * each * STRIP
-        return g, row, gl.minimum(each * STRIP, end - row), tn * BN, low, g * 0, k
-    elif FORM == "search":
+        return Tile(g, row, gl.minimum(each * STRIP, end - row), tn * TILING.columns, low, g * 0, k)
+    elif TILING.form == "search":
         g, start, end, first = record
-        low, end = inside(start, end, m)
-        start = low // ALIGN * ALIGN
+        low, end = inside(start, end, work.extents.m)
+        start = low // TILING.align * TILING.align
         strips = (end - start + STRIP - 1) // STRIP
-        count = (strips + MOST - 1) // MOST
+        count = (strips + TILING.most - 1) // TILING.most
         each = (strips + count - 1) // gl.maximum(count, 1)
-        tm, tn = place(tile - first * tiles_n, count, tiles_n, WIDTH)
+        tm, tn = place(tile - first * tiles_n, count, tiles_n, TILING.width)
         row = start + tm * each * STRIP
-        return g, row, gl.minimum(each * STRIP, end - row), tn * BN, low, g * 0, k
+        return Tile(g, row, gl.minimum(each * STRIP, end - row), tn * TILING.columns, low, g * 0, k)
     else:
         g, start, end = record
-        down = (m + MOST * STRIP - 1) // (MOST * STRIP)
-        tm, tn = place(tile % (down * tiles_n), down, tiles_n, WIDTH)
-        row = tm * (MOST * STRIP)
-        rows = gl.minimum(MOST * STRIP, m - row)
-        if FORM == "k":
+        down = (work.extents.m + height - 1) // height
+        tm, tn = place(tile % (down * tiles_n), down, tiles_n, TILING.width)
+        row = tm * height
+        rows = gl.minimum(height, work.extents.m - row)
+        if TILING.form == "k":
             start, end = inside(start, end, k)
-            return g, row, rows, tn * BN, row, start, end - start
+            return Tile(g, row, rows, tn * TILING.columns, row, start, end - start)
         else:
-            return g, row, rows, tn * BN, row, start, k
+            return Tile(g, row, rows, tn * TILING.columns, row, start, k)
 
 
 @gluon.jit
-def publish(mail, slot, turn, work):
+def publish(mail, slot, turn, tile):
     """Hands a tile to the consumers; rows = 0 ends their loops."""
-    tickets, issued, taken = mail
-    g, row, rows, col, low, _, k_length = work
-    mbarrier.wait(taken.index(slot), turn ^ 1)
+    mbarrier.wait(mail.taken.index(slot), turn ^ 1)
     one: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     lane = gl.arange(0, 8, one)
-    words = gl.where(lane == 3, col, gl.where(lane == 4, low, k_length))
-    words = gl.where(lane == 0, g, gl.where(lane == 1, row, gl.where(lane == 2, rows, words)))
-    tickets.index(slot).store(words)
-    mbarrier.arrive(issued.index(slot))
+    words = gl.where(lane == 3, tile.col, gl.where(lane == 4, tile.low, tile.k_length))
+    words = gl.where(lane == 0, tile.group, gl.where(lane == 1, tile.row, gl.where(lane == 2, tile.rows, words)))
+    mail.tickets.index(slot).store(words)
+    mbarrier.arrive(mail.issued.index(slot))
 
 
 @gluon.jit
@@ -243,13 +304,12 @@ def word(words, lane, at: gl.constexpr):
 
 @gluon.jit
 def take(mail, slot, turn):
-    """The next tile, as `publish` wrote it."""
-    tickets, issued, taken = mail
-    mbarrier.wait(issued.index(slot), turn)
+    """The next tile's group, first row, rows, first column, first row to write and length of K."""
+    mbarrier.wait(mail.issued.index(slot), turn)
     four: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     lane = gl.arange(0, 8, four)
-    words = tickets.index(slot).load(four)
-    mbarrier.arrive(taken.index(slot))
+    words = mail.tickets.index(slot).load(four)
+    mbarrier.arrive(mail.taken.index(slot))
     g = word(words, lane, 0)
     row = word(words, lane, 1)
     rows = word(words, lane, 2)

@@ -19,7 +19,12 @@ import pytest
 import torch
 
 import multigemm as mg
+from multigemm.backends.triton import build
+from multigemm.backends.triton.choice import float8_candidates, hopper_candidates
+from multigemm.backends.triton.hopper import hopper_source
+from multigemm.backends.triton.hopper_float8 import float8_source
 from multigemm.problem.spec import ProblemSpec
+from tests.support import triton_kernels
 from tests.support.python_process import run_python
 
 pytest.importorskip("triton", reason="the triton package is not installed: pip install triton")
@@ -48,23 +53,21 @@ def in_compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
 
 def quick_reports(capability: int) -> list[Any]:
     """Registers, stack and shared memory of a few kernels of every kind."""
-    from multigemm.backends.triton import shipped
-
-    return list(shipped.reports(capability, most=1, only=shipped.QUICK if capability == 90 else shipped.FEW))
+    return list(
+        triton_kernels.reports(
+            capability, most=1, only=triton_kernels.QUICK if capability == 90 else triton_kernels.FEW
+        )
+    )
 
 
 def ptx_of(source: Any, capability: int) -> str:
     """The PTX text of a kernel."""
-    from multigemm.backends.triton import build
-
     return str(build.build(source, capability).asm["ptx"])
 
 
 def sass_of(source: Any, folder: Path) -> str:
     """The machine code of a kernel for sm_90, as text."""
     from triton import knobs
-
-    from multigemm.backends.triton import build
 
     (folder / "kernel.cubin").write_bytes(build.cubin(source, 90).code)
     command = [str(knobs.nvidia.nvdisasm.path), "-c", str(folder / "kernel.cubin")]
@@ -73,33 +76,23 @@ def sass_of(source: Any, folder: Path) -> str:
 
 def sass_of_shifted_weights(folder: Path) -> str:
     """The Hopper kernel for weights in odd lines."""
-    from multigemm.backends.triton import shipped
-    from multigemm.backends.triton.choice import hopper_candidates
-    from multigemm.backends.triton.hopper import hopper_source
-
-    spec = dict(shipped.specs())["jagged_m bf16 unaligned"]
+    spec = dict(triton_kernels.specs())["jagged_m bf16 unaligned"]
     config = next(x for x in hopper_candidates(spec) if x.shift_b and x.block_m == 128)
     return sass_of(hopper_source(spec, config), folder)
 
 
 def sass_of_float8_blocks(folder: Path) -> str:
     """The Hopper kernel for float8 with scales that change along K."""
-    from multigemm.backends.triton import shipped
-    from multigemm.backends.triton.choice import float8_candidates
-    from multigemm.backends.triton.hopper_float8 import float8_source
-
-    spec = dict(shipped.quantised_specs())["float8 blocks"]
+    spec = dict(triton_kernels.quantised_specs())["float8 blocks"]
     return sass_of(float8_source(spec, float8_candidates(spec)[0]), folder)
 
 
 def products_of(capability: int, *names: str) -> dict[str, dict[str, Any]]:
     """What kernels of quantised operands multiply by: `fresh` counts wgmma that begin a sum of their own instead of
     going on with one."""
-    from multigemm.backends.triton import shipped
-
-    specs, found = dict(shipped.quantised_specs()), dict[str, dict[str, Any]]()
+    specs, found = dict(triton_kernels.quantised_specs()), dict[str, dict[str, Any]]()
     for name in names:
-        _, source = next(shipped.sources(specs[name], capability))
+        _, source = next(triton_kernels.sources(specs[name], capability))
         ptx = ptx_of(source, capability)
         products = re.findall(r"(wgmma\.mma_async|mma\.sync|tcgen05\.mma)\S*?\.((?:f32|cta)\S*) (.*?);", ptx)
         found[name] = {
@@ -115,12 +108,10 @@ def products_of(capability: int, *names: str) -> dict[str, dict[str, Any]]:
 def products_of_rearranged_codes(capability: int, *formats: str) -> dict[str, tuple[int, int]]:
     """For weights of four bits without scales: the products in Triton's own code, and how many of them multiply what
     was joined and then took a new shape, without an operation on its elements in between."""
-    from multigemm.backends.triton import build, shipped
-
-    spec, found = dict(shipped.quantised_specs())["int4 weights"], dict[str, tuple[int, int]]()
+    spec, found = dict(triton_kernels.quantised_specs())["int4 weights"], dict[str, tuple[int, int]]()
     for name in formats:
         bare = replace(spec, b=replace(spec.b, packed=cast(Any, name), scale=None))
-        _, source = next(shipped.sources(bare, capability))
+        _, source = next(triton_kernels.sources(bare, capability))
         text = str(build.build(source, capability).asm["ttir"])
         made = dict(re.findall(r"(%\w+) = (tt\.\w+ %\w+)", text))
         products = re.findall(r"= tt\.dot (%\w+), (%\w+),", text)
@@ -141,12 +132,10 @@ def products_of_rearranged_codes(capability: int, *formats: str) -> dict[str, tu
 def products_that_are_summed(spec: ProblemSpec, name: str) -> dict[str, list[tuple[str, str]]]:
     """For each kernel of a spec the sums in its PTX one of whose terms is a product; compiled without fusion of both by
     Triton itself."""
-    from multigemm.backends.triton import shipped
-
     found = {}
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TRITON_DEFAULT_FP_FUSION", "0")
-        for label, source in shipped.sources(spec, 90, 1):
+        for label, source in triton_kernels.sources(spec, 90, 1):
             if label.startswith(("pointer", "hopper")):
                 ptx = ptx_of(source, 90)
                 products = set(re.findall(rf"\bmul(?:\.rn)?\.{name}\s+(%\w+),", ptx))
@@ -176,7 +165,7 @@ def test_shipped_kernels_compile_without_spills(capability: int, in_compiler: Co
 
 def test_a_second_process_loads_what_the_first_compiled(tmp_path: Path) -> None:
     code = (
-        "import sys, torch; from multigemm.backends.triton import build as c, shipped as s;"
+        "import sys; from multigemm.backends.triton import build as c; from tests.support import triton_kernels as s;"
         "spec = dict(s.specs())['jagged_m bf16']; source = next(s.sources(spec, 90))[1];"
         "made = c.cubin(source, 90); print(c.compilations, 'triton' in sys.modules, len(made.code), made.params)"
     )

@@ -18,12 +18,11 @@ from multigemm.backends.triton.config import problem_with
 from multigemm.backends.triton.generic import line_of, packed_spec
 from multigemm.backends.triton.hopper import canonical, cut_of, drawn, listed, store_of
 from multigemm.backends.triton.lists import TILE_M, TILE_N, extents_multiple, tile_table
-from multigemm.backends.triton.shipped import specs
 from multigemm.errors import InvalidSetting
 from multigemm.planning.operands import TABLE
 from multigemm.planning.staging import stage
 from multigemm.problem.spec import Form, OperandSpec, Order, ProblemSpec, bucket
-from tests.source_mutants.compiled import triton_sources
+from tests.support.triton_kernels import sources_of, specs
 
 SPECS = dict(specs())
 
@@ -449,7 +448,7 @@ def test_a_layer_needs_few_kernels_whatever_its_sizes() -> None:
     for _ in range(2000):
         groups, total = among.randint(1, 300), bucket(among.randint(1, 20000))
         config = candidates_of(replace(layer, groups=groups, total=total), (9, 0))[0]
-        found |= set(triton_sources(replace(layer, groups=groups, total=total), config).values())
+        found |= set(sources_of(replace(layer, groups=groups, total=total), config).values())
     assert len(found) <= 24
 
 

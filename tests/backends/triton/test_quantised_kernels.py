@@ -20,8 +20,8 @@ from multigemm.backends.triton.choice import float8_candidates, quantised_candid
 from multigemm.backends.triton.config import problem_with, summation_of
 from multigemm.backends.triton.hopper_float8 import float8_source
 from multigemm.backends.triton.quantised import quantised_source
-from multigemm.backends.triton.shipped import quantised_specs
 from multigemm.problem.spec import ProblemSpec, ScaleSpec
+from tests.support.triton_kernels import quantised_specs
 
 KERNELS = Path(choice.__file__).parent / "kernels"
 SPECS = dict(quantised_specs())

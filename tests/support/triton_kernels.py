@@ -1,11 +1,11 @@
-"""The classes of problems that the shipped configs are compiled for ahead of time, to see what they cost.
+"""Classes of problems that stand for all of them, the Triton kernels that they run, and what those cost.
 
-    python -m multigemm.backends.triton.shipped 80 90 100        (--quick: a few classes)
+    python -m tests.support.triton_kernels 80 90 100        (--quick: a few classes)
 
 compiles every kernel of every class for those compute capabilities (no GPU is needed) and prints registers, stack bytes
-(spills) and shared memory. A stack frame in a shipped kernel is a bug: the config is then too large for its class. Only
-in float8 with blocks of scales does it hold what all tiles share, outside of the loop along K. They are read from the
-cubin itself, so any machine that can compile can also check.
+(spills) and shared memory. A stack frame is a bug: the config is then too large for its class. Only in float8 with
+blocks of scales does it hold what all tiles share, outside of the loop along K. They are read from the cubin itself, so
+any machine that can compile can also check.
 """
 
 from __future__ import annotations
@@ -13,32 +13,17 @@ from __future__ import annotations
 import json
 import struct
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
+from multigemm.backends.triton import fused, generic, hopper, hopper_float8, lists, quantised
 from multigemm.backends.triton.build import KernelSource, cubin
-from multigemm.backends.triton.choice import (
-    fused_candidates,
-    hopper_candidates,
-    pointer_candidates,
-    quantised_candidates,
-)
-from multigemm.backends.triton.fused import fused_sources, sum_source
-from multigemm.backends.triton.generic import (
-    chunks,
-    multiple_of,
-    pack_source,
-    packed_spec,
-    pointer_source,
-    prefix_source,
-)
-from multigemm.backends.triton.hopper import cut_of, hopper_source, records_source
-from multigemm.backends.triton.hopper_float8 import float8_sources
-from multigemm.backends.triton.lists import SLOTS, few_slots, few_source, hopper_list_sources, list_chunks
-from multigemm.backends.triton.quantised import quantised_sources
+from multigemm.backends.triton.choice import candidates_of
+from multigemm.backends.triton.config import Config
 from multigemm.problem.spec import GLU_LAYOUTS, Form, FusedSpec, OperandSpec, Order, ProblemSpec, ScaleSpec
 
 FRAME_SIZE, REGISTERS = 0x11, 0x2F
@@ -125,6 +110,8 @@ def specs() -> Iterator[tuple[str, ProblemSpec]]:
         yield f"{form} bf16", _spec(form, bf16)
         yield f"{form} bf16 unaligned", _spec(form, bf16, align=2)
     yield "jagged_m bf16 thin", _spec("jagged_m", bf16, rows=8)
+    yield "jagged_m bf16 many groups", replace(_spec("jagged_m", bf16), groups=300)
+    yield "per_group bf16 few groups", replace(_spec("per_group", bf16), groups=4)
     for dtype in (torch.float16, f32, torch.float64, torch.int8):
         yield f"jagged_m {dtype}", _spec("jagged_m", dtype)
         yield f"jagged_m {dtype} unaligned", _spec("jagged_m", dtype, align=dtype.itemsize)
@@ -216,50 +203,34 @@ def fused_specs() -> Iterator[tuple[str, ProblemSpec]]:
     )
 
 
-def _few(spec: ProblemSpec) -> bool:
-    return spec.compute == torch.bfloat16 and spec.a.align == 16
+def sources_of(spec: ProblemSpec, config: Config, capability: int = 90) -> dict[str, KernelSource]:
+    """All kernels that problems of a spec may run with a config, by name."""
+    if spec.fused is not None:
+        scatters = spec.fused.scatters  # sums of rows, behind products that are a spec of their own
+        return {"sums": fused.sum_source(spec, False)} if scatters else fused.fused_sources(spec, config)
+    if config.kernel == "quantised":
+        return quantised.quantised_sources(spec, config, capability)
+    if spec.quantised:
+        return hopper_float8.float8_sources(spec, config)
+    if spec.form == "per_group":
+        of_lists = lists.hopper_list_sources if config.kernel == "hopper" else lists.generic_list_sources
+        return of_lists(spec, config)
+    of_packed = hopper.hopper_sources if config.kernel == "hopper" else generic.generic_sources
+    return of_packed(spec, config)
 
 
 def sources(spec: ProblemSpec, capability: int, most: int = 2) -> Iterator[tuple[str, KernelSource]]:
-    """The kernels that this spec may run: at most `most` configs of each kind."""
-    if spec.fused is not None:
-        if spec.fused.scatters:
-            yield "sum of rows", sum_source(spec, False)
-            return
-        candidates = fused_candidates(spec, (capability // 10, capability % 10))
-        own = [x for x in candidates if x.kernel != "hopper"]  # else a plain product among steps
-        for config in own[:most]:
-            yield from ((f"fused {config}", x) for n, x in fused_sources(spec, config).items() if n != "prefix")
-        return
-    if spec.quantised:
-        for config in quantised_candidates(spec, (capability // 10, capability % 10))[:most]:
-            hopper = config.kernel == "hopper"
-            found = float8_sources(spec, config) if hopper else quantised_sources(spec, config, capability)
-            for name, source in found.items():
-                if name != "prefix":
-                    yield f"{config.kernel} {name} {config}", source
-        return
-    multiple = multiple_of(spec) if spec.a.align == 16 else 1
-    for config in pointer_candidates(spec, (capability // 10, capability % 10))[:most]:
-        counts = list_chunks(spec, config) if spec.form == "per_group" else chunks(spec, config)
-        for name in config.pack:
-            yield f"pack {name}", pack_source(getattr(spec, name), name, spec)
-        for chunk in sorted({counts[0], counts[-1]}):
-            yield f"pointer {config}", pointer_source(packed_spec(spec, config), config, multiple, chunk)
-        if few_slots(replace(spec, groups=SLOTS), config):
-            yield f"few {config}", few_source(replace(spec, groups=SLOTS), config)
-    if capability == 90:
-        for config in hopper_candidates(spec)[:most]:
-            if spec.form == "per_group":
-                yield from ((f"hopper {config}", source) for source in hopper_list_sources(spec, config).values())
-                continue
-            for name in config.pack:
-                yield f"pack {name}", pack_source(getattr(spec, name), name, spec)
-            yield f"hopper {config}", hopper_source(spec, config)
-            if cut_of(spec) == "rows" and spec.form == "jagged_m" and _few(spec):
-                yield "records", records_source(spec, config)
-    if spec.form == "jagged_m" and _few(spec):
-        yield "prefix", prefix_source(spec, pointer_candidates(spec)[0])
+    """The kernels that this spec may run: `most` configs of each kernel, or of quantised operands in all."""
+    seen = Counter[str]()
+    for config in candidates_of(spec, (capability // 10, capability % 10)):
+        kind = "quantised" if spec.quantised else config.kernel
+        in_steps = spec.fused is not None and kind == "hopper"  # a plain product among steps
+        seen[kind] += 1
+        if seen[kind] > most or in_steps:
+            continue
+        for name, source in sources_of(spec, config, capability).items():
+            if name != "prefix" or spec.groups > generic.CHUNK:
+                yield f"{config.kernel} {name} {config}", source
 
 
 def reports(capability: int, most: int = 2, only: Sequence[str] = ()) -> Iterator[Report]:
@@ -273,16 +244,22 @@ def reports(capability: int, most: int = 2, only: Sequence[str] = ()) -> Iterato
             yield Report(kernel, problem, capability, seen.registers, seen.stack, code.shared)
 
 
-FEW = ("jagged_m bf16", "per_group bf16", "jagged_m torch.float64", "jagged_m bf16 C bias gelu", "float8 blocks",
-       "gather swiglu preact_out")  # fmt: skip
+FEW = (
+    "jagged_m bf16",
+    "per_group bf16 few groups",
+    "jagged_m torch.float64",
+    "jagged_m bf16 C bias gelu",
+    "float8 blocks",
+    "gather swiglu preact_out",
+)
 QUICK = (
     *FEW,
     "jagged_m bf16 unaligned",
+    "jagged_m bf16 many groups",
     "jagged_k bf16",
     "jagged_n bf16",
     "jagged_m torch.float32",
     "jagged_m torch.int8",
-    "float8 blocks",
     "float8 rows thin",
     "mxfp4 weights thin",
     "gather gpt-oss",
