@@ -25,9 +25,6 @@ from multigemm.settings import settings
 
 CACHE = DiskCache("triton")
 KERNELS = Path(__file__).parent / "kernels"
-DEVICE_CODE = ("epilogue.py", "generic.py", "schedule.py")
-HOPPER_CODE = ("hopper.py", "hopper_shift_b.py", "hopper_tiles.py")
-OWN_CODE = ("fused.py", "hopper_float8.py", "lists.py", "quantised.py")
 compilations = 0
 """How many kernels this process compiled (not: loaded from disk). Tests count it."""
 
@@ -78,12 +75,9 @@ def triton_version() -> str:
 
 
 @cache
-def source_fingerprint(module: str, gluon: bool) -> str:
-    """Changes with any file of device code that such a kernel may use: they import one another, not OWN_CODE."""
-    names = (*DEVICE_CODE, *HOPPER_CODE) if gluon else DEVICE_CODE
-    own = module.rpartition(".")[2] + ".py"
-    names = (*names, own) if own in OWN_CODE else names
-    return fingerprint(*((KERNELS / name).read_bytes() for name in names))
+def device_code_fingerprint() -> str:
+    """Changes with any file of device code: they import one another."""
+    return fingerprint(*(path.read_bytes() for path in sorted(KERNELS.glob("*.py"))))
 
 
 def _ast_source(source: KernelSource) -> Any:
@@ -158,7 +152,7 @@ def _dump(source: KernelSource, key: str, asm: Mapping[str, Any]) -> None:
 @cache
 def cubin(source: KernelSource, capability: int) -> Cubin:
     """The kernel's machine code: from this process, from disk, or compiled now."""
-    key = fingerprint(triton_version(), source_fingerprint(source.module, source.gluon), source, capability)
+    key = fingerprint(triton_version(), device_code_fingerprint(), source, capability)
     stored = CACHE.get_code(key)
     if stored is not None and settings().dump is None:
         return Cubin(code=stored[1], **stored[0])

@@ -8,8 +8,7 @@ problems of 6 to 700 us (bf16): the choice that follows was wrong by more than 5
 against the better of the two each time.
 
 Tiles for products in 32 and 64 bits are those whose rounds on the busiest multiprocessor take least, padding included.
-A program alone on a multiprocessor takes `alone` us for a block of K, several beside each other `busy` us each, and a
-tile's start and end as long as ENDS elements of K.
+A program alone on a multiprocessor takes `alone` us for a block of K, several beside each other `busy` us each.
 """
 
 from __future__ import annotations
@@ -193,9 +192,6 @@ def shared_out(config: Config, spec: ProblemSpec) -> Config:
     return replace(config, splits=splits, programs=0) if splits > 1 else config
 
 
-ENDS = 48
-
-
 @dataclass(frozen=True, slots=True)
 class Timed:
     """A tile, and how many us a block of K takes."""
@@ -246,11 +242,10 @@ TURNED_COPY, TURNED_BYTES_PER_US = 5.0, 3.5e6
 
 
 def busiest_us(timed: Timed, spec: ProblemSpec) -> float:
-    """How long the multiprocessor with most tiles takes; who shares a tile also has a part of it to write and read."""
+    """How long the multiprocessor with most tiles takes."""
     config = shared_out(timed.config, spec)
     most = -(-tiles_in(config, spec) * config.splits // PROCESSORS)
-    ends = ENDS if config.splits == 1 else 2 * ENDS
-    steps = -(-shape_of(spec).deep // (config.block_k * config.splits)) + ends / config.block_k
+    steps = -(-shape_of(spec).deep // (config.block_k * config.splits))
     rounds = -(-most // config.programs) if config.programs else 1
     return steps * max(rounds * timed.alone, most * timed.busy)
 

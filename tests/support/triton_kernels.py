@@ -260,7 +260,7 @@ QUICK = (
     "jagged_n bf16",
     "jagged_m torch.float32",
     "jagged_m torch.int8",
-    "float8 rows thin",
+    "float8 blocks thin",
     "mxfp4 weights thin",
     "gather gpt-oss",
     "jagged_k a_rows b_rows",

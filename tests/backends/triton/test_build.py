@@ -219,11 +219,11 @@ def test_infinities_of_e5m2_weights_stay_infinite(in_compiler: Compile) -> None:
 
 def test_codes_of_four_bits_are_numbers_only_in_their_places(in_compiler: Compile) -> None:
     """Triton 3.6 ends with "Illegal shared layout" where a product multiplies what was just joined and reshaped."""
-    for name, (products, rearranged) in in_compiler(products_of_rearranged_codes, 90, "int4", "uint4", "e2m1").items():
+    for name, (products, rearranged) in in_compiler(products_of_rearranged_codes, 90, "int4", "e2m1").items():
         assert products and not rearranged, name
 
 
-@pytest.mark.parametrize("capability", [80, 89, 120])
+@pytest.mark.parametrize("capability", [89, 120])
 def test_float8_is_converted_where_its_products_are_narrow_or_missing(capability: int, in_compiler: Compile) -> None:
     [seen] = in_compiler(products_of, capability, "float8 rows").values()
     assert seen["kinds"] == ["mma.sync f32.f16.f16.f32"], seen
@@ -241,9 +241,8 @@ def test_no_product_of_the_epilogue_is_left_to_be_fused_or_not(
     a, b = torch.zeros(512, 264, dtype=inputs), torch.zeros(6, 264, 264, dtype=inputs).mT
     c = torch.zeros(512, 264, dtype=wide)
     epilogues: list[dict[str, Any]] = [
-        {"c": c, "alpha": 0.3, "beta": -0.6, "activation": "gelu"},
-        {"bias": c[:6], "alpha": 0.3},
-        {"c": c, "beta": -0.6, "bias": c[:6], "activation": "gelu_tanh"},
+        {"c": c, "alpha": 0.3, "beta": -0.6, "bias": c[:6], "activation": "gelu"},
+        {"bias": c[:6], "alpha": 0.3, "activation": "gelu_tanh"},
     ]
     for epilogue in epilogues:
         spec = mg.GroupedGemmProblem(a, b, sizes=[100] * 5 + [12], out_dtype=wide, **epilogue).spec

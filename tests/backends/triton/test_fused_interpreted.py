@@ -46,17 +46,17 @@ def with_tile(tile: tuple[int, int, int, int]) -> Any:
 
 
 def test_random_problems() -> None:
-    assert list(findings(BACKEND, 16, limits=INTERPRETED)) == []
+    assert list(findings(BACKEND, 12, limits=INTERPRETED)) == []
 
 
 @pytest.mark.parametrize("number", range(len(TILES)))
 def test_random_problems_by_other_tiles(number: int) -> None:
-    assert list(findings(with_tile(TILES[number]), 12, first=5000 + 100 * number, limits=FLOATS)) == []
+    assert list(findings(with_tile(TILES[number]), 8, first=5000 + 100 * number, limits=FLOATS)) == []
 
 
 @pytest.mark.slow
 def test_many_random_problems() -> None:
-    assert list(findings(BACKEND, 60, first=10_000, limits=INTERPRETED)) == []
+    assert list(findings(BACKEND, 30, first=10_000, limits=INTERPRETED)) == []
 
 
 def tokens(count: int, experts: int = 4, top_k: int = 2) -> dict[str, Any]:

@@ -59,15 +59,19 @@ FORMS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", FORMS)
+EVERY_FORM = [(form, torch.bfloat16) for form in FORMS]
+EVERY_DTYPE = [(form, dtype) for form in ("jagged_m", "per_group") for dtype in DTYPES if dtype != torch.bfloat16]
+
+
+@pytest.mark.parametrize(("form", "dtype"), [*EVERY_FORM, *EVERY_DTYPE], ids=str)
 def test_every_form_and_dtype(form: str, dtype: torch.dtype) -> None:
+    """Only lists turn addresses into pointers to a dtype; the other forms meet it where `jagged_m` does."""
     operands, options = FORMS[form](dtype)
     check(*operands, **options)
 
 
 @pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_epilogues(dtype: torch.dtype, activation: str | None) -> None:
     c, bias = draw(torch.float32, 110, 20), draw(dtype, 5, 20)
     check(draw(dtype, 110, 37), draw(dtype, 5, 37, 20), offsets=OFFSETS, alpha=-0.5, beta=2.0, c=c, bias=bias,
@@ -111,8 +115,11 @@ def warned_while_solving(operands: Any, **options: Any) -> tuple[list[str], Any]
     return [str(x.message) for x in caught], np.geterr()
 
 
-@pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh", "silu", "relu"])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "activation"),
+    [*((dtype, "gelu") for dtype in FLOATS), *((torch.float32, kind) for kind in (None, "gelu_tanh", "silu", "relu"))],
+    ids=str,
+)
 def test_what_a_gpu_computes_silently_warns_of_nothing(dtype: torch.dtype, activation: str | None) -> None:
     """NaN, infinities and overflow are values; NumPy, in which the interpreter computes, warns of each."""
     a, b = draw(dtype, 8, 37), draw(dtype, 37, 20)
@@ -149,7 +156,7 @@ def test_rows_without_owner_stay_untouched_in_a_given_output() -> None:
     assert (out[:2] == 7.5).all() and (out[101:] == 7.5).all()
 
 
-@pytest.mark.parametrize("groups", [1, 256, 257, 300])
+@pytest.mark.parametrize("groups", [1, 256, 257])
 def test_group_counts_around_one_vector(groups: int) -> None:
     """Tokens of groups on both sides of each border; the others are empty, since a tile takes 0.1 s here."""
     sizes = torch.zeros(groups, dtype=torch.int64)
@@ -161,8 +168,9 @@ def test_group_counts_around_one_vector(groups: int) -> None:
 SIZES = torch.tensor([0, 3, 65, 0, 30])
 
 
-@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("groups", [5, 32, 33, 257])
+@pytest.mark.parametrize(
+    ("groups", "index"), [(5, torch.int64), (32, torch.int32), (33, torch.int32), (257, torch.int64)], ids=str
+)
 @pytest.mark.parametrize("jagged", ["m", "n", "k"])
 def test_sizes_are_summed_up_by_the_kernel(jagged: str, groups: int, index: torch.dtype) -> None:
     """Up to 256 of them; rows behind the last group become zero."""

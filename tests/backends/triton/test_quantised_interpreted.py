@@ -50,12 +50,13 @@ def another_tile(number: int) -> Callable[[Config], Config]:
 @pytest.mark.parametrize("form", FORMS)
 def test_random_problems(form: Form) -> None:
     ran = 0
-    for seed in range(6):
+    for seed in range(4):
         case = random_case(1000 + seed, replace(SMALL, forms=(form,)))
-        outcome = examine(case, Subject("triton", adapt=another_tile(seed)), CPU, deep=seed == 0, seed=seed)
+        tile = another_tile(seed + FORMS.index(form))
+        outcome = examine(case, Subject("triton", adapt=tile), CPU, deep=seed == 0, seed=seed)
         assert outcome.ok, (case, outcome.findings)
         ran += outcome.ran
-    assert ran >= 4
+    assert ran >= 2
 
 
 FAULTS = {
@@ -243,7 +244,7 @@ def test_folded_and_unfolded_weights(format: Any, half: torch.dtype) -> None:
         options: dict[str, Any] = {"scale_b": b.scale, "zero_b": b.zero, "b_format": packed, "sizes": [4, 5]}
         spec = mg.GroupedGemmProblem(x, b.data, **options).spec
         assert foldable(spec) == (half is torch.bfloat16 or scale_dtype is torch.float16)
-        for deep in (32, 64, 128) if foldable(spec) else (32,):
+        for deep in (32, 128) if foldable(spec) else (32,):
             config = Config("quantised", 16, 32, deep, warps=4, stages=1)
             assert problem_with(config, spec) == ""
             solved(x, b.data, config=config, **options)
