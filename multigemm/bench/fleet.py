@@ -20,7 +20,7 @@ from multigemm.errors import InvalidSetting
 
 
 def shared(args: argparse.Namespace, place: fleet.Place) -> tuple[str, ...]:
-    """The devices that a run is to be spread over; empty for a run on one, or a part of a run."""
+    """The devices over which a run is spread; empty for a run on one device, or for a part of a run."""
     if args.share or args.marker is not None:
         return ()
     devices = place.devices(args.device)
@@ -28,7 +28,7 @@ def shared(args: argparse.Namespace, place: fleet.Place) -> tuple[str, ...]:
 
 
 def part(text: str) -> slice:
-    """`--share i/n`: every n-th workload from the i-th on."""
+    """Selects the workloads of `--share i/n`: every n-th from the i-th on."""
     try:
         first, step = (int(word) for word in text.split("/")) if text else (0, 1)
     except ValueError:
@@ -77,7 +77,7 @@ def run(
 
 
 def merge(found: Sequence[reports.Report], cases: Sequence[str]) -> reports.Report:
-    """One report: the first one's head, everybody's rows in the order of the workloads."""
+    """Merges reports: the head of the first one, and all rows in the order of the workloads."""
     whole = found[0]
     places = {case: index for index, case in enumerate(cases)}
     whole.rows = sorted((row for report in found for row in report.rows), key=lambda row: places[row.case])

@@ -45,7 +45,7 @@ CHECKED_TOKENS = 4096
 
 @dataclass(frozen=True)
 class Layer:
-    """The extents of a model's layer, and its gate."""
+    """A model's layer: its extents and its gate."""
 
     name: str
     experts: int
@@ -67,7 +67,7 @@ LAYERS = (
 
 @dataclass(frozen=True)
 class LayerCase:
-    """A layer with so many tokens."""
+    """A layer with a number of tokens."""
 
     layer: Layer
     tokens: int
@@ -75,11 +75,11 @@ class LayerCase:
 
     @property
     def key(self) -> str:
-        """What `--only` looks at."""
+        """The text that `--only` matches."""
         return f"{self.layer.name}/{self.tokens}/{'training' if self.training else 'forward'}"
 
     def floor_us(self, active: int, rates: Rates) -> float:
-        """What no layer on this machine undercuts; `active`: experts that have a token."""
+        """The floor of the layer in microseconds. `active`: the number of experts that have a token."""
         layer, size = self.layer, 2
         pairs, expert = self.tokens * layer.top_k, 3 * layer.hidden * layer.inner * size
         flops, moved = 6.0 * pairs * layer.hidden * layer.inner, active * expert + 2 * self.tokens * layer.hidden * size
@@ -91,7 +91,7 @@ class LayerCase:
 
 @dataclass
 class Row:
-    """What was found of one contender in one case; times in microseconds."""
+    """The measurements of one contender in one case; times in microseconds."""
 
     case: str
     contender: str
@@ -145,17 +145,17 @@ class Operands:
 
     @property
     def active(self) -> int:
-        """Experts that have a token."""
+        """The number of experts that have a token."""
         return len(set(self.index.flatten().tolist()))
 
 
 def _generator(case: LayerCase, device: torch.device) -> torch.Generator:
-    """Its own, since a capture that fails leaves torch's default one unusable."""
+    """A generator of its own, because a failed capture leaves torch's default generator unusable."""
     return torch.Generator(device=device).manual_seed(case.layer.experts * 100003 + case.tokens)
 
 
 def operands(case: LayerCase, device: torch.device) -> Operands:
-    """Of a seed that the case alone decides."""
+    """The weights and routing of a case. Their seed depends on the case alone."""
     layer, dtype = case.layer, torch.bfloat16
     draw = _generator(case, device)
 
@@ -174,7 +174,7 @@ def operands(case: LayerCase, device: torch.device) -> Operands:
 
 
 def by_loop(given: Operands, x: Tensor) -> Tensor:
-    """The layer expert by expert in float32."""
+    """The layer computed expert by expert in float32."""
     layer, y = given.layer, torch.zeros(x.shape, device=x.device, dtype=torch.float32)
     for expert in sorted(set(given.index.flatten().tolist())):
         token, place = (given.index == expert).nonzero(as_tuple=True)
@@ -190,7 +190,7 @@ def by_loop(given: Operands, x: Tensor) -> Tensor:
 
 
 def wrong(forward: Forward, given: Operands, training: bool) -> str:
-    """How a contender's result, or gradient of x, differs from the loop's; "" for a right one."""
+    """How a contender's result, or gradient of x, differs from the loop's; "" if it is right."""
     x = given.x[:CHECKED_TOKENS] if training else given.x
     part = replace(given, x=x, index=given.index[: len(x)], weights=given.weights[: len(x)])
     with torch.no_grad():
@@ -213,7 +213,7 @@ def _difference(what: str, got: Tensor, want: Tensor) -> str:
 
 
 def ours(given: Operands, backend: str, fused: bool) -> Contender:
-    """`nn.Experts`."""
+    """A contender: `nn.Experts`."""
     layer = given.layer
     _, layout, alpha, beta, limit, stacked, *_ = layer.network
     made = Experts(
@@ -224,7 +224,7 @@ def ours(given: Operands, backend: str, fused: bool) -> Contender:
 
 
 def _hold(module: nn.Module, given: Operands) -> list[Tensor]:
-    """Gives a module the shared weights; returns them as its parameters."""
+    """Sets a module's weights to the shared ones. Returns them as its parameters."""
     named = {"gate_up_proj": given.up, "down_proj": given.down}
     if given.up_bias is not None and given.down_bias is not None:
         named |= {"gate_up_proj_bias": given.up_bias, "down_proj_bias": given.down_bias}
@@ -234,7 +234,7 @@ def _hold(module: nn.Module, given: Operands) -> list[Tensor]:
 
 
 def of_transformers(given: Operands, implementation: str, compiled: bool) -> Contender:
-    """The experts of transformers' models, by one of its implementations."""
+    """A contender: the experts of transformers' models, by one of its implementations."""
     layer = given.layer
     if layer.bias:
         from transformers import GptOssConfig
@@ -264,7 +264,7 @@ PEERS = {
 
 
 def contenders(backends: str, peers: str, device: torch.device) -> dict[str, Callable[[Operands], Contender]]:
-    """By name what makes a layer of the shared weights; none of what is not installed."""
+    """The contenders by name, as functions that make a layer of the shared weights. Leaves out those not installed."""
     found: dict[str, Callable[[Operands], Contender]] = {}
     for backend in [] if backends == "none" else [x for x in backends.split(",") if x] or ["auto"]:
         if backend != "auto":
@@ -285,7 +285,7 @@ def contenders(backends: str, peers: str, device: torch.device) -> dict[str, Cal
 
 
 def kept_per_token(forward: Forward, given: Operands, parameters: list[Tensor]) -> float:
-    """Bytes that a forward pass keeps for backward, beside x, routing and parameters."""
+    """The bytes per token that a forward pass keeps for backward, besides x, routing and parameters."""
     known = {x.untyped_storage().data_ptr() for x in (*parameters, given.x, given.index, given.weights)}
     seen: dict[int, int] = {}
 
@@ -303,7 +303,7 @@ def kept_per_token(forward: Forward, given: Operands, parameters: list[Tensor]) 
 
 
 def _step(forward: Forward, given: Operands, parameters: list[Tensor], flow: Tensor) -> Any:
-    """Forward and all gradients."""
+    """Runs forward, and computes all gradients."""
     leaves = [given.x.detach().requires_grad_(), given.weights.detach().requires_grad_()]
     return torch.autograd.grad(forward(leaves[0], given.index, leaves[1]), [*leaves, *parameters], flow)
 
@@ -317,7 +317,7 @@ def measured(
     case: LayerCase, makers: dict[str, Callable[[Operands], Contender]], device: torch.device, rates: Rates,
     budget_ms: float,
 ) -> Iterator[Row]:  # fmt: skip
-    """A row for each contender of a case."""
+    """Measures all contenders of a case; one row each."""
     given, calls, rows = operands(case, device), dict[str, Callable[[], Any]](), dict[str, Row]()
     flow = torch.empty_like(given.x).normal_(generator=_generator(case, device))
     floor = case.floor_us(given.active, rates)
@@ -346,7 +346,7 @@ def measured(
 
 
 def line(row: Row) -> str:
-    """A row for people."""
+    """A row as a line of text."""
     if row.error or not row.us:
         return f"  {row.contender:36} {row.error or 'not timed'}"
     times = ", ".join(f"{name} {us:.1f}" for name, us in (("graph", row.graph_us), ("eager", row.eager_us)) if us)
@@ -361,7 +361,7 @@ def listed() -> str:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measures what was asked for; 0, or 1 if nothing could be timed."""
+    """Measures the selected cases. Returns 0, or 1 if nothing could be timed."""
     device = places.default_device(args.device)
     scale = 1 if device.type == "cuda" else CPU_SCALE
     asked = cases([part for part in args.only.split(",") if part], scale)

@@ -1,7 +1,7 @@
-"""One HTML file that shows a report: no network, no server, no build step, no application.
+"""The HTML page of a report: a single file without network requests.
 
-All that is shown is in the text of the page, so that it can be mailed, archived, searched and read offline on a phone.
-A content security policy forbids every request. The one script sorts a table by the heading that was clicked.
+All contents are in the text of the page, so that it can be mailed, archived, searched and read offline. A content
+security policy forbids every request. The only script sorts a table by the clicked heading.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ NUMBERS = (
 
 
 def write(report: Report, path: Path, pictures: Sequence[Path] = ()) -> Path:
-    """Writes the page of a report, with these PNG files in it; returns its path."""
+    """Writes the page of a report, with these PNG files embedded. Returns its path."""
     path.write_text(render(report, pictures))
     return path
 
@@ -128,7 +128,7 @@ def _cell(text: str) -> str:
 
 
 def _table(grid: table.Grid, cell: Callable[[str], str] = _cell) -> str:
-    """A grid in a box of its own, in which a wide table scrolls; `cell` writes all but the first of a row."""
+    """A table in a scrolling box. `cell` formats all cells except the first of each row."""
     heads = "".join(f"<th>{escape(head)}</th>" for head in grid[0])
     lines = (_cell(name) + "".join(map(cell, cells)) for name, *cells in grid[1:])
     rows = "\n".join(f"<tr>{line}</tr>" for line in lines)
@@ -136,7 +136,7 @@ def _table(grid: table.Grid, cell: Callable[[str], str] = _cell) -> str:
 
 
 def _hot_cell(text: str) -> str:
-    """Green above 1 and red below, the stronger the further off: full at a factor of 1.5."""
+    """A cell coloured green above 1 and red below; the colour is strongest from a factor of 1.5 on."""
     if not text:
         return "<td></td>"
     strength = min(1.0, abs(math.log(float(text), 1.5)))
@@ -145,7 +145,7 @@ def _hot_cell(text: str) -> str:
 
 
 class Part(NamedTuple):
-    """A section of the page: a grid, below what is told in words; one without rows is left out."""
+    """A section of the page: an introduction and a table. A section without rows is left out."""
 
     name: str
     title: str
@@ -228,7 +228,8 @@ def _numbers(report: Report) -> str:
 
 
 def _under_load(row: Row) -> list[float | None]:
-    """Joules and microseconds of a call, watts, and 10^12 operations per joule; None each where nothing was counted."""
+    """Joules and microseconds of a call, watts, and 10^12 operations per joule; None for each if nothing was
+    counted."""
     if not row.joules or not row.loaded_us:
         return [row.joules, None, None, None]
     return [row.joules, row.loaded_us, row.joules / row.loaded_us * 1e6, row.flops / row.joules / 1e12]

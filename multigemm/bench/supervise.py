@@ -1,9 +1,9 @@
-"""A parent that outlives what it measures.
+"""Runs work in a child process and survives its hangs and crashes.
 
-A kernel may hang, crash its process or destroy its CUDA context, and a benchmark of many kernels must
-report that as one row and go on. So on a GPU the work runs in a child process which says, in a small
-file, what it is about to do. When the child dies, or says nothing for too long, the parent kills it, puts
-the culprit into the report, and starts a child that carries on where the last one stopped.
+A kernel may hang, crash its process or destroy its CUDA context. A benchmark of many kernels must report that as one
+row and go on. So on a GPU the work runs in a child process, which writes the next step into a small file before doing
+it. If the child dies, or writes nothing for too long, the parent kills it, puts the culprit into the report, and starts
+a child that continues after it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ FAREWELL_S = 10.0
 
 
 class Marker:
-    """What the child is doing now. Without a path it does nothing, so that callers need not care."""
+    """The file in which the child writes its current step. Without a path it does nothing."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self._last: tuple[float, str] = (0.0, "")
 
     def say(self, stage: str, **what: Any) -> None:
-        """Tells the stage; the same stage again is only written once a second."""
+        """Writes the stage; the same stage again at most once a second."""
         if self.path is None:
             return
         text = json.dumps({"stage": stage, **what})
@@ -55,7 +55,7 @@ class Marker:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The last thing that was said; empty if nothing was."""
+    """The last step that was written; empty if there is none."""
     try:
         found: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -102,7 +102,7 @@ def supervise(
 
 
 def _blame(said: dict[str, Any], reason: str, path: Path) -> bool:
-    """Puts what the child was doing into its report as failures; False where it says nothing to blame."""
+    """Adds the child's current step to its report as failures. False if there is no step."""
     rows = [reports.row(raw) for raw in said.get("rows", ())]
     if not path.exists() or not rows:
         print(f"the benchmark ended at {said.get('stage', 'its start')}: {reason}", file=sys.stderr)
@@ -117,7 +117,7 @@ def _blame(said: dict[str, Any], reason: str, path: Path) -> bool:
 
 
 def as_child(work: Callable[[], int], marker: Path | None) -> int:
-    """Runs the work; in a supervised child an unexpected exception gets an exit code of its own."""
+    """Runs the work. In a supervised child an unexpected exception ends with an exit code of its own."""
     if marker is None:
         return work()
     try:
@@ -142,7 +142,7 @@ def _words(reason: int | str) -> str:
 
 
 def _run(command: list[str], marker: Path, stall_s: float) -> int | str:
-    """The child's exit code, or why it was killed."""
+    """Runs one child. Returns its exit code, or why it was killed."""
     with interrupts.left_to_this_process():
         child = subprocess.Popen(command)
     heard = time.monotonic()
@@ -168,7 +168,7 @@ def _run(command: list[str], marker: Path, stall_s: float) -> int | str:
 
 
 def end(child: subprocess.Popen[bytes]) -> None:
-    """Asks a child to write what it has and to end; one that does not answer is killed."""
+    """Asks a child to write its results and exit; kills it if it does not answer."""
     with interrupts.held():
         child.terminate()
         try:
