@@ -14,7 +14,7 @@ import torch
 
 from multigemm import fleet as places
 from multigemm import interrupts
-from multigemm.bench import fleet, layers, machine, own, page, plots, ranks, reports, table
+from multigemm.bench import fleet, layers, machine, own, plots, ranks, reports, table
 from multigemm.bench.compare import compare
 from multigemm.bench.entries import Entry, backend_entries, ceiling_entry
 from multigemm.bench.operands import Tensors, make
@@ -41,7 +41,7 @@ EPILOG = """
   multigemm bench --suite layers                  whole mixture-of-experts layers, forward and training
   multigemm bench --list                          suites and their workloads
   multigemm bench compare old.json new.json       exits 1 if something became slower
-  multigemm bench render report.json              table, PNG and HTML again from a report
+  multigemm bench render report.json              table, plots and page again from a report
   multigemm bench embed README.md                 the tables of a page again from their reports
 """
 
@@ -59,9 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     pair.add_argument("old", type=Path, help="a report.json, or its folder")
     pair.add_argument("new", type=Path, help="another one of the same suites and device")
-    again = commands.add_parser("render", help="table, PNG and HTML from a report (or its folder)")
+    again = commands.add_parser("render", help="table, plots and page again from a report (or its folder)")
     again.add_argument("report", type=Path, help="a report.json, or its folder, which receives what is drawn")
-    again.add_argument("--markdown", action="store_true", help="print Markdown tables instead")
     pages = commands.add_parser("embed", help="draw the tables of Markdown pages anew from the reports that they name")
     pages.add_argument("pages", type=Path, nargs="+", help="Markdown files; run it where their paths begin")
     pages.add_argument("--check", action="store_true", help="change nothing; exit 1 if a page differs from its reports")
@@ -98,7 +97,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     """Where it runs and what becomes of it."""
     add = parser.add_argument_group("where it runs, and what becomes of it").add_argument
     add("--list", action="store_true", help="print the suites, or those of --suite, and their workloads")
-    add("--out", type=Path, default=Path("multigemm-bench"), help="folder for JSON, PNG and HTML")
+    add("--out", type=Path, default=Path("multigemm-bench"), help="folder for report.json, report.md and plots")
     add("--json", type=Path, metavar="FILE", help="also write the report's JSON there")
     add("--json-only", action="store_true", help="write no page and no plots (render draws them)")
     add("--commit", default="", help="what to call the code where there is no git")
@@ -120,9 +119,6 @@ def main(args: argparse.Namespace) -> int:
         return 1 if found.regressions else 0
     if args.bench_command == "render":
         report = reports.read(args.report)
-        if args.markdown:
-            print(f"{table.summary(report)}\n\n{table.details(report)}")
-            return 0
         return finish(report, args.report if args.report.is_dir() else args.report.parent)
     if args.bench_command == "embed":
         return table.embed(args.pages, args.check)
@@ -268,7 +264,8 @@ def finish(report: Report, folder: Path) -> int:
         print(reason)
     else:
         pictures = plots.draw(report, folder)
-    written = [folder / "report.json", page.write(report, folder / "report.html", pictures), *pictures]
+    (folder / "report.md").write_text(table.page(report, pictures))
+    written = [folder / "report.json", folder / "report.md", *pictures]
     print("written: " + ", ".join(str(path) for path in written))
     return 0 if report.timed() else 1
 
