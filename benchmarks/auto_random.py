@@ -36,8 +36,8 @@ import multigemm as mg
 from multigemm import interrupts
 from multigemm.bench import operands
 from multigemm.bench.entries import problem
-from multigemm.bench.suites import parts, random, suite
-from multigemm.bench.workloads import Workload, geomean
+from multigemm.bench.suites import random, suite
+from multigemm.bench.workloads import Workload, geomean, parts
 from multigemm.errors import MultigemmError
 from multigemm.planning.plan import Plan
 from multigemm.planning.staging import staged_spec

@@ -14,17 +14,16 @@ import torch
 
 from multigemm import fleet as places
 from multigemm import interrupts
-from multigemm.bench import fleet, layers, machine, own, plots, ranks, reports, table
+from multigemm.bench import fleet, layers, machine, operands, own, plots, ranks, reports, table
 from multigemm.bench.compare import compare
 from multigemm.bench.entries import Entry, backend_entries, ceiling_entry
-from multigemm.bench.operands import Tensors, make
 from multigemm.bench.peers import peer_entries
 from multigemm.bench.reports import Report
-from multigemm.bench.runner import DeviceLost, Options, Progress, Runner, add_ceilings, new_report
+from multigemm.bench.runner import Data, DeviceLost, Options, Progress, Runner, add_ceilings, new_report
 from multigemm.bench.selection import above_zero, add_selection, asks_nothing, selected
-from multigemm.bench.suites import SUITES, parts, suite
+from multigemm.bench.suites import SUITES, suite
 from multigemm.bench.supervise import CONTEXT_LOST, Marker, as_child, supervise
-from multigemm.bench.workloads import Rates, Workload
+from multigemm.bench.workloads import Rates, Workload, parts
 from multigemm.errors import InvalidSetting
 
 LONG_SUITE, LISTED = 100, 5
@@ -131,20 +130,13 @@ def main(args: argparse.Namespace) -> int:
         raise InvalidSetting(f"--json {args.json} is a folder: name a file")
     if args.problem and (args.suite or args.shape):
         raise InvalidSetting("--problem beside --suite or --shape: name one of them")
-    if layers.SUITE in parts(args.suite):
-        if parts(args.suite) != [layers.SUITE]:
-            raise InvalidSetting(f"--suite {args.suite}: {layers.SUITE} are whole layers, which are measured alone")
-        return layers.main(args)
     with interrupts.of_termination():
         return as_child(lambda: _measure(args), args.marker)
 
 
 def _list(asked: list[str]) -> int:
     """Prints the suites that were asked for, or all of them with the beginning of a long one."""
-    for name in asked or (*SUITES, layers.SUITE):
-        if name == layers.SUITE:
-            print(layers.listed())
-            continue
+    for name in asked or SUITES:
         cases = suite(name)
         cut = not asked and len(cases) > LONG_SUITE
         print(f"{name}: {len(cases)} workloads")
@@ -186,7 +178,7 @@ def _begin(args: argparse.Namespace, path: Path) -> None:
 def _run(args: argparse.Namespace, path: Path, device: torch.device) -> int:
     """A run on one device, in this process."""
     cases, tensors_of = _workloads(args, device)
-    entries, absent = _entries(args, device)
+    entries, absent = _entries(args, device, cases)
     options, dtypes = _options(args, device, cases), {case.dtype for case in cases}
     if not args.quiet and (warning := machine.load_warning(device)):
         print(warning, file=sys.stderr)
@@ -215,14 +207,18 @@ def _run(args: argparse.Namespace, path: Path, device: torch.device) -> int:
 def _workloads(args: argparse.Namespace, device: torch.device) -> tuple[list[Workload], Any]:
     """What is measured, and how its tensors are made."""
     if not args.problem:
-        return selected(args, device)[fleet.part(args.share)], make
+        return selected(args, device)[fleet.part(args.share)], _make
     posed = own.load(args.problem)
     if posed.device != device:
         raise InvalidSetting(
             f"--problem {args.problem}: its operands are on {posed.device}: say --device {posed.device}"
         )
-    tensors: Tensors = own.own_tensors(posed, args.problem.stem)
+    tensors = own.own_tensors(posed, args.problem.stem)
     return [tensors.workload], lambda case, device: tensors
+
+
+def _make(case: Workload, device: torch.device) -> Data:
+    return layers.make_layer(case, device) if isinstance(case, layers.LayerCase) else operands.make(case, device)
 
 
 def interrupted(args: argparse.Namespace) -> None:
@@ -306,16 +302,19 @@ def _same_run(report: Report, device: torch.device, commit: str) -> None:
             )
 
 
-def _entries(args: argparse.Namespace, device: torch.device) -> tuple[list[Entry], dict[str, str]]:
+def _entries(
+    args: argparse.Namespace, device: torch.device, cases: list[Workload]
+) -> tuple[list[Entry], dict[str, str]]:
     names = parts(args.backends)
-    backends, absent = (
-        ([], {}) if names == ["none"] else backend_entries(names, device, args.configs, args.batch_invariant)
-    )
-    peers, missing = ([], {}) if args.peers == "none" else peer_entries(parts(args.peers), device)
+    backends, absent = list[Entry](), dict[str, str]()
+    if names != ["none"]:
+        backends, absent = backend_entries(names, device, args.configs, args.batch_invariant)
+    peers, missing = ([], {}) if args.peers == "none" else peer_entries(parts(args.peers), device, cases)
     if names not in ([], ["none"]) and not backends:
         why = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
         raise InvalidSetting(f"--backends {args.backends}: nothing of this can run here ({why}); see `multigemm info`")
-    return [*backends, *peers, ceiling_entry()], {**absent, **missing}
+    whole = layers.layer_entries(names) if names != ["none"] else []
+    return [*backends, *whole, *peers, ceiling_entry()], {**absent, **missing}
 
 
 def _floor(text: str) -> Rates:

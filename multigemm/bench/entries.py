@@ -63,15 +63,16 @@ class Entry:
     """One competitor. `checks` is False for a ceiling, which computes something else on purpose.
 
     `known` are fields of its row that are known before it is prepared, which may crash. One that is `optional` is not
-    begun once the time is over.
+    begun once the time is over. Where it does not take a workload it has no row.
     """
 
     name: str
     kind: Kind
-    prepare: Callable[[Tensors], Prepared]
+    prepare: Callable[[Any], Prepared]
     checks: bool = True
     known: Mapping[str, Any] = field(default_factory=dict)
     optional: bool = False
+    takes: Callable[[Workload], bool] = lambda case: case.form != "layer"
 
 
 def problem(tensors: Tensors, host_sizes: bool = False) -> GroupedGemmProblem:

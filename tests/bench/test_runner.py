@@ -120,7 +120,7 @@ def test_who_is_absent_is_named_with_a_reason() -> None:
     entries, absent = backend_entries([], CPU)
     assert [e.name for e in entries] == ["cpu", "auto"]
     assert {"cupy", "triton", "numba", "cublas"} <= set(absent)
-    peers, missing = peer_entries([], CPU)
+    peers, missing = peer_entries([], CPU, [CASE])
     assert [e.name for e in peers] == ["torch_grouped", "torch_loop", "torch_bmm"]
     assert "CUDA" in missing["cublas_grouped"]
 
@@ -135,7 +135,7 @@ def test_who_is_absent_is_named_with_a_reason() -> None:
     ],
 )  # fmt: skip
 def test_biases_of_every_form_and_empty_problems_are_measured(text: str) -> None:
-    peers, _ = peer_entries(["torch_loop", "torch_bmm"], CPU)
+    peers, _ = peer_entries(["torch_loop", "torch_bmm"], CPU, [CASE])
     rows = by_name(run([parse_shape(text)], [backend_entry("cpu"), *peers]))
     assert rows["cpu"].status == "ok", rows["cpu"].reason
     assert all(row.status in ("ok", "refused") for row in rows.values()), [row.reason for row in rows.values()]
@@ -147,7 +147,7 @@ def test_biases_of_every_form_and_empty_problems_are_measured(text: str) -> None
     "text", ["4,8,16,16", "G=4,T=32,N=16,K=16,dist=empty", "8x8x8+8x8x8", "G=3,M=8,N=16,T=32,form=jagged_k"]
 )
 def test_torch_peers_are_right_or_refuse(name: str, text: str) -> None:
-    (entry,), _ = peer_entries([name], CPU)
+    (entry,), _ = peer_entries([name], CPU, [CASE])
     row = run([parse_shape(text)], [entry]).rows[0]
     assert row.status in ("ok", "refused"), row.reason
 

@@ -35,7 +35,6 @@ LIMIT = 60
     [
         ("cublas.py", "torch sees no CUDA GPU"),
         ("host_time.py", "torch sees no CUDA GPU"),
-        ("quantised_layer.py", "--device cpu --scale 32"),
     ],
 )
 def test_a_measurement_that_cannot_run_here_says_why(
