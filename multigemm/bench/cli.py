@@ -12,21 +12,23 @@ from typing import Any
 
 import torch
 
-from multigemm import fleet as places
-from multigemm import interrupts
-from multigemm.bench import fleet, layers, machine, operands, own, plots, ranks, reports, table
+from multigemm import fleet, interrupts
+from multigemm.bench import layers, machine, operands, own, plots, processes, ranks, reports, table
 from multigemm.bench.compare import compare
 from multigemm.bench.entries import Entry, backend_entries, ceiling_entry
 from multigemm.bench.peers import peer_entries
+from multigemm.bench.processes import CONTEXT_LOST, Marker, as_child, supervise
 from multigemm.bench.reports import Report
 from multigemm.bench.runner import Data, DeviceLost, Options, Progress, Runner, add_ceilings, new_report
 from multigemm.bench.selection import above_zero, add_selection, asks_nothing, selected
 from multigemm.bench.suites import SUITES, suite
-from multigemm.bench.supervise import CONTEXT_LOST, Marker, as_child, supervise
 from multigemm.bench.workloads import Rates, Workload, parts
 from multigemm.errors import InvalidSetting
+from multigemm.select import registry
 
 LONG_SUITE, LISTED = 100, 5
+COMPILING = 0.6
+"""The part of --seconds that compilation ahead may take."""
 UNASKED_S = 30.0
 """Seconds after which a run on a CPU that nothing was asked of begins no further workload."""
 LOCAL_OPTIONS = ("--out", "--json", "--commit", "--stall", "--seconds")
@@ -104,6 +106,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     where = "cuda:1, cpu (default: all GPUs of the host; under torchrun, this rank's share)"
     add("--device", default="", help=where)
     add("--share", default="", help=argparse.SUPPRESS)  # i/n: a part of a run over many devices
+    add("--workers", type=int, default=0, help="compile all workloads for all backends first, in so many processes")
     add("--stall", type=float, default=90.0, help="seconds without news after which a kernel hangs")
     add("--isolate", action="store_true", help="work in a child process on a CPU as well")
     add("--marker", type=Path, default=None, help=argparse.SUPPRESS)
@@ -153,15 +156,16 @@ def _list(asked: list[str]) -> int:
 def _measure(args: argparse.Namespace) -> int:
     """A run on many devices, in a child process, or here."""
     path: Path = args.out / "report.json"
-    place = places.here()
-    devices = () if args.problem else fleet.shared(args, place)
+    place = fleet.here()
+    devices = () if args.problem else processes.devices_of_run(args, place)
     if devices:
         cases, words = selected(args, torch.device(devices[0])), _own_words(args)
         if place.rank == 0:
             _begin(args, path)
-        report = fleet.run(words, _repeatable(args), args.out, [case.key for case in cases], devices, place)
+        keys = [case.key for case in cases]
+        report = processes.run_on_devices(words, _repeatable(args), args.out, keys, devices, place)
         return int(place.rank == 0) if report is None else _tell(report, args)
-    device = places.default_device(args.device)
+    device = fleet.default_device(args.device)
     if (device.type == "cuda" or args.isolate) and args.marker is None:
         _begin(args, path)
         return _supervised(args, path)
@@ -194,6 +198,10 @@ def _run(args: argparse.Namespace, path: Path, device: torch.device) -> int:
     if kept:
         _same_run(report, device, args.commit)
     add_ceilings(report, device, dtypes, options)
+    if args.workers and not kept:
+        ours = [entry.name for entry in entries if entry.name in registry.names()]
+        products = [case for case in cases if case.form != "layer"]
+        processes.compile_ahead(products, ours, device, args.workers, COMPILING * options.total_s)
     progress, marker = Progress(args.quiet), Marker(args.marker)
     runner = Runner(lambda case: entries, device, options, report, path, marker, progress, tensors_of)
     try:
@@ -207,7 +215,7 @@ def _run(args: argparse.Namespace, path: Path, device: torch.device) -> int:
 def _workloads(args: argparse.Namespace, device: torch.device) -> tuple[list[Workload], Any]:
     """What is measured, and how its tensors are made."""
     if not args.problem:
-        return selected(args, device)[fleet.part(args.share)], _make
+        return selected(args, device)[processes.part(args.share)], _make
     posed = own.load(args.problem)
     if posed.device != device:
         raise InvalidSetting(
@@ -224,7 +232,7 @@ def _make(case: Workload, device: torch.device) -> Data:
 def interrupted(args: argparse.Namespace) -> None:
     """Says after Ctrl-C what was kept, where, and how to go on; what was measured is in the folder's report already."""
     path: Path = args.out / "report.json"
-    if args.bench_command or args.marker or args.share or places.here().rank:
+    if args.bench_command or args.marker or args.share or fleet.here().rank:
         return  # a part of a run, whose parent says it
     measured = args.began and path.exists()
     report = reports.read(path) if measured else Report({}, {}, {})

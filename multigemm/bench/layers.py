@@ -26,13 +26,13 @@ from multigemm import quantize
 from multigemm.api import grouped_gemm
 from multigemm.bench.entries import Entry, Prepared, Refused
 from multigemm.bench.operands import Matrices, float32_precision
+from multigemm.bench.reports import AUTO, STATIC
 from multigemm.bench.workloads import LAYERS, Layer, Workload
 from multigemm.errors import LibraryError
 from multigemm.integrations.layer_ops import swiglu
 from multigemm.integrations.quantised_weights import quantize_stack
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.nn import Experts
-from multigemm.select import registry
 
 WHOLE, QUANTISED = "layers", "quantised-layers"
 TOKENS, TRAINED = (1, 16, 64, 512, 4096, 16384), (512, 4096, 16384)
@@ -334,13 +334,11 @@ def _by_blocks(held: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
 
 
 def layer_entries(backends: list[str]) -> list[Entry]:
-    """Of multigemm: fused layers and layers in steps by each backend ("auto", if none is named), and quantised ones."""
+    """Fused layers and layers in steps by each backend ("auto", if none is named), and quantised layers."""
     found = []
-    for backend in backends or ["auto"]:
-        if backend != "auto":
-            registry.get(backend)  # raises for one that does not exist
+    for backend in [name for name in backends if name != STATIC] or [AUTO]:
         for name, fused in (("fused", True), ("steps", False)):
-            label = name if backend == "auto" else f"{name}[{backend}]"
+            label = name if backend == AUTO else f"{name}[{backend}]"
             prepare = partial(_ours, backend=backend, fused=fused)
             found.append(Entry(label, "backend", prepare, takes=is_layer))
     for name in FORMATS:

@@ -21,7 +21,8 @@ from multigemm.errors import InvalidSetting
 from multigemm.select.timing import Timing
 
 SCHEMA = 1
-AUTO = "auto"
+AUTO, STATIC = "auto", "auto-static"
+"""What `auto` takes, and what its static order of backends would take without measuring."""
 HOST_SIZES = "[host sizes]"
 INVARIANT = "[batch invariant]"
 """Ends the name of an entry that solves a problem under batch_invariant=True."""
@@ -235,13 +236,15 @@ def duels(report: Report) -> list[Duel]:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Regret:
-    """How many times slower `auto` is than the fastest single backend, and how far repeats of the two rows differ."""
+    """How many times slower `auto` is than the fastest single backend, how far repeats of the two rows differ, and what
+    choosing and planning took."""
 
     ratio: float
     case: str
     fastest: str
     on_host: bool
     spread: float
+    planned_s: float
 
     @property
     def place(self) -> str:
@@ -252,19 +255,19 @@ class Regret:
         return self.ratio > factor + doubt * self.spread
 
 
-def auto_regret(report: Report) -> list[Regret]:
-    """How far `auto` is behind the fastest single backend that knew as much, worst first.
+def auto_regret(report: Report, rule: str = AUTO) -> list[Regret]:
+    """How far `auto` (or the static order) is behind the fastest single backend that knew as much, worst first.
 
     With sizes on the device, entries that had them on the host do not count.
     """
     found = []
     for rows in by_case(row for row in report.timed() if row.kind == "backend").values():
-        for auto in (row for row in rows if row.entry in (AUTO, AUTO + HOST_SIZES)):
+        for auto in (row for row in rows if row.entry in (rule, rule + HOST_SIZES)):
             on_host = auto.entry.endswith(HOST_SIZES)
             best = fastest(row for row in rows if on_host or not row.entry.endswith(HOST_SIZES))
             if best is not None:
                 ratio, spread = (auto.us or 0.0) / (best.us or 1.0), max(auto.spread, best.spread)
-                found.append(Regret(ratio, auto.case, best.entry, on_host, spread))
+                found.append(Regret(ratio, auto.case, best.entry, on_host, spread, auto.build_s))
     return sorted(found, reverse=True)
 
 

@@ -22,8 +22,8 @@ from multigemm import interrupts
 from multigemm.bench import machine, reports
 from multigemm.bench.entries import Entry, Prepared, Refused
 from multigemm.bench.operands import Truth, make
+from multigemm.bench.processes import Marker
 from multigemm.bench.reports import KILLED, Report, Row, Sample, family
-from multigemm.bench.supervise import Marker
 from multigemm.bench.workloads import Rates, Workload
 from multigemm.errors import LibraryError, MultigemmError
 from multigemm.select.timing import CODE_BYTES, FLUSH_BYTES, Mode, Timing, describe, measure, other_code, overhead

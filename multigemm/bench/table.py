@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from multigemm.bench.reports import (
     AUTO,
     BEHIND,
     HOST_SIZES,
+    STATIC,
     Regret,
     Report,
     Row,
@@ -315,6 +317,12 @@ def auto_summary(report: Report) -> str:
         f"{len(behind)} are above {BEHIND}, {sure} of them by more than repeats differ; at worst"
     ]
     lines += [f"  {r.ratio:.3f} (repeats {r.spread:.3f}) on {r.place} (fastest: {r.fastest})" for r in regrets[:SHOWN]]
+    planned = [1e3 * r.planned_s for r in regrets]
+    middle, most = digits(statistics.median(planned)), digits(max(planned))
+    lines.append(f"to choose and plan took {middle} ms (median), {most} ms at most")
+    if static := auto_regret(report, STATIC):
+        mean, worst = geomean(r.ratio for r in static), static[0]
+        lines.append(f"its static order, without measuring: {mean:.3f}; at worst {worst.ratio:.3f} on {worst.place}")
     return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from multigemm.__main__ import main
-from multigemm.bench import machine, reports, runner, supervise
+from multigemm.bench import machine, processes, reports, runner
 from multigemm.bench.entries import backend_entries, backend_entry
 from multigemm.bench.peers import peer_entries
 from multigemm.bench.reports import Report
@@ -100,9 +100,10 @@ def test_a_lost_device_is_told_apart_from_a_failure(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_the_cpu_backend_and_auto_run_what_users_run() -> None:
-    rows = by_name(run([CASE, parse_shape("3x5x7+2x2x2")], [backend_entry("cpu"), backend_entry("auto")]))
+    entries = [backend_entry(name) for name in ("cpu", "auto", "auto-static")]
+    rows = by_name(run([CASE, parse_shape("3x5x7+2x2x2")], entries))
     assert {row.status for row in rows.values()} == {"ok"}
-    assert rows["auto"].kernel.startswith("cpu: ")
+    assert rows["auto"].kernel.startswith("cpu: ") and rows["auto-static"].kernel.startswith("cpu: ")
     assert rows["cpu"].whole_host_us is not None
 
 
@@ -182,7 +183,7 @@ def test_a_lost_device_ends_the_child_with_its_own_code(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(runner.Runner, "run", run)
     words = ["--shape", "2,4,8,8", "--device", "cpu", "--floor", "1,1", "--out", str(tmp_path)]
-    assert main(["bench", *words]) == supervise.CONTEXT_LOST
+    assert main(["bench", *words]) == processes.CONTEXT_LOST
 
 
 def test_resuming_the_report_of_another_commit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

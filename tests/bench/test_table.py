@@ -220,6 +220,9 @@ def test_the_regret_of_auto_is_told() -> None:
     times = {r.entry: r.us for r in report.rows if r.case == worst.case}
     assert worst.ratio == pytest.approx((times["auto"] or 0) / (times["cupy"] or 1))
     assert worst.fastest == "cupy"
+    assert "static order" not in table.text(report)
+    static = [replace(row, entry="auto-static", us=2 * (row.us or 0)) for row in report.rows if row.entry == "auto"]
+    assert "static order, without measuring: 2." in table.text(replace(report, rows=[*report.rows, *static]))
     assert f"{worst.ratio:.3f} (repeats {worst.spread:.3f}) on {worst.case} (fastest: cupy)" in table.text(report)
 
 
