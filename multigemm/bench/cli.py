@@ -1,4 +1,4 @@
-"""`multigemm bench`: what it understands, the order of a run, and what a person sees meanwhile."""
+"""`multigemm bench`: its options, the order of a run, and the progress shown to the user."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ EPILOG = """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Everything `multigemm bench` takes."""
+    """Adds the options of `multigemm bench`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add_selection(parser)
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_method(parser: argparse.ArgumentParser) -> None:
-    """Who is measured, and how."""
+    """Adds the options for who is measured, and how."""
     add = parser.add_argument_group("who is measured, and how").add_argument
     add("--problem", type=Path, help="a Python file that defines `problem`, a GroupedGemmProblem, instead of a suite")
     add("--backends", default="", help="comma separated, or none (default: all that are here, and auto)")
@@ -95,7 +95,7 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    """Where it runs and what becomes of it."""
+    """Adds the options for devices, output and supervision."""
     add = parser.add_argument_group("where it runs, and what becomes of it").add_argument
     add("--list", action="store_true", help="print the suites, or those of --suite, and their workloads")
     add("--out", type=Path, default=Path("multigemm-bench"), help="folder for report.json, report.md and plots")
@@ -114,7 +114,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs what was asked; 0, or 1 if a comparison found a regression or nothing could be timed."""
+    """Runs the command. Returns 0, or 1 if a comparison found a regression or nothing could be timed."""
     if args.bench_command == "compare":
         found = compare(reports.read(args.old), reports.read(args.new))
         print(found.text())
@@ -138,7 +138,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _list(asked: list[str]) -> int:
-    """Prints the suites that were asked for, or all of them with the beginning of a long one."""
+    """Prints the requested suites, or all of them, long ones abbreviated."""
     for name in asked or SUITES:
         cases = suite(name)
         cut = not asked and len(cases) > LONG_SUITE
@@ -154,7 +154,7 @@ def _list(asked: list[str]) -> int:
 
 
 def _measure(args: argparse.Namespace) -> int:
-    """A run on many devices, in a child process, or here."""
+    """Runs the benchmark on many devices, in a child process, or in this process."""
     path: Path = args.out / "report.json"
     place = fleet.here()
     devices = () if args.problem else processes.devices_of_run(args, place)
@@ -173,14 +173,14 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 def _begin(args: argparse.Namespace, path: Path) -> None:
-    """From here on the folder's report is of this run."""
+    """Replaces the folder's report by that of this run."""
     if args.marker is None and not args.resume:
         path.unlink(missing_ok=True)
     args.began = True
 
 
 def _run(args: argparse.Namespace, path: Path, device: torch.device) -> int:
-    """A run on one device, in this process."""
+    """Runs the benchmark on one device in this process."""
     cases, tensors_of = _workloads(args, device)
     entries, absent = _entries(args, device, cases)
     options, dtypes = _options(args, device, cases), {case.dtype for case in cases}
@@ -213,7 +213,7 @@ def _run(args: argparse.Namespace, path: Path, device: torch.device) -> int:
 
 
 def _workloads(args: argparse.Namespace, device: torch.device) -> tuple[list[Workload], Any]:
-    """What is measured, and how its tensors are made."""
+    """The workloads to measure, and the function that makes their tensors."""
     if not args.problem:
         return selected(args, device)[processes.part(args.share)], _make
     posed = own.load(args.problem)
@@ -230,7 +230,8 @@ def _make(case: Workload, device: torch.device) -> Data:
 
 
 def interrupted(args: argparse.Namespace) -> None:
-    """Says after Ctrl-C what was kept, where, and how to go on; what was measured is in the folder's report already."""
+    """Reports after Ctrl-C what was kept, where, and how to resume. The folder's report already holds what was
+    measured."""
     path: Path = args.out / "report.json"
     if args.bench_command or args.marker or args.share or fleet.here().rank:
         return  # a part of a run, whose parent says it
@@ -260,7 +261,7 @@ def _tell(report: Report, args: argparse.Namespace) -> int:
 
 
 def finish(report: Report, folder: Path) -> int:
-    """Prints the table and writes the page and, where matplotlib is here, the plots."""
+    """Prints the table and writes the page and, if matplotlib is installed, the plots."""
     folder.mkdir(parents=True, exist_ok=True)
     print(table.text(report))
     pictures = []
@@ -275,13 +276,13 @@ def finish(report: Report, folder: Path) -> int:
 
 
 def _own_words(args: argparse.Namespace) -> list[str]:
-    """What the user typed after `multigemm bench`, without what supervision added."""
+    """The arguments that the user typed after `multigemm bench`, without those that supervision added."""
     words: list[str] = args.words
     return words[: words.index("--marker")] if "--marker" in words else words
 
 
 def _repeatable(args: argparse.Namespace) -> str:
-    """The command as a reader would repeat it."""
+    """The command line that repeats this run."""
     words = iter(_own_words(args))
     kept = []
     for word in words:
@@ -295,14 +296,14 @@ def _repeatable(args: argparse.Namespace) -> str:
 
 
 def _supervised(args: argparse.Namespace, path: Path) -> int:
-    """The run in a child process, so that a kernel that hangs or crashes is a row."""
+    """Runs in a child process, so that a kernel that hangs or crashes becomes a row."""
     named = [] if args.commit else ["--commit", machine.commit()]  # a fresh child may find another one checked out
     words, marker = ["bench", *_own_words(args), *named], args.out / ".doing.json"
     return supervise(words, marker, path, args.stall, math.inf if args.seconds is None else args.seconds)
 
 
 def _same_run(report: Report, device: torch.device, commit: str) -> None:
-    """Rows of another commit or machine must not end up in one file."""
+    """Refuses to add rows of another commit or machine to a report."""
     for name, now in (("commit", commit or machine.commit()), ("device", machine.device_name(device))):
         if report.machine[name] != now:
             raise InvalidSetting(

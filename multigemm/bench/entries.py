@@ -1,8 +1,7 @@
-"""What is benchmarked: multigemm's backends, peers, and ceilings, all behind one small interface.
+"""The competitors of a benchmark: multigemm's backends, peers and ceilings, behind one interface.
 
-An `Entry` turns the tensors of a workload into a `Prepared` call, or raises `Refused` with the
-reason. Nothing else in the benchmark knows who is being measured, so a backend is checked, timed
-and shown exactly as a peer is.
+An `Entry` turns the tensors of a workload into a `Prepared` call, or raises `Refused` with the reason. The rest of the
+benchmark does not know what it measures, so that backends are checked, timed and shown exactly as peers are.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ Kind = Literal["backend", "peer", "ceiling"]
 
 
 class Refused(Exception):
-    """This entry does not run this workload here; the text says why."""
+    """The entry does not run this workload on this machine. The text gives the reason."""
 
 
 @dataclass
 class Prepared:
     """A call that is ready to be timed, and the output that it writes.
 
-    `out` None means that the call returns its result, or what `unpack` makes one of when it is checked. `whole` is what
-    a user's single call costs, problem and all, where that differs from `call`.
+    If `out` is None, the call returns its result, or something from which `unpack` makes it before the check. `whole`
+    is a user's complete call including the problem, if that differs from `call`.
     """
 
     call: Call
@@ -56,7 +55,7 @@ class Prepared:
     unpack: Callable[[Any], Matrices] = lambda returned: returned
 
     def result(self, returned: Any) -> Matrices:
-        """The result of a call, to be checked."""
+        """The result of a call, for the check."""
         return self.unpack(returned) if self.out is None else self.out
 
 
@@ -64,8 +63,8 @@ class Prepared:
 class Entry:
     """One competitor. `checks` is False for a ceiling, which computes something else on purpose.
 
-    `known` are fields of its row that are known before it is prepared, which may crash. One that is `optional` is not
-    begun once the time is over. Where it does not take a workload it has no row.
+    `known` are fields of its row that are known before it is prepared, which may crash. An `optional` entry is not
+    started once the time limit has passed. An entry that does not take a workload has no row.
     """
 
     name: str
@@ -78,7 +77,8 @@ class Entry:
 
 
 def problem(tensors: Tensors, host_sizes: bool = False) -> GroupedGemmProblem:
-    """The workload as a user would write it, into the workload's own output; a user's problem as it is."""
+    """The workload as a `GroupedGemmProblem` that writes into the workload's output; a user's problem is returned as it
+    is."""
     workload = tensors.workload
     if tensors.own is not None:
         return tensors.own
@@ -159,7 +159,7 @@ def _config(name: str, number: int, posed: GroupedGemmProblem) -> Any:
 
 
 def as_fields(config: Any) -> dict[str, Any]:
-    """A config as the tuning table stores it."""
+    """A config in the form of the tuning table."""
     return asdict(config) if is_dataclass(config) and not isinstance(config, type) else {}
 
 
@@ -170,7 +170,7 @@ def _reason(error: Exception, name: str) -> str:
 
 
 def available_backends(device: torch.device) -> dict[str, str]:
-    """Name to "" for each backend that can run on the device, else to the reason why not."""
+    """Maps each backend to "" if it can run on the device, else to the reason."""
     found = {}
     for name in registry.names():
         if name == "null":
@@ -188,7 +188,7 @@ def available_backends(device: torch.device) -> dict[str, str]:
 def backend_entries(
     names: list[str], device: torch.device, configs: int = 0, batch_invariant: bool = False
 ) -> tuple[list[Entry], dict[str, str]]:
-    """What is measured of multigemm itself, and who is absent and why.
+    """The entries of multigemm itself, and the absent backends with their reasons.
 
     Args:
         names: backends, "auto" and "auto-static"; all backends that are here, and "auto", if none is named.
@@ -245,7 +245,7 @@ def config_entries(case: Workload, names: Sequence[str], limit: int, device: tor
 
 
 def plans_by_sizes(name: str) -> bool:
-    """Whether a backend runs something else where it has the sizes on the host."""
+    """Whether a backend runs another kernel if the sizes are on the host."""
     return bool(getattr(registry.get(name), "decides_at_bind", False))
 
 

@@ -58,7 +58,7 @@ Forward = Callable[[Tensor, Tensor, Tensor], Any]
 
 @dataclass(frozen=True)
 class LayerCase(Workload):
-    """A layer with `total` tokens; `distribution` is "forward" or "training"."""
+    """A layer with `total` tokens. `distribution` is "forward" or "training"."""
 
     layer: Layer = field(kw_only=True)
 
@@ -68,7 +68,7 @@ class LayerCase(Workload):
 
     @cached_property
     def routing(self) -> tuple[Tensor, Tensor]:
-        """Experts and weights of each token [tokens, top k], of a seed that the case alone decides."""
+        """Experts and weights of each token [tokens, top k]. The seed depends on the case alone."""
         draw = torch.Generator().manual_seed(self.layer.experts * 100003 + self.total)
         logits = torch.rand(self.total, self.layer.experts, generator=draw)
         weights, index = logits.softmax(-1).topk(self.layer.top_k)
@@ -76,7 +76,7 @@ class LayerCase(Workload):
 
     @cached_property
     def active(self) -> int:
-        """Experts that have a token."""
+        """The number of experts that have a token."""
         return len(set(self.routing[0].flatten().tolist()))
 
     @property
@@ -111,7 +111,7 @@ class LayerCase(Workload):
 
 
 def layer_case(suite: str, layer: Layer, tokens: int, distribution: str) -> LayerCase:
-    """A layer with so many tokens."""
+    """A layer with a number of tokens."""
     name = f"{layer.name}:{tokens}"
     return LayerCase(name, suite, "layer", layer.experts, total=tokens, distribution=distribution, layer=layer)
 
@@ -149,12 +149,12 @@ class LayerTensors:
         """Results are new tensors: there is nothing to poison."""
 
     def reference(self) -> LayerTruth:
-        """The result of the loop over experts, and in training the gradient of x, of as many tokens as are checked."""
+        """The result of the loop over experts, and in training the gradient of x, for the tokens that are checked."""
         with float32_precision("highest"):
             return LayerTruth(self.checked(partial(by_loop, self), torch.float32))
 
     def checked(self, forward: Forward, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """What is compared of a layer."""
+        """The result and, in training, the gradient of x for the tokens that are checked."""
         if not self.workload.training:
             with torch.no_grad():
                 return [forward(self.x.to(dtype or self.x.dtype), self.index, self.weights)]
@@ -165,12 +165,12 @@ class LayerTensors:
         return [y.detach(), gradient]
 
     def step(self, forward: Forward, parameters: list[Tensor]) -> Any:
-        """Forward and all gradients."""
+        """Runs forward, and computes all gradients."""
         leaves = [self.x.detach().requires_grad_(), self.weights.detach().requires_grad_()]
         return torch.autograd.grad(forward(leaves[0], self.index, leaves[1]), [*leaves, *parameters], self.flow)
 
     def once(self, forward: Forward) -> Any:
-        """Forward alone."""
+        """Runs forward alone."""
         with torch.no_grad():
             return forward(self.x, self.index, self.weights)
 
@@ -196,7 +196,7 @@ def make_layer(case: LayerCase, device: torch.device) -> LayerTensors:
 
 
 def by_loop(given: LayerTensors, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """The layer expert by expert in float32."""
+    """The layer computed expert by expert in float32."""
     layer, y = given.workload.layer, torch.zeros(x.shape, device=x.device, dtype=torch.float32)
     for expert in sorted(set(index.flatten().tolist())):
         token, place = (index == expert).nonzero(as_tuple=True)
@@ -212,12 +212,12 @@ def by_loop(given: LayerTensors, x: Tensor, index: Tensor, weights: Tensor) -> T
 
 @dataclass
 class LayerTruth:
-    """What a layer gives in float32."""
+    """The result of a layer in float32, and in training the gradient of x."""
 
     expected: list[Tensor]
 
     def verdict(self, out: Matrices) -> str:
-        """How a result, or the gradient of x, differs; "" for a right one."""
+        """How a result, or the gradient of x, differs; "" if it is right."""
         for what, got, want in zip(("the result", "the gradient of x"), out, self.expected, strict=False):
             if not (off := error(got, want)) <= LIMIT:
                 return f"wrong: {what} is off by {off:.2g} in norm"
@@ -225,7 +225,7 @@ class LayerTruth:
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """The norm of the difference over the norm of what is right."""
+    """The norm of the difference over the norm of the right result."""
     return float((got.float() - want).norm() / want.norm().clamp_min(1e-30))
 
 
@@ -233,7 +233,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def prepared(given: LayerTensors, forward: Forward, parameters: list[Tensor], kernel: str) -> Prepared:
-    """A layer ready to be timed; in training, with the bytes that a forward pass keeps."""
+    """A layer ready to be timed. In training, `why` tells the bytes that a forward pass keeps."""
     if not given.workload.training:
         return Prepared(partial(given.once, forward), None, kernel, unpack=lambda y: [y])
     kept = f"keeps {kept_per_token(forward, given, parameters):,.0f} bytes a token for backward"
@@ -242,7 +242,7 @@ def prepared(given: LayerTensors, forward: Forward, parameters: list[Tensor], ke
 
 
 def kept_per_token(forward: Forward, given: LayerTensors, parameters: list[Tensor]) -> float:
-    """Bytes that a forward pass keeps for backward, beside x, routing and parameters."""
+    """The bytes per token that a forward pass keeps for backward, besides x, routing and parameters."""
     leaf = given.x.detach().requires_grad_()
     known = {x.untyped_storage().data_ptr() for x in (*parameters, leaf, given.index, given.weights)}
     seen: dict[int, int] = {}
@@ -259,7 +259,7 @@ def kept_per_token(forward: Forward, given: LayerTensors, parameters: list[Tenso
 
 
 def hold(module: nn.Module, given: LayerTensors) -> list[Tensor]:
-    """Gives a module the shared weights; returns them as its parameters."""
+    """Sets a module's weights to the shared ones. Returns them as its parameters."""
     named = {"gate_up_proj": given.up, "down_proj": given.down}
     if given.biases is not None:
         named |= dict(zip(("gate_up_proj_bias", "down_proj_bias"), given.biases, strict=True))
@@ -281,7 +281,7 @@ def _ours(given: LayerTensors, backend: str, fused: bool) -> Prepared:
 
 
 def _quantised(given: LayerTensors, name: str) -> Prepared:
-    """Right below an error of its own, which its row tells."""
+    """A quantised layer, which is right up to an error of its own; `why` tells the error."""
     format, scale, scale_dtype, most = FORMATS[name]
     if format not in given.quantised:
         given.quantised[format] = quantised_experts(given, format, scale, scale_dtype)

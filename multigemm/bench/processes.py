@@ -1,9 +1,9 @@
 """The processes of a run: a supervised child, one part on each of many devices, and compilation ahead.
 
-A kernel may hang, crash its process or destroy its CUDA context, and a benchmark of many kernels must report that as
-one row and go on. So on a GPU the work runs in a child process which says, in a small file, what it is about to do.
-When the child dies, or says nothing for too long, the parent kills it, puts the culprit into the report, and starts a
-child that carries on where the last one stopped.
+A kernel may hang, crash its process or destroy its CUDA context. A benchmark of many kernels must report that as one
+row and go on. So on a GPU the work runs in a child process, which writes the next step into a small file before doing
+it. If the child dies, or writes nothing for too long, the parent kills it, puts the culprit into the report, and starts
+a child that continues after it.
 
 On many GPUs and hosts each device times every n-th workload alone, and one report holds all. Ceilings are measured on
 each device (unless --floor names them), so that rows are fractions of what their own device reaches. What is timed at
@@ -52,14 +52,14 @@ FAREWELL_S = 10.0
 
 
 class Marker:
-    """What the child is doing now. Without a path it does nothing, so that callers need not care."""
+    """The file in which the child writes its current step. Without a path it does nothing."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self._last: tuple[float, str] = (0.0, "")
 
     def say(self, stage: str, **what: Any) -> None:
-        """Tells the stage; the same stage again is only written once a second."""
+        """Writes the stage; the same stage again at most once a second."""
         if self.path is None:
             return
         text = json.dumps({"stage": stage, **what})
@@ -71,7 +71,7 @@ class Marker:
 
 
 def read_marker(path: Path) -> dict[str, Any]:
-    """The last thing that was said; empty if nothing was."""
+    """The last step that was written; empty if there is none."""
     try:
         found: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -118,7 +118,7 @@ def supervise(
 
 
 def _blame(said: dict[str, Any], reason: str, path: Path) -> bool:
-    """Puts what the child was doing into its report as failures; False where it says nothing to blame."""
+    """Adds the child's current step to its report as failures. False if there is no step."""
     rows = [reports.row(raw) for raw in said.get("rows", ())]
     if not path.exists() or not rows:
         print(f"the benchmark ended at {said.get('stage', 'its start')}: {reason}", file=sys.stderr)
@@ -133,7 +133,7 @@ def _blame(said: dict[str, Any], reason: str, path: Path) -> bool:
 
 
 def as_child(work: Callable[[], int], marker: Path | None) -> int:
-    """Runs the work; in a supervised child an unexpected exception gets an exit code of its own."""
+    """Runs the work. In a supervised child an unexpected exception ends with an exit code of its own."""
     if marker is None:
         return work()
     try:
@@ -158,7 +158,7 @@ def _words(reason: int | str) -> str:
 
 
 def _watch(command: list[str], marker: Path, stall_s: float) -> int | str:
-    """The child's exit code, or why it was killed."""
+    """Runs one child. Returns its exit code, or why it was killed."""
     with interrupts.left_to_this_process():
         child = subprocess.Popen(command)
     heard = time.monotonic()
@@ -184,7 +184,7 @@ def _watch(command: list[str], marker: Path, stall_s: float) -> int | str:
 
 
 def end_child(child: subprocess.Popen[bytes]) -> None:
-    """Asks a child to write what it has and to end; one that does not answer is killed."""
+    """Asks a child to write its results and exit; kills it if it does not answer."""
     with interrupts.held():
         child.terminate()
         try:
@@ -198,7 +198,7 @@ def end_child(child: subprocess.Popen[bytes]) -> None:
 
 
 def devices_of_run(args: argparse.Namespace, place: fleet.Place) -> tuple[str, ...]:
-    """The devices that a run is to be spread over; empty for a run on one, or a part of a run."""
+    """The devices over which a run is spread; empty for a run on one device, or for a part of a run."""
     if args.share or args.marker is not None:
         return ()
     devices = place.devices(args.device)
@@ -206,7 +206,7 @@ def devices_of_run(args: argparse.Namespace, place: fleet.Place) -> tuple[str, .
 
 
 def part(text: str) -> slice:
-    """`--share i/n`: every n-th workload from the i-th on."""
+    """Selects the workloads of `--share i/n`: every n-th from the i-th on."""
     try:
         first, step = (int(word) for word in text.split("/")) if text else (0, 1)
     except ValueError:
@@ -255,7 +255,7 @@ def run_on_devices(
 
 
 def merge(found: Sequence[Report], cases: Sequence[str]) -> Report:
-    """One report: the first one's head, everybody's rows in the order of the workloads."""
+    """Merges reports: the head of the first one, and all rows in the order of the workloads."""
     whole = found[0]
     places = {case: index for index, case in enumerate(cases)}
     whole.rows = sorted((row for report in found for row in report.rows), key=lambda row: places[row.case])
@@ -281,8 +281,8 @@ def _start(words: Sequence[str], out: Path, device: str, share: str) -> subproce
 def compile_ahead(
     cases: Sequence[Workload], names: Sequence[str], device: torch.device, workers: int, seconds: float
 ) -> None:
-    """Plans every backend for every workload in processes side by side, which leaves the kernels in the cache on disk;
-    for so many seconds at most."""
+    """Plans every backend for every workload in parallel processes, which leaves the kernels in the cache on disk.
+    Stops after `seconds`."""
     deadline = time.monotonic() + seconds
     tasks = [(case, name, str(device)) for case in cases for name in names]
     with interrupts.left_to_this_process():
@@ -300,7 +300,7 @@ def compile_ahead(
 
 
 def _compile(task: tuple[Workload, str, str]) -> str:
-    """In a process of its own: plans one backend. What failed, if it is not that it cannot."""
+    """Plans one backend for one workload. Returns the error; "" if it was planned or refused."""
     case, name, device = task
     try:
         tensors = make(case, device, drawn=False)

@@ -55,7 +55,7 @@ WARM_UP = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `multigemm bench ranks` takes."""
+    """Adds the options of `multigemm bench ranks`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = __doc__
     add = parser.add_argument
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs what was asked; 0 where everything ran."""
+    """Runs the selected layers. Returns 0 if everything ran."""
     if args.draw:
         if not args.picture:
             raise InvalidSetting("--draw needs --picture FILE, with the ending .svg or .png")
@@ -109,7 +109,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 class _joined:
-    """The process group of all ranks, inside; one rank alone without torchrun."""
+    """A context with the process group of all ranks; a single rank without torchrun."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -155,7 +155,7 @@ def _measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, A
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row for people."""
+    """A row as a line of text."""
     text = (
         f"{row['layer']:12} {row['scaling']:6} {row['pass']:8} {row['routing']:7} {row['ranks']} ranks  {row['way']:5} "
         f"chunks {row['chunks']}  {row['ms']:8.3f} ms  host {row['host_ms']:.3f}"
@@ -175,7 +175,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 class TestBed:
-    """One layer: whole on rank 0, and spread over all ranks, with the same weights."""
+    """One layer with the same weights in two forms: whole on rank 0, and spread over all ranks."""
 
     __test__ = False
 
@@ -199,7 +199,7 @@ class TestBed:
                 _fill(self.whole, range(layer.experts))
 
     def rows(self, args: argparse.Namespace, title: str, tokens: int) -> Iterable[dict[str, Any]]:
-        """Every measurement of the layer, one after the other; results are compared first."""
+        """Measures everything of the layer, after comparing results."""
         for way, chunks in _variants(parts(args.ways), args.chunks):
             self.compare(way, chunks, tokens)
         yield from self.timings(args, title, tokens)
@@ -258,7 +258,7 @@ class TestBed:
         return lambda: step(run, batch, [*experts.parameters(), *_parameters(shared)], training)
 
     def alone(self, ways: list[str], tokens: int, routing: str, training: bool, rounds: int) -> float:
-        """Milliseconds of the fastest of our ways on rank 0 alone; the same number on all ranks."""
+        """The milliseconds of the fastest of our ways on rank 0 alone, broadcast to all ranks."""
         found = torch.zeros(1, dtype=torch.float64, device=self.device)
         if self.rank == 0:
             batch = Batch(self.layer, tokens, routing, 0, self.device)
@@ -273,7 +273,8 @@ class TestBed:
         return float(found.item())
 
     def compare(self, way: str, chunks: int, tokens: int) -> None:
-        """The result, the gradients of tokens and weights, and those of all experts are those of rank 0 alone."""
+        """Requires the result, the gradients of tokens and weights, and those of all experts to equal those of rank 0
+        alone."""
         batches = [Batch(self.layer, tokens, "uniform", rank, self.device) for rank in range(self.ranks)]
         got = self.call(way, chunks, batches[self.rank], True)()[: 3 + len(list(self.spread.parameters()))]
         if self.ranks == 1:
@@ -308,7 +309,7 @@ class TestBed:
 
 
 def _variants(ways: list[str], chunks: str) -> list[tuple[str, int]]:
-    """Ways and chunk counts; `plain` has no chunks."""
+    """The pairs of way and chunk count; `plain` has no chunks."""
     counts = [int(n) for n in parts(chunks)]
     return [(way, n) for way in ways for n in (counts if way != "plain" else [1])]
 
@@ -319,7 +320,7 @@ def _parameters(shared: nn.Module | None) -> list[Tensor]:
 
 @torch.no_grad()
 def _fill(experts: Experts, numbers: range) -> None:
-    """The same weights of an expert, wherever it lies."""
+    """Fills weights that depend only on the expert, not on its rank."""
     for place, number in enumerate(numbers):
         for seed, parameter in enumerate(experts.parameters()):
             held: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -328,7 +329,7 @@ def _fill(experts: Experts, numbers: range) -> None:
 
 
 class Shared(nn.Module):
-    """Experts that every token passes through: a gated network."""
+    """Shared experts, which every token passes through: a gated network."""
 
     def __init__(self, layer: Layer, device: torch.device) -> None:
         super().__init__()
@@ -345,7 +346,8 @@ class Shared(nn.Module):
 
 
 class Batch:
-    """One rank's tokens, their experts and weights, and the gradient of the result; the same wherever it is made.
+    """One rank's tokens, their experts and weights, and the gradient of the result; the same on whichever rank it is
+    made.
 
     `redraw` chooses other experts, as the next step of training does.
     """
@@ -370,7 +372,7 @@ class Batch:
 
 
 def step(run: Callable[[Tensor, Tensor], Tensor], batch: Batch, parameters: list[Any], training: bool) -> list[Tensor]:
-    """The result; and in training the gradients of tokens, weights and parameters."""
+    """Runs the layer. Returns the result and, for training, the gradients of tokens, weights and parameters."""
     if not training:
         with torch.no_grad():
             return [run(batch.x, batch.weights)]
@@ -384,7 +386,7 @@ def step(run: Callable[[Tensor, Tensor], Tensor], batch: Batch, parameters: list
 
 
 class _Swap(torch.autograd.Function):
-    """An all-to-all; its gradient goes the other way."""
+    """An all-to-all whose gradient is the reverse all-to-all."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
@@ -478,7 +480,7 @@ def _wait(device: torch.device) -> None:
 
 
 def kernels_of(call: Callable[[], Any]) -> list[dict[str, Any]]:
-    """The kernels of one call on this GPU: kind, name, start and length in microseconds; every rank must call it."""
+    """The kernels of one call on this GPU: kind, name, start and length in microseconds. Every rank must call it."""
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     dist.barrier()
     with torch.profiler.profile(activities=activities) as profile:
@@ -512,13 +514,13 @@ KINDS = {
 
 
 def kind(name: str) -> str:
-    """What a kernel is for."""
+    """The purpose of a kernel, by its name."""
     lower = name.lower()
     return next((which for which, words in KINDS.items() if any(word in lower for word in words)), "rest")
 
 
 def split(kernels: list[dict[str, Any]]) -> dict[str, float]:
-    """Milliseconds of each kind, of exchanges beside another kernel, and without any kernel."""
+    """The milliseconds of each kind, of exchanges during another kernel, and without any kernel."""
     spans = {which: [(k["start"], k["start"] + k["us"]) for k in kernels if k["kind"] == which] for which in KINDS}
     found = {which: union(of) for which, of in spans.items()}
     others = [(k["start"], k["start"] + k["us"]) for k in kernels if k["kind"] != "exchange"]
@@ -533,7 +535,7 @@ def split(kernels: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def union(spans: list[tuple[float, float]]) -> float:
-    """The length of what any of the spans covers."""
+    """The total length that the spans cover."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -551,13 +553,13 @@ SHARED_FLOPS = 650e12
 
 
 def _weak_training(run: dict[str, Any]) -> bool:
-    """Whether `forecast` takes a run."""
+    """Whether `forecast` applies to a run."""
     wanted = {"way": "fused", "chunks": 1, "scaling": "weak", "pass": "training", "routing": "uniform"}
     return all(run[name] == value for name, value in wanted.items())
 
 
 def forecast(run: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """A run of weak training with `chunks` 1 on more ranks, where each expert gets as many tokens as any other.
+    """Predicts a run of weak training with `chunks` 1 on more ranks, in which each expert gets equally many tokens.
 
     Products stay as long; rows that travel become more, and this rank's own pairs, beside whose products they travel,
     fewer. Ranks are taken to be in step.
@@ -588,7 +590,7 @@ LANES = {
 
 
 def draw(runs: list[dict[str, Any]], path: Path) -> Path:
-    """The kernels of one training step of each layer that has them: one lane for exchanges, one for all else."""
+    """Draws the kernels of one training step of each layer: one lane for exchanges, one for all else."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -619,6 +621,6 @@ def draw(runs: list[dict[str, Any]], path: Path) -> Path:
 
 
 def _without_addresses(svg: str) -> str:
-    """The picture without what names other hosts: its document type, who drew it when, and an older kind of links."""
+    """Removes from the picture what names other hosts: document type, creator and date, old links."""
     svg = re.sub(r"<!DOCTYPE.*?>\s*|<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     return svg.replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "").replace("xlink:href", "href")

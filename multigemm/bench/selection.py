@@ -1,4 +1,4 @@
-"""Which workloads a command line names: the options that `bench` and `tune` have in common."""
+"""The options that select workloads, which `bench` and `tune` share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOPELESS = 8.0
 
 
 def add_selection(parser: argparse.ArgumentParser) -> None:
-    """The options that name workloads; `multigemm bench` and `multigemm tune` mean the same by the same words."""
+    """Adds the options that select workloads."""
     add = parser.add_argument_group("workloads").add_argument
     add("--suite", default="", help=f"comma separated: {', '.join(SUITES)}, all (default: {USUAL_SUITE})")
     add("--shape", action="append", default=[], help="one's own workload, instead of a suite; may be repeated")
@@ -32,13 +32,13 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
 
 
 def asks_nothing(args: argparse.Namespace) -> bool:
-    """Whether a command line leaves it to us what is measured."""
+    """Whether a command line leaves the selection to the default."""
     return not (args.suite or args.shape or args.dtypes or getattr(args, "problem", None))
 
 
 @lru_cache(maxsize=1)
 def worthwhile_dtypes() -> tuple[str, ...]:
-    """What this CPU multiplies at a speed that anybody would use; says on stderr what is left out."""
+    """The dtypes that this CPU multiplies at a useful speed. Reports the others on stderr."""
     us: dict[str, float] = {}
     for dtype in CPU_DTYPES:
         x = torch.ones(256, 256, dtype=DTYPES[dtype])
@@ -77,7 +77,7 @@ def selected(args: argparse.Namespace, device: torch.device) -> list[Workload]:
 
 
 def above_zero(args: argparse.Namespace, *names: str) -> None:
-    """Refuses bounds that leave nothing to do."""
+    """Refuses bounds of 0 or less, which would leave nothing to do."""
     for name in names:
         value = getattr(args, name)
         if value is not None and not value > 0:

@@ -181,7 +181,7 @@ def _layer_products() -> list[Workload]:
 
 
 def layer_of(name: str) -> tuple[str, int]:
-    """The model and the number of tokens of a workload of `layer-products`, by its name."""
+    """The model and the number of tokens of a workload of `layer-products`, from its name."""
     model, tokens, _ = name.split(":")
     return model, int(tokens)
 
@@ -271,7 +271,7 @@ MOST_PRODUCTS = {"fp32": 1e10, "fp64": 1e10, "int8": 1e10, "tf32": 3e10, "n": 2e
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of generated workloads: the least N and K in octaves, multiply-adds and elements at most."""
+    """Bounds of generated workloads: the least N and K in octaves, the largest number of multiply-adds and elements."""
 
     least: float
     products: float
@@ -297,7 +297,7 @@ def spread_out() -> list[Workload]:
 
 
 def _radical_inverse(index: int, base: int) -> float:
-    """The digits of `index` behind the point, in reverse order."""
+    """The digits of `index` mirrored at the point."""
     value, weight = 0.0, 1.0 / base
     while index:
         index, digit = divmod(index, base)
@@ -308,9 +308,9 @@ def _radical_inverse(index: int, base: int) -> float:
 def _generated(
     name: str, suite: str, kind: str, place: Sequence[float], index: int, bounds: Bounds = BOUNDS
 ) -> list[Workload]:
-    """One workload of a kind at a place in the unit cube: rows per group, N, K, groups; none if it is too long.
+    """One workload of a kind at a point of the unit cube (rows per group, N, K, groups); None if it is too large.
 
-    Extents are multiples of 64 as models have them, some of 8, and for the kind "odd" of nothing.
+    Extents are multiples of 64, some of 8, and for the kind "odd" arbitrary.
     """
     step = 1 if kind == "odd" else 8 if index % 4 == 3 else 64
     groups = GROUPS[int(place[3] * len(GROUPS))]
@@ -343,7 +343,8 @@ def _generated(
 
 
 def random(seed: int = SEED) -> list[Workload]:
-    """Of the usual seed: packed rows, G, T, N and K over three octaves each. Of any other: every kind of problem."""
+    """Random workloads. The usual seed draws packed rows, with G, T, N and K over three octaves each; other seeds draw
+    every kind of problem."""
     draw = np.random.default_rng(seed)
     cases: list[Workload] = []
     while len(cases) < 20:

@@ -73,7 +73,7 @@ and no contest."""
 
 
 class Best(str):
-    """A cell that stands out: starred in a terminal, bold in Markdown."""
+    """A cell that stands out: with a star in a terminal, bold in Markdown."""
 
     __slots__ = ()
 
@@ -99,8 +99,8 @@ def _time(row: Row, best: Row | None) -> str:
 
 
 def means(report: Report) -> Grid:
-    """Per entry: geometric means of the fraction of the floor by distribution, how often it was the fastest, the best
-    peer's time over its own, and its time on the host."""
+    """Per entry: the geometric mean of the fraction of the floor by distribution, the number of workloads on which it
+    was the fastest, the best peer's time over its own, and its host time."""
     kinds = distributions(report)
     wins = Counter(best.entry for rows in by_case(report.rows).values() if (best := fastest(rows)))
     heads = ["", *kinds, "all", "timed", "fastest", "of the best peer", "host us", "J a call"]
@@ -115,13 +115,13 @@ def means(report: Report) -> Grid:
 
 
 def without_empty_columns(grid: Grid) -> Grid:
-    """A quantity that nobody measured has no column."""
+    """Removes the columns without any value."""
     kept = [index for index, column in enumerate(zip(*grid[1:], strict=True)) if index == 0 or any(column)]
     return [[row[index] for index in kept] for row in grid]
 
 
 def shares(report: Report) -> Grid:
-    """The fraction of the floor of whoever ran every workload; the best of each column stands out."""
+    """The fraction of the floor of each entry that ran every workload; the best of each column stands out."""
     kinds = distributions(report)
     whole = {
         name: rows
@@ -139,7 +139,7 @@ def shares(report: Report) -> Grid:
 
 
 def won_or_lost(report: Report) -> Grid:
-    """Our fastest kernel beside the fastest peer, the worst workload first; what is won stands out."""
+    """Our fastest kernel beside the fastest peer, the worst workload first; won ones stand out."""
     grid = [["workload", "ours", "best peer", "its time over ours"]]
     for duel in duels(report):
         ratio = digits(duel.ratio)
@@ -148,7 +148,7 @@ def won_or_lost(report: Report) -> Grid:
 
 
 def losses(report: Report) -> Grid:
-    """Every workload that is lost: the nearest kernel of ours, and its share of the best peer's speed."""
+    """Every lost workload: our nearest kernel, and its fraction of the best peer's speed."""
     lost = [[duel.case, duel.ours, digits(duel.ratio)] for duel in duels(report) if not duel.won]
     return [["workload", "nearest", "of the best peer"], *lost]
 
@@ -169,7 +169,7 @@ def heat_map(report: Report) -> Grid:
 
 
 def _short(count: int) -> str:
-    """A power of 4 in binary thousands."""
+    """A power of 4 in units of 1024."""
     step = min(3, (count.bit_length() - 1) // 10)
     return f"{count >> 10 * step}{' KMG'[step]}".strip()
 
@@ -192,7 +192,8 @@ def choices(report: Report) -> Grid:
 
 
 def promised(report: Report) -> Grid:
-    """The part of its speed that a backend keeps under batch_invariant=True, per suite, and where it keeps least."""
+    """The fraction of its speed that a backend keeps under batch_invariant=True, per suite, and where it keeps
+    least."""
     found: dict[tuple[str, str], list[tuple[float, bool, str]]] = {}
     for free, bound in promises(report):
         other = (free.kernel, free.config) != (bound.kernel, bound.config)
@@ -207,8 +208,8 @@ def promised(report: Report) -> Grid:
 
 
 def energy(report: Report) -> Grid:
-    """Of both products of a layer, per workload of `layer-products`: millijoules of a token, and how long they took
-    meanwhile; the least stands out."""
+    """Millijoules per token of both products of a layer, per workload of `layer-products`, and their time meanwhile;
+    the least stands out."""
     layers: dict[tuple[str, int], list[Row]] = {}
     for row in report.rows:
         if row.suite == LAYER_PRODUCTS and row.kind != "ceiling":
@@ -228,7 +229,8 @@ def energy(report: Report) -> Grid:
 
 
 def _least_marked(values: Mapping[str, float], entries: Sequence[str]) -> list[str]:
-    """A cell for each entry, of which some have no value; `auto` is one of the others."""
+    """A cell for each entry, some without a value; the least stands out. `auto` never does, because it is another entry
+    under a second name."""
     least = min((value for name, value in values.items() if not name.startswith(AUTO)), default=math.nan)
     shown = {name: digits(value) for name, value in values.items()}
     return [Best(shown[name]) if values.get(name) == least else shown.get(name, "") for name in entries]
@@ -243,7 +245,7 @@ def _share(rows: Sequence[Row]) -> str:
 
 
 def numbers(report: Report) -> Grid:
-    """Every number of every time, with the kernel that ran and why."""
+    """All numbers of every timed row, with the kernel that ran and why."""
     grid = [list(NUMBERS)]
     for r in report.timed():
         shown = min(filter(None, (r.eager, r.graph)), key=lambda sample: sample.median, default=None)
@@ -262,7 +264,7 @@ def numbers(report: Report) -> Grid:
 
 
 def header(report: Report) -> str:
-    """Machine, commit and method in a few lines."""
+    """Machine, commit and method."""
     m, how = report.machine, report.method
     clocks = m.get("clocks") or {}
     power = ""
@@ -293,7 +295,7 @@ def overhead_text(overhead_us: dict[str, float]) -> str:
 
 
 def won_and_lost(report: Report) -> str:
-    """How our own kernels stand against the best peer; "" where they met none."""
+    """How many workloads our kernels won and lost against the best peer; "" without peers."""
     found = duels(report)
     if not found:
         return ""
@@ -306,7 +308,7 @@ def won_and_lost(report: Report) -> str:
 
 
 def auto_summary(report: Report) -> str:
-    """How far `auto` is behind; "" where it did not run beside a single backend."""
+    """How far `auto` is behind; "" if it did not run beside a single backend."""
     regrets = auto_regret(report)
     if not regrets:
         return ""
@@ -327,7 +329,7 @@ def auto_summary(report: Report) -> str:
 
 
 def tutorial(report: Report) -> str:
-    """Triton's tutorial in its own form, ours beside the published figures; "" unless the report holds its cubes."""
+    """Triton's tutorial in its own form beside the published figures; "" unless the report holds its cubes."""
     rows = {n: {r.entry: r for r in report.timed() if r.case == f"seed_cube_{n}/list/fp16"} for n in PUBLISHED_MS}
     if not any(rows.values()):
         return ""
@@ -344,7 +346,7 @@ def tutorial(report: Report) -> str:
 
 
 def reasons(report: Report) -> str:
-    """Why something has no time: each reason once, with how often it occurred."""
+    """The reasons for missing times, each once, with the number of occurrences."""
     counted = Counter((r.entry, r.status, r.reason) for r in report.rows if r.us is None)
     lines = [f"{entry}: {status} on {count} workload(s): {why}" for (entry, status, why), count in counted.items()]
     lines += [f"{name}: absent: {why}" for name, why in report.absent.items()]
@@ -360,9 +362,9 @@ def reasons(report: Report) -> str:
 
 
 class Section(NamedTuple):
-    """A part of what is told of a report; one without words and without rows is left out.
+    """A section of the report: an introduction and a table. A section without either is left out.
 
-    In a terminal the words of a section stand for its table. `page_only`: a section that is long.
+    A terminal shows the table only where there are no words. `page_only`: too long for a terminal.
     """
 
     title: str
@@ -388,7 +390,7 @@ SECTIONS = (
 
 
 def text(report: Report) -> str:
-    """Everything a reader needs to judge the numbers, for a terminal; a star marks the fastest."""
+    """The report as plain text, with everything needed to judge its numbers. A star marks the fastest."""
     parts = []
     for section in SECTIONS:
         if section.page_only:
@@ -401,7 +403,7 @@ def text(report: Report) -> str:
 
 
 def plain(grid: Grid) -> str:
-    """Columns of even width, names to the left and numbers to the right."""
+    """A table with aligned columns: names to the left, numbers to the right."""
     shown = [[f"*{cell}" if isinstance(cell, Best) else cell for cell in row] for row in grid]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     lines = []
@@ -412,7 +414,7 @@ def plain(grid: Grid) -> str:
 
 
 def page(report: Report, pictures: Sequence[Path] = ()) -> str:
-    """The same and every number as a Markdown page, the fastest in bold, with links to pictures beside it."""
+    """The report as a Markdown page, with every number. The fastest is bold; `pictures` lie beside the page."""
     command = f"Measured with `{report.method.get('command', 'multigemm bench')}`."
     parts = [f"# Grouped GEMM on {report.machine['device']}, {report.machine['date'][:10]}", command, METHOD]
     parts += [f"![{path.stem}]({path.name})" for path in pictures]

@@ -1,4 +1,4 @@
-"""Workloads by name: what is multiplied, in which form, and how many rows each group has.
+"""Workloads by name: form, extents, and how many rows each group has.
 
 A `Workload` has no data. It knows its host sizes, its floating-point operations and the fewest bytes
 that any implementation must move; `operands.py` makes tensors of it. Tests, tuning and benchmarks
@@ -113,7 +113,7 @@ def draw(name: str, groups: int, total: int, seed: int = 0) -> Sizes:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine can do: dense matrix products (TFLOP/s) and memory (TB/s). Defaults: an H100, bf16."""
+    """The ceilings of a machine: dense matrix products (TFLOP/s) and memory (TB/s). Defaults: an H100, bf16."""
 
     tflops: float = 770.0
     tbps: float = 3.0
@@ -154,12 +154,12 @@ class Workload:
 
     @property
     def recipe(self) -> Recipe | None:
-        """Of quantised operands; None of others."""
+        """The recipe of quantised operands, else None."""
         return RECIPES.get(self.dtype)
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """That of the operands; of quantised ones that of activations and results."""
+        """The dtype of the operands; for quantised ones, of activations and results."""
         return DTYPES["bf16" if self.recipe else self.dtype]
 
     @property
@@ -195,7 +195,7 @@ class Workload:
 
     @property
     def bytes(self) -> int:
-        """A and C, and the B of every group that has rows, once each (a shared operand once)."""
+        """The bytes of A and C, and of B of every group that has rows, once each (a shared operand once)."""
         if self.recipe is not None:
             return self._quantised_bytes(self.recipe)
         width, out = self.torch_dtype.itemsize, self.out_dtype.itemsize
@@ -209,7 +209,7 @@ class Workload:
         return moved
 
     def _quantised_bytes(self, recipe: Recipe) -> int:
-        """The same with the bytes of codes, and those of scales."""
+        """`bytes` for quantised operands: codes and scales."""
         used = [extents for extents in self.extents if self.form == "jagged_k" or all(extents[:2])]
         results = sum(m * n for m, n, _ in used) * self.out_dtype.itemsize
         return round(sum(recipe.bytes(extents) for extents in used)) + results
@@ -221,7 +221,7 @@ class Workload:
 
     @property
     def resident_bytes(self) -> int:
-        """What its tensors occupy, so that a machine with too little memory can say so beforehand."""
+        """The memory of its tensors in bytes, to refuse it before allocating."""
         width, out = self.torch_dtype.itemsize, self.out_dtype.itemsize
         if self.products:
             return sum((m * k + k * n) * width + m * n * out for m, n, k in self.products)
@@ -234,11 +234,11 @@ class Workload:
         return (rows * self.k + weights) * width + rows * self.n * out
 
     def for_device(self, device: torch.device) -> Workload:
-        """The workload as it is measured on a device: the same, but for whole layers on a CPU."""
+        """The workload as it is measured on a device. Whole layers are smaller on a CPU."""
         return self
 
     def describe(self) -> str:
-        """The case in words, for tables and error texts."""
+        """The case as text, for tables and error messages."""
         if self.products:
             seen = "x".join(map(str, self.products[0]))
             same = len(set(self.products)) == 1
@@ -278,13 +278,13 @@ class Layer:
         return bool(self.options.get("bias"))
 
     def scaled(self, by: int) -> Layer:
-        """A smaller one: extents divided, in multiples of 16, and at most 32 experts."""
+        """A layer with smaller extents, in multiples of 16, and at most 32 experts."""
         hidden, inner, shared = (-(-n // by // 16) * 16 for n in (self.hidden, self.inner, self.shared))
         experts, tokens = min(self.experts, 32), max(1, self.tokens // by)
         return replace(self, experts=experts, hidden=hidden, inner=inner, shared=shared, tokens=tokens)
 
     def gate(self, hidden: Tensor) -> Tensor:
-        """The gate of results of the first product, by torch alone."""
+        """Applies the gate to results of the first product, in plain torch."""
         if self.options.get("glu_layout") != "interleaved":
             gate, value = hidden.chunk(2, -1)
             return torch.mul(F.silu(gate), value)
@@ -306,12 +306,12 @@ LAYERS = {
 
 
 def parts(text: str) -> list[str]:
-    """The words of a list that is separated by commas."""
+    """The items of a comma-separated list."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def rows_and_weights(shape: str) -> tuple[float, int] | None:
-    """Rows per group and N x K, out of what `Workload.describe` says; None where groups share no N and K."""
+    """Rows per group and N x K, read from the text of `Workload.describe`; None if groups share no N and K."""
     if alike := re.search(r" \d+ x (\d+)x(\d+)x(\d+) ", shape):
         m, n, k = map(int, alike.groups())
         return float(m), n * k
@@ -330,7 +330,7 @@ def dtype_name(text: str) -> str:
 
 
 def with_dtype(workload: Workload, dtype: str) -> Workload:
-    """The same workload in another dtype, named as `dtype_name` reads it."""
+    """The same workload in another dtype. Takes every name that `dtype_name` knows."""
     return replace(workload, dtype=dtype_name(dtype))
 
 
@@ -396,7 +396,7 @@ EXTENTS = {
 
 
 def _sensible(own: Workload, said: set[str]) -> Workload:
-    """Refuses what no problem has: an extent that the form would ignore, and one that was forgotten and so is 0."""
+    """Refuses an extent that the form would ignore, and a missing one, which would be 0."""
     if own.form not in EXTENTS:
         raise ValueError(f"form {own.form!r} is not one of {', '.join(EXTENTS)}")
     if own.groups < 1:
@@ -416,6 +416,6 @@ _FLAGS = ("shared_b", "trans_a", "trans_b", "bias")
 
 
 def geomean(values: Iterable[float]) -> float:
-    """The geometric mean of what is positive and finite; NaN of nothing."""
+    """The geometric mean of the positive, finite values; NaN for none."""
     logs = [math.log(v) for v in values if v > 0 and math.isfinite(v)]
     return math.exp(sum(logs) / len(logs)) if logs else math.nan

@@ -1,4 +1,4 @@
-"""`multigemm demo`: one jagged problem, every backend that is here, one verified answer."""
+"""`multigemm demo`: one jagged problem through every available backend, checked and timed."""
 
 from __future__ import annotations
 

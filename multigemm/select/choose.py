@@ -31,10 +31,10 @@ _choices: dict[Any, Choice] = {}
 
 
 def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None, *, eager: bool = False) -> Choice:
-    """The backend and recipe for a problem; remembered by its spec and class.
+    """Chooses the backend and recipe for a problem. The choice is remembered by spec and class.
 
-    `eager`: it is solved by this call, rather than planned, so that the host's time counts too where no graph is
-    captured.
+    `eager`: the caller solves the problem at once instead of planning it. Then the host's time counts too, unless a
+    graph is being captured.
 
     Raises:
         UnknownBackend: a name is no backend's.
@@ -66,7 +66,7 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
 
 
 def forget() -> None:
-    """Chooses anew from now on, as another process would."""
+    """Forgets all choices of this process."""
     _choices.clear()
     registry.forget_recipes()
     table.table().choices.forget()
@@ -116,8 +116,9 @@ def _choose_auto(problem: GroupedGemmProblem, spec: ProblemSpec, c: ProblemClass
 def _invariant_backend(spec: ProblemSpec, c: ProblemClass, device: torch.device, allowed: Sequence[str]) -> str:
     """The one backend that "auto" takes for all batch-invariant problems of these dtypes on a device.
 
-    Neither sizes, form and layout nor a measurement may choose it: another backend gives other bits. So the first of a
-    fixed order is taken that runs a plain problem of these dtypes, and where it refuses this one, the call is refused.
+    Sizes, form, layout and measurements must not decide, because another backend gives other bits. So the first backend
+    of a fixed order that runs a plain problem of these dtypes is taken. If it refuses this problem, the call is
+    refused.
     """
     found = {c.name: c for c in candidates(plain_spec(spec), device)}
     order = allowed or [name for name in (*by_dtype(c), *found) if name in found and name != "null"]

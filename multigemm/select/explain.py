@@ -1,4 +1,4 @@
-"""Why a call would run what it runs: who can, who cannot, what each takes, who is chosen and by which rule."""
+"""`explain`: the chosen backend and the rule that chose it, and for all others their times or reasons to refuse."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from multigemm.select.registry import Candidate, candidates
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Who can, who cannot and why, who is chosen and why. Prints as a table."""
+    """The candidates with their times or reasons to refuse, the chosen one, and why. Prints as a table."""
 
     spec: ProblemSpec
     candidates: tuple[Candidate, ...]
@@ -46,7 +46,7 @@ class Explanation:
 
 
 def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Explanation:
-    """Why an eager call would choose what it does; measures as that would."""
+    """Explains the choice of an eager call. Measures wherever that call would."""
     spec = staged_spec(problem)
     cast = "" if problem.quantisation is not None else "ab"
     steps = [f"{x} is cast to {spec.compute}" for x in cast if getattr(problem.spec, x).dtype is not spec.compute]

@@ -59,7 +59,7 @@ Times = Mapping[str, tuple[Measured, str]]
 
 
 class Ranking(NamedTuple):
-    """Backends, the one to take first, why, and what is known of their times."""
+    """The backends in order of preference, the reason for the first, and their known times."""
 
     names: tuple[str, ...]
     why: str
@@ -68,7 +68,7 @@ class Ranking(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What a ranking is asked for: a problem, its class, the backends that can, and whether an eager call is to run."""
+    """The input of a ranking: a problem, its class, the backends that support it, and whether the call is eager."""
 
     problem: GroupedGemmProblem
     problem_class: ProblemClass
@@ -77,21 +77,21 @@ class Query:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """The backends that can: as the static order has them, then the others."""
+        """The supporting backends: those of the static order first, then the others."""
         named = [name for name in static_order(self.problem_class) if name in self.able]
         return (*named, *(name for name in self.able if name not in named))
 
     @property
     def candidates(self) -> tuple[str, ...]:
-        """Who takes part in a trial: the static order and all of third parties; where that is one alone, all that
-        can."""
+        """The backends to measure: those of the static order and all of other packages. If that is a single one, all
+        that support the problem."""
         named = static_order(self.problem_class)
         found = tuple(name for name in self.order if name in named or name not in registry.BUILTIN)
         return found if len(found) > 1 else self.order
 
     def ranked(self, times: Times, chosen: str = "") -> Ranking:
-        """The best one, the others by the time that counts, and those without a time. `chosen`: for a plan, when they
-        were measured once; "" for times of a table, where it is the fastest."""
+        """Ranks the backends by the time that counts, those without a time last. `chosen`: the backend that was
+        measured to be best for a plan; "" for times of a table, where the fastest is best."""
         us = {name: self._us(name, measured) for name, (measured, _) in times.items()}
         if not chosen:
             best = min(times, key=lambda name: (us[name], times[name][0].us))
@@ -105,12 +105,12 @@ class Query:
         return Ranking(tuple(names), f"{why}, {us[best]:.1f} us{host}, {source}", times)
 
     def _us(self, name: str, measured: Measured) -> float:
-        """The time that counts."""
+        """The time that counts for this query, in microseconds."""
         return max(measured.us, measured.host_us or HOST_US.get(name, 0.0)) if self.eager else measured.us
 
     def _best_eager(self, times: Times, us: Mapping[str, float]) -> str:
-        """Over equal groups, whose times no other way to cut them changes, of those that are about as fast the one that
-        keeps the host clearly less busy."""
+        """The best backend of an eager call. Over equal groups, among backends that are about equally fast, the one
+        that keeps the host clearly less busy."""
         best, equal = fastest(us, [*self.order, *us]), self.problem_class.where == EQUAL
         near = {n: m.host_us for n, (m, _) in times.items() if equal and us[n] <= WORTH * us[best] and m.host_us}
         least = min(near, key=lambda name: near[name], default=best)
@@ -118,8 +118,7 @@ class Query:
 
 
 def rank(query: Query, why_not: str = "") -> Ranking:
-    """The ranking of the backends that are able to solve a problem; measures them, unless `why_not` or a setting is
-    against it."""
+    """Ranks the backends that support a problem. Measures them, unless `why_not` or a setting forbids it."""
     device, tuned = query.problem.device, table.table()
     found = tuned.find(query.problem_class, device)
     times = {name: found[name] for name in query.order if name in found}
@@ -141,8 +140,8 @@ def rank(query: Query, why_not: str = "") -> Ranking:
 
 
 def static_order(c: ProblemClass) -> tuple[str, ...]:
-    """The backends that are worth measuring for a class, the one that is expected to be fastest first. cuBLAS has one
-    call for sizes on the device, which was never the fastest."""
+    """The backends that are worth measuring for a class, the one expected to be fastest first. cuBLAS is left out for
+    sizes on the device: its one call for these was never the fastest."""
     own = _own_kernels(c)
     if c.where == ON_DEVICE:
         return own
@@ -152,7 +151,7 @@ def static_order(c: ProblemClass) -> tuple[str, ...]:
 
 
 def _is_batch(c: ProblemClass) -> bool:
-    """Whether cuBLAS takes all groups in one call, in 16 bits with rows enough for its tiles.
+    """Whether cuBLAS runs all groups in one call, in 16 bits with enough rows for its tiles.
 
     Not of equal jagged columns in 16 bits: 1.9 and 4.3 times the time of the fastest kernel (H200, 2026-11-23).
     """
@@ -205,7 +204,7 @@ def _of_hopper(c: ProblemClass) -> bool:
 
 
 def by_dtype(c: ProblemClass) -> tuple[str, ...]:
-    """The order where nothing but the dtype may decide: for batch-invariant problems."""
+    """The order of backends by dtype alone, for batch-invariant problems."""
     if c.quantised:
         return "triton", "cupy", "numba"
     if c.dtype in ("float16", "bfloat16"):
@@ -214,7 +213,8 @@ def by_dtype(c: ProblemClass) -> tuple[str, ...]:
 
 
 def plain_spec(spec: ProblemSpec) -> ProblemSpec:
-    """An ordinary problem of the same dtypes: who runs it runs all, but for a few limits that it tells."""
+    """The spec of an ordinary problem of the same dtypes. A backend that runs it runs nearly all problems of these
+    dtypes."""
     a, b, out = (OperandSpec(dtype) for dtype in (spec.compute, spec.compute, spec.out.dtype))
     return ProblemSpec(
         "jagged_m", 1, None, 64, 64, 64, 0, a, b, out, compute=spec.compute,
