@@ -32,8 +32,8 @@ from multigemm.planning.fused_steps import product_spec, taken_in_steps
 from multigemm.problem.spec import ProblemSpec
 
 # Fitted numbers, last changed on 2026-11-21: bfloat16 and float32 on an H100 (33 cases of mixtures of experts) and an
-# H200 (20 of other models; it has the same processors). `python benchmarks/cublas.py` times every variant of such
-# cases, which is how to fit them anew; docs/notes/cublas.md has its tables.
+# H200 (20 of other models; it has the same processors). `multigemm bench --suite moe,wgrad --backends cublas --configs
+# 12` times every variant of such cases, which is how to fit them anew; docs/notes/cublas.md has tables.
 
 TILES = np.array([(64, 128), (128, 128), (64, 256), (128, 256), (256, 128), (192, 128)], dtype=np.float64).T[:, :, None]
 """Rows and columns of the tiles among which the library picks for a single product."""
