@@ -15,14 +15,16 @@ import torch
 
 from multigemm import api
 from multigemm.bench.operands import Matrices, Tensors, make
-from multigemm.bench.reports import AUTO, HOST_SIZES, INVARIANT
+from multigemm.bench.reports import AUTO, HOST_SIZES, INVARIANT, STATIC
 from multigemm.bench.workloads import Workload
 from multigemm.errors import BackendUnavailable, BackendUnsupported
+from multigemm.planning.plan import Plan
 from multigemm.planning.staging import staged_spec
 from multigemm.problem import rebuild
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.select import registry
 from multigemm.select.problem_class import class_of
+from multigemm.select.ranking import static_order
 from multigemm.select.timing import Call
 
 Kind = Literal["backend", "peer", "ceiling"]
@@ -62,15 +64,16 @@ class Entry:
     """One competitor. `checks` is False for a ceiling, which computes something else on purpose.
 
     `known` are fields of its row that are known before it is prepared, which may crash. An `optional` entry is not
-    started once the time limit has passed.
+    started once the time limit has passed. An entry that does not take a workload has no row.
     """
 
     name: str
     kind: Kind
-    prepare: Callable[[Tensors], Prepared]
+    prepare: Callable[[Any], Prepared]
     checks: bool = True
     known: Mapping[str, Any] = field(default_factory=dict)
     optional: bool = False
+    takes: Callable[[Workload], bool] = lambda case: case.form != "layer"
 
 
 def problem(tensors: Tensors, host_sizes: bool = False) -> GroupedGemmProblem:
@@ -93,7 +96,7 @@ def problem(tensors: Tensors, host_sizes: bool = False) -> GroupedGemmProblem:
 def backend_entry(
     name: str, number: int | None = None, host_sizes: bool = False, batch_invariant: bool = False
 ) -> Entry:
-    """A backend of multigemm (or "auto"), entered where users enter: problem, then plan.
+    """A backend of multigemm, "auto", or "auto-static", entered where users enter: problem, then plan.
 
     Args:
         name: the backend.
@@ -118,22 +121,34 @@ def backend_entry(
         try:
             posed = pose(tensors)
             config = None if number is None else _config(name, number, posed)
-            plan = api.plan(posed, name, config)
+            plan = _first_of_static_order(posed) if name == STATIC else api.plan(posed, name, config)
         except (BackendUnsupported, BackendUnavailable) as error:
             raise Refused(_reason(error, name)) from error
         built = time.perf_counter() - started
 
         def whole() -> object:
-            return api.solve(pose(tensors), name, config)
+            return api.solve(pose(tensors), plan.backend if name == STATIC else name, config)
 
-        kernel = f"{plan.backend}: {plan.kernel}" if name == AUTO else plan.kernel
+        kernel = f"{plan.backend}: {plan.kernel}" if name in (AUTO, STATIC) else plan.kernel
         ready = Prepared(plan, tensors.out, kernel, str(plan.config or ""), plan.why, plan.syncs, whole, built)
-        if name != AUTO:
+        if name not in (AUTO, STATIC):
             ready.problem_class, ready.fields = str(class_of(posed, staged_spec(posed))), as_fields(plan.config)
         return ready
 
     label = name + HOST_SIZES * host_sizes + INVARIANT * batch_invariant
     return Entry(label if number is None else f"{label}#{number}", "backend", prepare)
+
+
+def _first_of_static_order(posed: GroupedGemmProblem) -> Plan:
+    """The plan that `auto` makes where it may not measure and no table knows the class."""
+    for name in static_order(class_of(posed, staged_spec(posed))):
+        try:
+            plan = api.plan(posed, name)
+        except (BackendUnsupported, BackendUnavailable):
+            continue
+        if not plan.syncs:
+            return plan
+    return api.plan(posed, AUTO)
 
 
 def _config(name: str, number: int, posed: GroupedGemmProblem) -> Any:
@@ -176,24 +191,24 @@ def backend_entries(
     """The entries of multigemm itself, and the absent backends with their reasons.
 
     Args:
-        names: backends and "auto"; all that are here, and "auto", if none is named.
+        names: backends, "auto" and "auto-static"; all backends that are here, and "auto", if none is named.
         device: where they run.
         configs: so many of each backend's configs, each as an entry of its own; 0 for the backend's own choice.
         batch_invariant: whether each is measured under that promise, too.
     """
     states = available_backends(device)
     for name in names:
-        if name != AUTO:
+        if name not in (AUTO, STATIC):
             registry.get(name)  # raises for one that does not exist
     chosen = names or [*[n for n, why in states.items() if not why], AUTO]
     here = [name for name in chosen if not states.get(name)]
     entries = [
         backend_entry(name, number)
         for name in here
-        for number in (range(configs) if configs and name != AUTO else [None])
+        for number in (range(configs) if configs and name not in (AUTO, STATIC) else [None])
     ]
     if "cublas" in here and device.type == "cuda":
-        knowing = [name for name in ("cublas", AUTO) if name in chosen]  # the others never look at host sizes
+        knowing = [name for name in ("cublas", AUTO, STATIC) if name in chosen]  # the others never look at host sizes
         entries += [backend_entry(name, host_sizes=True) for name in knowing]
     entries += [backend_entry(name, batch_invariant=True) for name in (here if batch_invariant else ())]
     absent = {name: why for name, why in states.items() if why and (name in chosen or not names)}

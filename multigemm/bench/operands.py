@@ -47,6 +47,15 @@ class Tensors:
     host_offsets: npt.NDArray[np.int64] | None
     own: GroupedGemmProblem | None = None
 
+    def poison(self) -> None:
+        """Overwrites the output with values unlike any answer, so that a kernel that writes nothing is detected."""
+        for out in self.out if isinstance(self.out, list) else [self.out]:
+            out.fill_(float("nan") if out.dtype.is_floating_point else POISON_INT)
+
+    def reference(self) -> Truth:
+        """The expected answer with its per-element bounds."""
+        return _reference(self)
+
 
 @dataclass
 class _Maker:
@@ -150,12 +159,6 @@ def _make_list(workload: Workload, maker: _Maker) -> Tensors:
     return Tensors(w, a, b, out, bias, None, None, None)
 
 
-def poison(tensors: Tensors) -> None:
-    """Overwrites the output with values unlike any answer, so that a kernel that writes nothing is detected."""
-    for out in tensors.out if isinstance(tensors.out, list) else [tensors.out]:
-        out.fill_(float("nan") if out.dtype.is_floating_point else POISON_INT)
-
-
 # --- is a result right? ---------------------------------------------------------------------------
 
 
@@ -247,8 +250,7 @@ class Exact:
         return "" if found.ok else f"wrong answer: {found.text}"
 
 
-def reference(tensors: Tensors) -> Truth:
-    """The expected answer of a workload with its per-element bounds."""
+def _reference(tensors: Tensors) -> Truth:
     workload, expected, bounds = tensors.workload, [], []
     if workload.recipe is not None:
         with float32_precision("highest"):

@@ -60,7 +60,7 @@ def benchmark(
     tensors = own_tensors(problem, "problem")
     device, case = problem.device, tensors.workload
     ours, absent = backend_entries(list(backends), device)
-    theirs, missing = peer_entries(list(peers), device)
+    theirs, missing = peer_entries(list(peers), device, [case])
     options = options or Options.usual(device)
     report = Benchmark(**vars(new_report(device, {case.dtype}, options, {**absent, **missing})))
     entries = [*ours, *theirs, ceiling_entry()]

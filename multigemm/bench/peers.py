@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from multigemm.bench.entries import Entry, Prepared, Refused
+from multigemm.bench.layers import LayerTensors, hold, is_layer, prepared
 from multigemm.bench.operands import Tensors, group_inputs, group_outputs, is_plain
 from multigemm.bench.workloads import Workload
 from multigemm.errors import InvalidSetting, LibraryError
@@ -430,6 +431,42 @@ def _triton_tutorial(tensors: Tensors) -> Prepared:
     )
 
 
+# --- whole layers: the experts of transformers' models -----------------------------------------------
+
+
+def _transformers(given: LayerTensors, implementation: str, compiled: bool) -> Prepared:
+    """The experts of transformers' models, by one of its implementations."""
+    import multigemm.integrations.transformers  # noqa: F401  (registers the name "multigemm")
+
+    layer = given.workload.layer
+    if layer.bias:
+        from transformers import GptOssConfig
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts as Module
+
+        config: Any = GptOssConfig(
+            hidden_size=layer.hidden, intermediate_size=layer.inner, num_local_experts=layer.experts
+        )
+    else:
+        from transformers import Qwen3MoeConfig as Config
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts as Module
+
+        config = Config(hidden_size=layer.hidden, moe_intermediate_size=layer.inner, num_experts=layer.experts)
+    config._experts_implementation_internal = implementation
+    with torch.device("meta"):
+        module: Any = Module(config)
+    parameters = hold(module, given)
+    forward = torch.compile(module, dynamic=False) if compiled else module
+    return prepared(given, forward, parameters, f"transformers, {implementation}")
+
+
+LAYER_PEERS = {
+    "transformers_eager": ("eager", False),
+    "transformers_grouped_mm": ("grouped_mm", False),
+    "transformers_compiled": ("grouped_mm", True),
+    "transformers_multigemm": ("multigemm", False),
+}
+
+
 # --- all of them ------------------------------------------------------------------------------------
 
 PREPARE: dict[str, Callable[[Tensors], Prepared]] = {
@@ -444,27 +481,38 @@ PREPARE: dict[str, Callable[[Tensors], Prepared]] = {
     "triton_kernels": _triton_kernels,
     "triton_tutorial": _triton_tutorial,
 }
-PEERS = {name: Entry(name, "peer", prepare) for name, prepare in PREPARE.items()}
+PEERS = {name: Entry(name, "peer", prepare) for name, prepare in PREPARE.items()} | {
+    name: Entry(
+        name, "backend" if how == "multigemm" else "peer",
+        partial(_transformers, implementation=how, compiled=compiled), takes=is_layer,
+    )
+    for name, (how, compiled) in LAYER_PEERS.items()
+}  # fmt: skip
 NEEDS = {
     "deep_gemm": ("deep_gemm", "DeepGEMM"),
     "quack": ("quack", "QuACK"),
     "fbgemm": ("fbgemm_gpu", "FBGEMM"),
     "triton_kernels": ("triton_kernels", "OpenAI triton_kernels"),
     "triton_tutorial": ("triton", "triton"),
+    **dict.fromkeys(LAYER_PEERS, ("transformers", "transformers")),
 }
 """The module that a peer needs, and what the module's library is called."""
-ON_GPU = ("cublas_grouped", "torch_grouped_nt", *NEEDS)
+ON_GPU = ("cublas_grouped", "torch_grouped_nt", "deep_gemm", "quack", "fbgemm", "triton_kernels", "triton_tutorial",
+          "transformers_compiled")  # fmt: skip
 ON_REQUEST = ("triton_tutorial",)
 
 
-def peer_entries(names: list[str], device: torch.device) -> tuple[list[Entry], dict[str, str]]:
-    """The entries of the named peers (by default all but those that run on request only), and why others are absent."""
+def peer_entries(
+    names: list[str], device: torch.device, cases: Sequence[Workload]
+) -> tuple[list[Entry], dict[str, str]]:
+    """The entries of the named peers (by default all that take one of the workloads, but those that run on request
+    only), and why others are absent."""
     if unknown := [name for name in names if name not in PEERS]:
         raise InvalidSetting(f"--peers: no peer is called {unknown[0]!r}; known: {', '.join(PEERS)}, none")
     absent: dict[str, str] = {}
     here: list[Entry] = []
     for name, entry in PEERS.items():
-        if name not in names and (names or name in ON_REQUEST):
+        if name not in names and (names or name in ON_REQUEST or not any(map(entry.takes, cases))):
             continue
         module, library = NEEDS.get(name, ("", ""))
         if module and importlib.util.find_spec(module) is None:

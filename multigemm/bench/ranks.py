@@ -25,7 +25,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import product as every
 from pathlib import Path
@@ -41,7 +40,7 @@ from torch.distributed.tensor import DTensor
 from multigemm import fleet
 from multigemm.bench import machine, plots
 from multigemm.bench.peers import grouped_mm
-from multigemm.bench.suites import parts
+from multigemm.bench.workloads import LAYERS, Layer, parts
 from multigemm.errors import InvalidSetting, LibraryError
 from multigemm.interrupts import write_whole
 from multigemm.nn import Experts
@@ -53,33 +52,6 @@ TOLERANCE = {"fused": 0.02, "steps": 0.02, "plain": 0.05}
 """The largest distance between results or gradients, as a part of their norm: some roundings to bfloat16 (0.004); plain
 torch rounds after each step of a gate, too."""
 WARM_UP = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """A layer of a model; `tokens` of one GPU. `shared`: intermediate features of experts that every token passes."""
-
-    experts: int
-    top_k: int
-    hidden: int
-    inner: int
-    tokens: int
-    shared: int = 0
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def scaled(self, by: int) -> Layer:
-        """A layer with smaller extents."""
-        hidden, inner, shared = (-(-n // by // 16) * 16 for n in (self.hidden, self.inner, self.shared))
-        return Layer(self.experts, self.top_k, hidden, inner, max(1, self.tokens // by), shared, self.options)
-
-
-GPT_OSS = {"glu_layout": "interleaved", "glu_alpha": 1.702, "glu_beta": 1.0, "glu_limit": 7.0, "bias": True}
-LAYERS = {
-    "mixtral": Layer(8, 2, 4096, 14336, 8192),
-    "qwen3-30b": Layer(128, 8, 2048, 768, 16384),
-    "deepseek-v3": Layer(256, 8, 7168, 2048, 8192, shared=2048),
-    "gpt-oss-20b": Layer(32, 4, 2880, 2880, 16384, options={**GPT_OSS, "stacked": True}),
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -167,7 +139,7 @@ class _joined:
 def _measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     runs: list[dict[str, Any]] = []
     for title in parts(args.layers):
-        layer = LAYERS[title].scaled(args.scale)
+        layer = LAYERS[title].scaled(args.scale) if args.scale > 1 else LAYERS[title]
         tokens = args.tokens or layer.tokens
         bed = TestBed(layer, device, args.backend)
         for row in bed.rows(args, title, tokens):
@@ -458,24 +430,15 @@ class Plain:
         return (spread.view(*index.shape, -1) * weights.unsqueeze(-1).to(spread.dtype)).sum(1)
 
     def _networks(self, rows: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
-        call, options = grouped_mm(), self.layer.options
+        call = grouped_mm()
         ends = ends[: len(self.held["down_proj"])]
         up, down = (
-            w if options.get("stacked") else w.transpose(1, 2)
-            for w in (self.held["gate_up_proj"], self.held["down_proj"])
+            w if self.layer.stacked else w.transpose(1, 2) for w in (self.held["gate_up_proj"], self.held["down_proj"])
         )
         hidden = call(rows, up, offs=ends)
         if "gate_up_proj_bias" in self.held:
             hidden = hidden + self._bias_of("gate_up_proj_bias", experts)
-        if options.get("glu_layout") == "interleaved":
-            gate, value = hidden[:, 0::2], hidden[:, 1::2]
-            limit = options["glu_limit"]
-            gate, value = gate.clamp(max=limit), value.clamp(-limit, limit)
-            hidden = gate * torch.sigmoid(gate * options["glu_alpha"]) * (value + options["glu_beta"])
-        else:
-            gate, value = hidden.chunk(2, 1)
-            hidden = F.silu(gate) * value
-        results: Tensor = call(hidden, down, offs=ends)
+        results: Tensor = call(self.layer.gate(hidden), down, offs=ends)
         return results + self._bias_of("down_proj_bias", experts) if "down_proj_bias" in self.held else results
 
     def _bias_of(self, name: str, experts: Tensor) -> Tensor:

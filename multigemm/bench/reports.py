@@ -20,7 +20,8 @@ from multigemm.errors import InvalidSetting
 from multigemm.select.timing import Timing
 
 SCHEMA = 1
-AUTO = "auto"
+AUTO, STATIC = "auto", "auto-static"
+"""The backend that `auto` takes, and the one that its static order would take without measuring."""
 HOST_SIZES = "[host sizes]"
 INVARIANT = "[batch invariant]"
 """Ends the name of an entry that solves a problem under batch_invariant=True."""
@@ -234,13 +235,15 @@ def duels(report: Report) -> list[Duel]:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Regret:
-    """The ratio of the time of `auto` to the fastest single backend, and how far repeats of the two rows differ."""
+    """The ratio of the time of `auto` to the fastest single backend, how far repeats of the two rows differ, and the
+    seconds that choosing and planning took."""
 
     ratio: float
     case: str
     fastest: str
     on_host: bool
     spread: float
+    planned_s: float
 
     @property
     def place(self) -> str:
@@ -251,19 +254,19 @@ class Regret:
         return self.ratio > factor + doubt * self.spread
 
 
-def auto_regret(report: Report) -> list[Regret]:
-    """How far `auto` is behind the fastest single backend with the same information, worst first.
+def auto_regret(report: Report, rule: str = AUTO) -> list[Regret]:
+    """How far `auto` (or "auto-static") is behind the fastest single backend with the same information, worst first.
 
     With sizes on the device, entries with sizes on the host do not count.
     """
     found = []
     for rows in by_case(row for row in report.timed() if row.kind == "backend").values():
-        for auto in (row for row in rows if row.entry in (AUTO, AUTO + HOST_SIZES)):
+        for auto in (row for row in rows if row.entry in (rule, rule + HOST_SIZES)):
             on_host = auto.entry.endswith(HOST_SIZES)
             best = fastest(row for row in rows if on_host or not row.entry.endswith(HOST_SIZES))
             if best is not None:
                 ratio, spread = (auto.us or 0.0) / (best.us or 1.0), max(auto.spread, best.spread)
-                found.append(Regret(ratio, auto.case, best.entry, on_host, spread))
+                found.append(Regret(ratio, auto.case, best.entry, on_host, spread, auto.build_s))
     return sorted(found, reverse=True)
 
 

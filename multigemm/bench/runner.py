@@ -14,15 +14,16 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from multigemm import interrupts
 from multigemm.bench import machine, reports
 from multigemm.bench.entries import Entry, Prepared, Refused
-from multigemm.bench.operands import Tensors, Truth, make, poison, reference
+from multigemm.bench.operands import Truth, make
+from multigemm.bench.processes import Marker
 from multigemm.bench.reports import KILLED, Report, Row, Sample, family
-from multigemm.bench.supervise import Marker
 from multigemm.bench.workloads import Rates, Workload
 from multigemm.errors import LibraryError, MultigemmError
 from multigemm.select.timing import CODE_BYTES, FLUSH_BYTES, Mode, Timing, describe, measure, other_code, overhead
@@ -129,6 +130,16 @@ class DeviceLost(MultigemmError):
     """A CUDA error that no later call in this process survives."""
 
 
+class Data(Protocol):
+    """The tensors of a workload."""
+
+    def poison(self) -> None:
+        """Makes the output unlike any answer."""
+
+    def reference(self) -> Truth:
+        """What a right result must satisfy."""
+
+
 @dataclass
 class Runner:
     """One run. `path` is rewritten every second or two, and at the end.
@@ -143,7 +154,7 @@ class Runner:
     path: Path | None = None
     marker: Marker = Marker(None)
     progress: Progress = field(default_factory=lambda: Progress(quiet=True))
-    tensors_of: Callable[[Workload, torch.device], Tensors] = make
+    tensors_of: Callable[[Workload, torch.device], Data] = make
     started: float = field(default_factory=time.monotonic)
     _rows: dict[str, Row] = field(default_factory=dict)
     _behind: bool = False
@@ -173,7 +184,7 @@ class Runner:
         for index, case in enumerate(cases):
             spent = time.monotonic() - self.started
             try:
-                todo = [entry for entry in self.entries_of(case) if (case.key, entry.name) not in done]
+                todo = [e for e in self.entries_of(case) if e.takes(case) and (case.key, e.name) not in done]
             except (torch.cuda.OutOfMemoryError, MemoryError) as error:
                 self.report.absent[case.key] = describe(error)
                 continue
@@ -204,7 +215,7 @@ class Runner:
             self._say("making tensors and reference", *rows.values())
             self._fits(case)
             tensors = self.tensors_of(case, self.device)
-            truth = reference(tensors)
+            truth = tensors.reference()
         except (Refused, torch.cuda.OutOfMemoryError, MemoryError) as error:
             for row in rows.values():
                 row.status, row.reason = "skipped", describe(error)
@@ -226,7 +237,7 @@ class Runner:
             distribution=case.distribution,
             dtype=case.dtype,
             shape=case.describe(),
-            groups=len(case.extents),
+            groups=case.groups,
             flops=case.flops,
             bytes=case.bytes,
             floor_us=round(floor, 3),
@@ -250,7 +261,7 @@ class Runner:
         if need > free:
             raise Refused(f"needs about {need / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free")
 
-    def _ready(self, entry: Entry, tensors: Tensors, truth: Truth) -> Prepared | None:
+    def _ready(self, entry: Entry, tensors: Data, truth: Truth) -> Prepared | None:
         """Prepares and checks one entry. Returns None, with the reason in its row, if it gave no right answer."""
         row = self._rows[entry.name]
         if why := self._given_up(entry):
@@ -263,7 +274,7 @@ class Runner:
             row.problem_class, row.fields, row.build_s = ready.problem_class, ready.fields, round(ready.build_s, 3)
             if not entry.checks:
                 return ready
-            poison(tensors)
+            tensors.poison()
             returned = ready.call()
             self._synchronize()
         except Refused as refusal:

@@ -12,6 +12,7 @@
 `small`      launch and scheduling cost rather than arithmetic
 `ragged-odd` primes and unaligned extents, where most libraries refuse or pad
 `spread`     3200 shapes laid out evenly over forms, layouts, dtypes and extents
+`layers`     whole mixture-of-experts layers, forward and training; `quantised-layers`  one with quantised weights
 `random`     20 other shapes, which nobody tunes: what `auto` is worth where nothing was measured; `random:7`: 20 of
              another seed, over all forms
 """
@@ -23,7 +24,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from multigemm.bench.workloads import DTYPES, Workload
+from multigemm.bench.layers import QUANTISED, WHOLE, quantised_layers, whole_layers
+from multigemm.bench.workloads import DTYPES, LAYERS, Workload, parts
 from multigemm.errors import InvalidSetting
 
 UNEVEN = ("balanced", "zipf", "empty")
@@ -167,21 +169,15 @@ def _wgrad() -> list[Workload]:
 
 
 def _layer_products() -> list[Workload]:
-    models = [  # name, experts, experts per token, width of a token, width inside an expert (up to its gate twice)
-        ("Mixtral", 8, 2, 4096, 14336),
-        ("Qwen3-30B", 128, 8, 2048, 768),
-        ("DeepSeek-V3", 256, 8, 7168, 2048),
-        ("gpt-oss-20b", 32, 4, 2880, 2880),
-    ]
     return [
-        Workload(name, LAYER_PRODUCTS, groups=experts, n=n, k=k, total=tokens * top, distribution="multinomial")
-        for model, experts, top, hidden, inner in models
-        for tokens in (64, 4096)
-        for name, n, k in (
-            (f"{model}:{tokens}:up", 2 * inner, hidden),
-            (f"{model}:{tokens}:down", hidden, inner),
+        Workload(
+            f"{layer.name}:{tokens}:{name}", LAYER_PRODUCTS, groups=layer.experts, n=n, k=k,
+            total=tokens * layer.top_k, distribution="multinomial",
         )
-    ]
+        for layer in LAYERS.values()
+        for tokens in (64, 4096)
+        for name, n, k in (("up", 2 * layer.inner, layer.hidden), ("down", layer.hidden, layer.inner))
+    ]  # fmt: skip
 
 
 def layer_of(name: str) -> tuple[str, int]:
@@ -386,6 +382,8 @@ SUITES: dict[str, Callable[[], list[Workload]]] = {
     "ragged-odd": _ragged_odd,
     "spread": spread_out,
     UNTUNED: random,
+    WHOLE: whole_layers,
+    QUANTISED: quantised_layers,
 }
 
 
@@ -396,16 +394,11 @@ def seed_of(part: str) -> int:
 
 
 def suite(name: str) -> list[Workload]:
-    """The workloads of a suite, or of several joined by commas, or of "all"."""
-    names = list(SUITES) if name == "all" else parts(name)
+    """The workloads of a suite, or of several joined by commas, or of "all" that are no whole layers."""
+    names = [each for each in SUITES if each not in (WHOLE, QUANTISED)] if name == "all" else parts(name)
     unknown = [part for part in names if part not in SUITES and not seed_of(part)]
     if unknown or not names:
         raise InvalidSetting(
             f"suite {', '.join(unknown) or name!r} is unknown; known: {', '.join(SUITES)}, {UNTUNED}:SEED, all"
         )
     return [case for part in names for case in (random(seed_of(part)) if seed_of(part) else SUITES[part]())]
-
-
-def parts(text: str) -> list[str]:
-    """The items of a comma-separated list."""
-    return [part.strip() for part in text.split(",") if part.strip()]

@@ -1,6 +1,6 @@
-"""A report as tables: for a terminal, and as Markdown that pages keep equal to the reports that it comes from.
+"""A report as text: sections for a terminal, the same and more as a Markdown page, and tables inside other pages.
 
-A page holds, on lines of their own,
+A page with tables holds, on lines of their own,
 
     <!-- bench PATH/report.json summary moe -->
     <!-- end bench -->
@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from multigemm.bench import reports
 from multigemm.bench.reports import (
     AUTO,
     BEHIND,
     HOST_SIZES,
+    STATIC,
     Regret,
     Report,
     Row,
@@ -43,7 +46,16 @@ Grid = list[list[str]]
 """Rows of cells; the first row holds the headings, the first column names."""
 SHOWN = 5
 BEYOND = "auto is one of the others, and dense is one torch.mm of as many FLOPs: neither counts"
-HEAT_MAP = "the best peer's time over ours, by the size of a group: geometric means"
+NUMBERS = (
+    "workload", "entry", "us", "20 %", "80 %", "samples", "repeats differ by", "hot us", "host us", "host us, call",
+    "TFLOP/s", "GB/s", "J a call", "us under load", "W under load", "TFLOP/J", "of floor", "of dense", "kernel",
+)  # fmt: skip
+METHOD = (
+    "Every answer was checked against a float32 reference, element by element, before it was timed. Floor: the larger "
+    "of FLOPs over the dense rate and bytes over the copy rate; bytes count A, C and the B of every group with rows "
+    "once. A workload is won where the fastest kernel of multigemm (cuBLAS is none) takes at most as long as the "
+    "fastest peer."
+)
 LABELS = {
     "torch_grouped": "torch `grouped_mm`",
     "torch_grouped_nt": "torch `grouped_mm`, weights turned beforehand",
@@ -212,7 +224,8 @@ def energy(report: Report) -> Grid:
         us = {name: math.fsum(row.loaded_us or 0.0 for row in mine) for name, mine in whole.items()}
         grid.append([f"{model}, {tokens}: mJ", *_least_marked(millijoules, entries)])
         grid.append([f"{model}, {tokens}: us", *_least_marked(us, entries)])
-    return without_empty_columns(grid)
+    shown = without_empty_columns(grid)
+    return shown if len(shown[0]) > 1 else shown[:1]
 
 
 def _least_marked(values: Mapping[str, float], entries: Sequence[str]) -> list[str]:
@@ -231,38 +244,23 @@ def _share(rows: Sequence[Row]) -> str:
     return digits(geomean(r.of_floor for r in rows if r.of_floor))
 
 
-# --- for a terminal ---------------------------------------------------------------------------------
+def numbers(report: Report) -> Grid:
+    """All numbers of every timed row, with the kernel that ran and why."""
+    grid = [list(NUMBERS)]
+    for r in report.timed():
+        shown = min(filter(None, (r.eager, r.graph)), key=lambda sample: sample.median, default=None)
+        sample = [digits(shown.q20), digits(shown.q80), str(shown.count)] if shown else [""] * 3
+        watts, per_joule = None, None
+        if r.joules and r.loaded_us:
+            watts, per_joule = r.joules / r.loaded_us * 1e6, r.flops / r.joules / 1e12
+        values = (r.hot_us, r.host_us, r.whole_host_us, r.tflops, r.gbps, r.joules, r.loaded_us, watts, per_joule)
+        cells = [digits(value) if value else "" for value in (*values, r.of_floor, r.of_dense)]
+        notes = "; ".join(filter(None, (r.kernel, r.config, r.why, *r.notes)))
+        grid.append([r.case, r.entry, digits(r.us or 0), *sample, f"{r.spread:.3f}", *cells, notes])
+    return without_empty_columns(grid)
 
 
-def text(report: Report) -> str:
-    """The report as plain text, with everything needed to judge its numbers."""
-    parts = [
-        header(report),
-        f"microseconds (* is the fastest; {BEYOND})\n{plain(times(report))}",
-        f"fraction of the floor, geometric means\n{plain(means(report))}",
-        won_and_lost(report),
-        f"{HEAT_MAP}\n{plain(grid)}" if len(grid := heat_map(report)) > 1 else "",
-        f"what batch_invariant=True leaves\n{plain(grid)}" if len(grid := promised(report)) > 1 else "",
-        f"both products of a layer: millijoules of a token, and microseconds meanwhile\n{plain(grid)}"
-        if len((grid := energy(report))[0]) > 1
-        else "",
-        auto_summary(report),
-        tutorial(report),
-        "\n".join(reasons(report)),
-        unrest_warning(report),
-    ]
-    return "\n\n".join(part for part in parts if part)
-
-
-def plain(grid: Grid) -> str:
-    """A table with aligned columns: names to the left, numbers to the right."""
-    shown = [[f"*{cell}" if isinstance(cell, Best) else cell for cell in row] for row in grid]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    lines = []
-    for name, *cells in shown:
-        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        lines.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())
-    return "\n".join(lines)
+# --- words ------------------------------------------------------------------------------------------
 
 
 def header(report: Report) -> str:
@@ -321,6 +319,12 @@ def auto_summary(report: Report) -> str:
         f"{len(behind)} are above {BEHIND}, {sure} of them by more than repeats differ; at worst"
     ]
     lines += [f"  {r.ratio:.3f} (repeats {r.spread:.3f}) on {r.place} (fastest: {r.fastest})" for r in regrets[:SHOWN]]
+    planned = [1e3 * r.planned_s for r in regrets]
+    middle, most = digits(statistics.median(planned)), digits(max(planned))
+    lines.append(f"to choose and plan took {middle} ms (median), {most} ms at most")
+    if static := auto_regret(report, STATIC):
+        mean, worst = geomean(r.ratio for r in static), static[0]
+        lines.append(f"its static order, without measuring: {mean:.3f}; at worst {worst.ratio:.3f} on {worst.place}")
     return "\n".join(lines)
 
 
@@ -341,7 +345,7 @@ def tutorial(report: Report) -> str:
     return "\n".join([*lines, f"(measured: {style}, {device}; --style do_bench measures as the tutorial does)"])
 
 
-def reasons(report: Report) -> list[str]:
+def reasons(report: Report) -> str:
     """The reasons for missing times, each once, with the number of occurrences."""
     counted = Counter((r.entry, r.status, r.reason) for r in report.rows if r.us is None)
     lines = [f"{entry}: {status} on {count} workload(s): {why}" for (entry, status, why), count in counted.items()]
@@ -351,7 +355,78 @@ def reasons(report: Report) -> list[str]:
         lines.append(
             f"{len(left)} workload(s) not reached (more --seconds, or --resume): {', '.join(left[:SHOWN])}{more}"
         )
-    return lines
+    return "\n".join(lines)
+
+
+# --- sections ---------------------------------------------------------------------------------------
+
+
+class Section(NamedTuple):
+    """A section of the report: an introduction and a table. A section without either is left out.
+
+    A terminal shows the table only where there are no words. `page_only`: too long for a terminal.
+    """
+
+    title: str
+    grid: Callable[[Report], Grid] = lambda report: [[]]
+    words: Callable[[Report], str] = lambda report: ""
+    page_only: bool = False
+
+
+SECTIONS = (
+    Section("", words=header),
+    Section(f"microseconds (the fastest stands out; {BEYOND})", times),
+    Section("fraction of the floor, geometric means", means),
+    Section("won and lost", won_or_lost, won_and_lost),
+    Section("the best peer's time over ours, by the size of a group: geometric means", heat_map),
+    Section("what batch_invariant=True leaves", promised),
+    Section("both products of a layer: millijoules of a token, and microseconds meanwhile", energy),
+    Section("auto over the fastest single backend", choices, auto_summary),
+    Section("", words=tutorial),
+    Section("every number (times in microseconds)", numbers, page_only=True),
+    Section("", words=reasons),
+    Section("", words=unrest_warning),
+)
+
+
+def text(report: Report) -> str:
+    """The report as plain text, with everything needed to judge its numbers. A star marks the fastest."""
+    parts = []
+    for section in SECTIONS:
+        if section.page_only:
+            continue
+        if words := section.words(report):
+            parts.append(words)
+        elif len(grid := section.grid(report)) > 1:
+            parts.append(f"{section.title}\n{plain(grid)}")
+    return "\n\n".join(parts)
+
+
+def plain(grid: Grid) -> str:
+    """A table with aligned columns: names to the left, numbers to the right."""
+    shown = [[f"*{cell}" if isinstance(cell, Best) else cell for cell in row] for row in grid]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    lines = []
+    for name, *cells in shown:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())
+    return "\n".join(lines)
+
+
+def page(report: Report, pictures: Sequence[Path] = ()) -> str:
+    """The report as a Markdown page, with every number. The fastest is bold; `pictures` lie beside the page."""
+    command = f"Measured with `{report.method.get('command', 'multigemm bench')}`."
+    parts = [f"# Grouped GEMM on {report.machine['device']}, {report.machine['date'][:10]}", command, METHOD]
+    parts += [f"![{path.stem}]({path.name})" for path in pictures]
+    for section in SECTIONS:
+        words, grid = section.words(report), section.grid(report)
+        if section.title and len(grid) > 1:
+            parts.append(f"## {section.title[0].upper()}{section.title[1:]}")
+        if words:
+            parts.append(f"```\n{words}\n```")
+        if len(grid) > 1:
+            parts.append(markdown(grid))
+    return "\n\n".join(parts) + "\n"
 
 
 # --- Markdown ---------------------------------------------------------------------------------------
@@ -367,7 +442,7 @@ def markdown(grid: Grid, names: Callable[[str], str] = str) -> str:
 
 
 def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _bold_backends(report: Report, labels: bool = False) -> Callable[[str], str]:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from multigemm.bench.quantised import RECIPES, Recipe
 from multigemm.errors import InvalidSetting
@@ -127,7 +129,7 @@ class Workload:
 
     name: str
     suite: str
-    form: Form = "jagged_m"
+    form: Form | Literal["layer"] = "jagged_m"
     groups: int = 1
     m: int = 0
     n: int = 0
@@ -231,6 +233,10 @@ class Workload:
             return (self.groups * self.m * self.k + self.k * self.total) * width + self.m * self.total * out
         return (rows * self.k + weights) * width + rows * self.n * out
 
+    def for_device(self, device: torch.device) -> Workload:
+        """The workload as it is measured on a device. Whole layers are smaller on a CPU."""
+        return self
+
     def describe(self) -> str:
         """The case as text, for tables and error messages."""
         if self.products:
@@ -243,6 +249,65 @@ class Workload:
             m = f" M={self.m}" if self.form in ("jagged_n", "jagged_k", "batched", "masked") else ""
             shape = f"G={self.groups} T={int(self.sizes.sum())}{m} N={self.n} K={self.k}"
         return f"{self.form} {shape} {self.distribution} {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A mixture-of-experts layer of a model, for each product of it and for the whole.
+
+    `tokens` are those of one GPU where a layer is spread over several; `shared` the intermediate features of experts
+    that every token passes; `options` what `nn.Experts` takes beside the extents.
+    """
+
+    name: str
+    experts: int
+    top_k: int
+    hidden: int
+    inner: int
+    tokens: int
+    shared: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether weights lie as [E, in, out]."""
+        return bool(self.options.get("stacked"))
+
+    @property
+    def bias(self) -> bool:
+        return bool(self.options.get("bias"))
+
+    def scaled(self, by: int) -> Layer:
+        """A layer with smaller extents, in multiples of 16, and at most 32 experts."""
+        hidden, inner, shared = (-(-n // by // 16) * 16 for n in (self.hidden, self.inner, self.shared))
+        experts, tokens = min(self.experts, 32), max(1, self.tokens // by)
+        return replace(self, experts=experts, hidden=hidden, inner=inner, shared=shared, tokens=tokens)
+
+    def gate(self, hidden: Tensor) -> Tensor:
+        """Applies the gate to results of the first product, in plain torch."""
+        if self.options.get("glu_layout") != "interleaved":
+            gate, value = hidden.chunk(2, -1)
+            return torch.mul(F.silu(gate), value)
+        limit, alpha, beta = (self.options[name] for name in ("glu_limit", "glu_alpha", "glu_beta"))
+        gate, value = hidden[..., 0::2].clamp(max=limit), hidden[..., 1::2].clamp(-limit, limit)
+        return torch.mul(gate * torch.sigmoid(gate * alpha), value + beta)
+
+
+GPT_OSS = {"glu_layout": "interleaved", "glu_alpha": 1.702, "glu_beta": 1.0, "glu_limit": 7.0, "bias": True}
+LAYERS = {
+    layer.name.lower(): layer
+    for layer in (
+        Layer("Mixtral", 8, 2, 4096, 14336, 8192),
+        Layer("Qwen3-30B", 128, 8, 2048, 768, 16384),
+        Layer("DeepSeek-V3", 256, 8, 7168, 2048, 8192, shared=2048),
+        Layer("gpt-oss-20b", 32, 4, 2880, 2880, 16384, options={**GPT_OSS, "stacked": True}),
+    )
+}
+
+
+def parts(text: str) -> list[str]:
+    """The items of a comma-separated list."""
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def rows_and_weights(shape: str) -> tuple[float, int] | None:

@@ -6,8 +6,7 @@ import argparse
 
 import torch
 
-from multigemm.bench.suites import parts
-from multigemm.bench.workloads import DTYPES, dtype_name
+from multigemm.bench.workloads import DTYPES, dtype_name, parts
 from multigemm.commands.verify import check
 from multigemm.fleet import default_device
 from multigemm.problem.problem import GroupedGemmProblem

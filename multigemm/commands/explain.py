@@ -9,8 +9,7 @@ import torch
 
 from multigemm.api import explain
 from multigemm.bench import entries, operands
-from multigemm.bench.suites import parts
-from multigemm.bench.workloads import DTYPES, dtype_name, parse_shape
+from multigemm.bench.workloads import DTYPES, dtype_name, parse_shape, parts
 from multigemm.errors import InvalidSetting
 from multigemm.fleet import default_device
 from multigemm.problem.problem import GroupedGemmProblem, Keywords

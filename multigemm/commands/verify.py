@@ -14,7 +14,7 @@ import torch
 from multigemm.api import plan
 from multigemm.bench import own
 from multigemm.bench.reports import digits
-from multigemm.bench.suites import parts
+from multigemm.bench.workloads import parts
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.reference.verify import Answer, answer, judge
