@@ -27,7 +27,7 @@ from multigemm.planning.operands import ABSENT, Operands, address_of, strides_of
 from multigemm.problem.fused import PICKED, Fused, Index
 from multigemm.problem.spec import FusedSpec, OperandSpec, ProblemSpec, classify, classify_fresh
 
-SOURCE = nvrtc.source_of(Path(nvrtc.__file__).parent / "fused_steps.cu")
+SOURCE = nvrtc.source_of(Path(__file__).with_suffix(".cu"))
 TYPE_CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 LAYOUT_CODES = {"": 0, "halves": 1, "halves_up_first": 2, "interleaved": 3}
 GATE_ACTIVATIONS = {"swiglu": 4, "geglu": 2, "geglu_tanh": 3, "reglu": 1, "glu": 5}

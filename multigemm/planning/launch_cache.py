@@ -31,7 +31,6 @@ from torch import Tensor
 
 from multigemm.cuda.arguments import FUSED_OPERANDS, OPERANDS
 from multigemm.cuda.device import capturing, to_device, upload
-from multigemm.cuda.running_sums import running_sums
 from multigemm.planning.binding import Bound, Choice, bind, caller_result
 from multigemm.planning.launch_key import (
     HOST_SEQUENCES,
@@ -46,6 +45,7 @@ from multigemm.planning.launch_key import (
     key_of,
 )
 from multigemm.planning.operands import Operands, reach_bytes
+from multigemm.planning.running_sums import running_sums
 from multigemm.planning.staging import allocate
 from multigemm.problem.overlap import same_view
 from multigemm.problem.problem import SCALES, GroupedGemmProblem
