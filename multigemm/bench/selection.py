@@ -17,7 +17,7 @@ from multigemm.select.timing import measure
 USUAL_SUITE = "tutorial"
 CPU_DTYPES = ("fp32", "bf16", "fp16")
 HOPELESS = 8.0
-"""A CPU that multiplies a dtype so many times slower than float32 is not asked for it by the usual suite."""
+"""The default suite leaves out a dtype that the CPU multiplies this many times slower than float32."""
 
 
 def add_selection(parser: argparse.ArgumentParser) -> None:

@@ -266,7 +266,7 @@ FORMS = "k list masked mt batched m n k list masked fp16 mt m fp32 tf32 fp64 int
 SECTIONS = ((OF_EVERY_KIND, KINDS), (OF_USUAL, USUAL), (OF_FORMS, FORMS), (SPREAD, ("odd",)))
 ANY_KIND = "m mt k m list mt m batched mt m fp16 mt masked m k mt list m mt n".split()  # noqa: SIM905
 MOST_PRODUCTS = {"fp32": 1e10, "fp64": 1e10, "int8": 1e10, "tf32": 3e10, "n": 2e10, "odd": 5e10}
-"""Multiply-adds at most of slower kinds: about a tenth of a millisecond on an H100."""
+"""The largest number of multiply-adds of slower kinds: about a tenth of a millisecond on an H100."""
 
 
 @dataclass(frozen=True, slots=True)

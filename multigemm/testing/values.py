@@ -142,7 +142,7 @@ def _element_shapes(case: Case) -> Shapes:
 
 
 FUSED_AMPLITUDE = 2
-"""Of whole numbers under gates and weights: a limit of 2 or 7 then cuts some sums and leaves others."""
+"""The amplitude of whole numbers under gates and weights: a limit of 2 or 7 then clamps some sums and not others."""
 
 
 def amplitude(case: Case, rng: np.random.Generator) -> int:
@@ -324,7 +324,7 @@ def _scales(case: Case, rng: np.random.Generator, shape: Shapes) -> dict[str, Op
 
 
 LIES = (-1, 2**31 - 1, 2**31, 2**32, -(2**63), 2**63 - 1)
-"""Numbers that are no row, beside the first two past the end."""
+"""Numbers that are no valid row, besides the first two past the end."""
 
 
 def row_numbers(case: Case) -> dict[str, Array]:
