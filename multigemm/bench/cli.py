@@ -35,7 +35,7 @@ LOCAL_OPTIONS = ("--out", "--json", "--commit", "--stall", "--seconds")
 LOCAL_FLAGS = ("--resume", "--json-only", "--quiet")
 """What a kept command leaves out: paths of this machine, and its owner's haste."""
 EPILOG = """
-  multigemm bench --suite moe                     every backend and peer that is here
+  multigemm bench --suite moe                     every available backend and installed peer
   multigemm bench --shape 64,2048,3584,1792       one's own: G, M per group, N, K
   multigemm bench --problem mine.py               one's own tensors: the file defines `problem`
   multigemm bench --suite tutorial --style do_bench

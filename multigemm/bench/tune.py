@@ -98,7 +98,7 @@ def main(args: argparse.Namespace) -> int:
     backends, absent = tunable(parts(args.backends), device)
     if not backends:
         why = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
-        raise InvalidSetting(f"no backend that could be tuned is here ({why}); see `multigemm info`")
+        raise InvalidSetting(f"no backend that can be tuned is available ({why}); see `multigemm info`")
     cases = selected(args, device)
     if layers := [case.key for case in cases if case.form == "layer"]:
         raise InvalidSetting(f"{layers[0]} is a whole layer, whose products are tuned: --suite layer-products")

@@ -129,8 +129,8 @@ class Kernel:
         """A launch with these arguments: one by one, or as `Fields` where the kernel takes 64-bit words only.
 
         `overlap`: the kernel waits by itself until the launch before it is over, so it may be started early. `fields`
-        follow the operands in device memory. `keep` lives as long as the launch: the workspaces, and no operand, which
-        whoever launches keeps alive. `on_capture` is called whenever a launch becomes part of a CUDA graph. `grid_for`
+        follow the operands in device memory. `keep` lives as long as the launch: the workspaces, but no operand, which
+        the caller keeps alive. `on_capture` is called whenever a launch becomes part of a CUDA graph. `grid_for`
         gives the grid for another number of tokens of a class (`spec.half_octave`), where nothing else but what
         `Tokens` and `CountedMaps` are depends on that number.
         """

@@ -5,8 +5,7 @@ is an error: `int` with small amplitudes, `ties` with the largest that stay exac
 fall between two numbers of the output format. `onehot` tells which element went where; `bitmask` tells
 that each k was used exactly once (a lost one clears a bit, a doubled one carries). `precise` are odd
 whole numbers that need the input format's last bit, so a narrower format on the way is seen at any K.
-`beside` makes sums
-that lie a little beside the middle between two numbers of the output format, for whoever rounds twice.
+`beside` makes sums close to the middle between two numbers of the output format, which show rounding twice.
 `cancel` makes every sum collapse, `rowscaled` and `pow2` spread magnitudes, `special` sprinkles NaN
 and infinities, `tiny` stays near the smallest normal numbers.
 
