@@ -116,9 +116,6 @@ class _joined:
 
     def __enter__(self) -> torch.device:
         place, args = fleet.here(), self.args
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
-        for name, value in alone.items() if place.ranks == 1 else ():
-            os.environ.setdefault(name, value)
         device = fleet.default_device(args.device)
         if device.type == "cuda":
             if place.locals > torch.cuda.device_count():
@@ -127,7 +124,8 @@ class _joined:
             torch.cuda.set_device(device)
             os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # exchanges get processors while products run
         limit = timedelta(seconds=args.timeout)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=limit)
+        alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if place.ranks == 1 else {}
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=limit, **alone)
         return device
 
     def __exit__(self, *error: object) -> None:
