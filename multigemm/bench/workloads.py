@@ -377,6 +377,7 @@ def parse_shape(text: str, dtype: str = "bf16") -> Workload:
 
     "64,2048,3584,1792"                     G, M per group, N, K (as TritonBench writes them), jagged m
     "G=64,T=8192,N=3584,K=1792,dist=zipf"   any field by name; form=, shared=1, ta=1, tb=1, bias=1, M=, seed=
+    "sizes=40+0+70,N=3584,K=1792"           the sizes of the groups, in the place of G, T and dist
     "128x128x128+512x128x64"                a list of M x N x K
     """
     try:
@@ -412,14 +413,22 @@ def _parse_shape(text: str, dtype: str) -> Workload:
     }
     plain = {"form", "distribution", "dtype"}
     values: dict[str, object] = {"dtype": dtype}
+    if "sizes" in words:
+        values["given"] = given = tuple(int(size) for size in words.pop("sizes").split("+"))
+        if min(given) < 0:
+            raise ValueError(f"a size is {min(given)}: 0 or more")
+        values |= {"groups": len(given), "total": sum(given), "distribution": "given"}
     for word, value in words.items():
         field = names.get(word.lower(), word.lower())
         if field in ("name", "suite", "products", "given") or field not in Workload.__dataclass_fields__:
             raise ValueError(f"no field {word}")
+        if field in values and field != "dtype":
+            raise ValueError(f"{word} beside sizes")
         values[field] = value if field in plain else (int(value) != 0 if field in _FLAGS else int(value))
     own = _sensible(Workload(name, "own", **values), set(values))  # type: ignore[arg-type]
     with_dtype(own, own.dtype)
-    draw(own.distribution, own.groups, own.total, own.seed)
+    if not own.given:
+        draw(own.distribution, own.groups, own.total, own.seed)
     return own
 
 
