@@ -231,7 +231,8 @@ def _scalars(ops: Operands, how: Method, direct: bool) -> tuple[float, float, Op
 
 
 def _laid(ops: Operands, unknown: bool) -> Step | None:
-    """Writes into the result what the library is to add: c, or a bias. Writes at once what `_last` would."""
+    """Writes into the result what the library is to add: c, or a bias. With a bias it also writes the zeros that
+    `_last` would."""
     if ops.bias is not None:
         return Finish(ops, Need(unowned=ops.spec.zero_unowned and not unknown))
     if ops.c is None or _same(ops.c, ops.out):

@@ -33,9 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", default=USUAL_SHAPE, help=shapes)
     parser.add_argument("--host-sizes", action="store_true", help="offsets on the host, not the device")
     parser.add_argument("--dtypes", default="bf16", help=f"{', '.join(DTYPES)}, or long names (default bf16)")
-    parser.add_argument("--device", default="", help="cpu or cuda; the default is cuda where there is one")
+    parser.add_argument("--device", default="", help="cpu or cuda (default: cuda if there is one)")
     parser.add_argument("--activation", default=None, help=", ".join((*ACTIVATIONS, *GATES)))
-    parser.add_argument("--backends", default="auto", help="names with commas, or auto")
+    parser.add_argument("--backends", default="auto", help="backends, separated by commas, or auto (the default)")
 
 
 def main(args: argparse.Namespace) -> int:
