@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Set
+from collections.abc import Collection, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
@@ -40,8 +40,8 @@ from multigemm.testing.strategies import (
 )
 from multigemm.testing.subject import Subject
 from tests.source_mutants.compiled import Variant
+from tests.source_mutants.mutations import ROOT, device_code
 from tests.source_mutants.problems import KINDS, at_edges, very_many_groups
-from tests.source_mutants.sites import ROOT, device_code
 
 LIMITS = replace(EMULATED, work=1 << 13, groups=600, quantised=6)
 SIDES = {"triton": 16, "numba": 8}
@@ -232,28 +232,25 @@ def traced(backend: str) -> Iterator[dict[str, set[int]]]:
         threading.settrace(None)
 
 
+def pool_variants(backend: str) -> list[Variant]:
+    """The problems of the pool, of which nothing else is known yet."""
+    return [Variant(case.to_dict(), "emulated", str(chosen)) for case, chosen in pool(backend)]
+
+
 def trace(backend: str, variants: list[Variant], device: torch.device) -> list[Variant]:
-    """The variants with the lines that one launch reaches and the seconds that it takes."""
+    """The variants with the lines that one launch reaches and the seconds that it takes; none where the backend
+    refuses the problem."""
     seen, subjects = [], subjects_of(backend)
     for variant in variants:
-        case, subject = Case.from_dict(variant.case), subjects[int(variant.config)]
         choose_listing(backend, int(variant.config))
-        launch = _launch_of(case, subject, device)
-        if launch is None:
-            continue
-        begin = time.monotonic()
-        with traced(backend) as lines:
-            launch()
+        subject, device_case = subjects[int(variant.config)], DeviceCase.from_case(Case.from_dict(variant.case), device)
+        begin, lines = time.monotonic(), dict[str, set[int]]()
+        if not subject.refusals(staged_spec(device_case.problem), device):
+            with traced(backend) as lines:
+                bind(device_case, subject)[0]()
         reached = {name: sorted(found) for name, found in lines.items()}
         seen.append(replace(variant, lines=reached, seconds=round(time.monotonic() - begin, 2)))
     return seen
-
-
-def _launch_of(case: Case, subject: Subject, device: torch.device) -> Callable[[], Any] | None:
-    """The launch of a problem; None where the backend refuses it."""
-    device_case = DeviceCase.from_case(case, device)
-    refused = subject.refusals(staged_spec(device_case.problem), device)
-    return None if refused else lambda: bind(device_case, subject)[0]()
 
 
 def reaching(variants: list[Variant], file: str, line: int) -> list[Variant]:
