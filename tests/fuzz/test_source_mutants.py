@@ -12,7 +12,7 @@ import torch
 
 from multigemm.select import registry
 from multigemm.settings import settings
-from multigemm.testing.case import Case
+from multigemm.testing.case import Case, Fused, Layout, RowNumbers, Scale
 from multigemm.testing.placed_case import spec_of
 from tests.source_mutants import __main__ as command
 from tests.source_mutants import compiled, emulated, hunt, mutations, problems
@@ -121,46 +121,40 @@ def test_what_a_variant_is_compiled_to_is_known_without_a_gpu(backend: str, monk
     assert len(held) >= 2 and all(len(lines) > 5 for lines in held.values())
 
 
+ROWS = Case(dtype="float32", n=5, k=37, lengths=(17, 0, 3))
+"""K and rows end within a tile."""
+PICKED = replace(ROWS, fused=Fused(a_rows=RowNumbers(rows=9, how="lies"), preact=True), activation="relu")
+SCALED = Case(dtype="float8_e4m3fn", dtype_b="float8_e4m3fn", n=3, k=300, lengths=(2, 1), mode="uniform",
+              b=Layout("col"), scale_a=Scale("1x128", layout=Layout("col")), scale_b=Scale("1x128"))  # fmt: skip
+LOST_STRIDE = "at = (i >> line_shift_a) * line_a + (k0 >> k_shift_a)"
 CHOSEN = {
-    "the K mask of A": ("generic.py", "mask conjunct lost", "x = tl.load(a_ptrs", "k_left"),
-    "the mask of the stored rows": ("generic.py", "wider comparison", "owned = (i < rows_left)", "i <="),
-    "the last step of K": ("generic.py", "rounded down", "(gk + BK - 1) // BK", "(gk) // BK"),
-    "the K mask of A, fused": ("fused.py", "mask conjunct lost", "x = tl.load(a_ptrs", "k_left"),
-    "the last step of K, fused": ("fused.py", "rounded down", "(gk + BK - 1) // BK", "(gk) // BK"),
-    "the row behind the last that may be picked": ("fused.py", "wider comparison", "(number < extent)", "<= extent"),
-    "the last row that a group owns": ("fused.py", "wider comparison", "(s < high)", "s <= high"),
+    "the K mask of A": ("triton", "generic.py", "mask conjunct lost", "x = tl.load(a_ptrs", ROWS),
+    "the mask of the stored rows": ("triton", "generic.py", "wider comparison", "owned = (i <= rows_left)", ROWS),
+    "the last step of K": ("triton", "generic.py", "rounded down", "(gk) // BK", ROWS),
+    "the K mask of A, fused": ("triton", "fused.py", "mask conjunct lost", "x = tl.load(a_ptrs", PICKED),
+    "the last step of K, fused": ("triton", "fused.py", "rounded down", "(gk) // BK", PICKED),
+    "the row behind the last that may be picked": ("triton", "fused.py", "wider comparison", "<= extent", PICKED),
+    "the last row that a group owns": ("triton", "fused.py", "wider comparison", "s <= high", PICKED),
+    "a stride of scales along K": ("numba", "quantised.py", "product lost", LOST_STRIDE, SCALED),
 }
+"""Backend, file, operator, a part of the changed line, and a problem that reaches it."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHOSEN)
-def test_planted_faults_of_the_triton_kernel_are_seen(name: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_faults_are_seen(name: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lost stride of scales survived where K was one block, or scales along K lay side by side."""
+    backend, file, operator, line, case = CHOSEN[name]
+    if find_spec(backend) is None:  # imported here, it would run without an emulator in the tests that follow
+        pytest.skip(f"{backend} is not installed")
     monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
-    file, operator, line, mark = CHOSEN[name]
-    offered = [
-        s
-        for s in mutations_of("triton", root, emulated=True)
-        if Path(s.file).name == file and s.operator == operator and line in s.before and mark in f"{s.before}{s.after}"
-    ]
+    offered = [x for x in mutations_of(backend, root, emulated=True) if Path(x.file).name == file and line in x.after]
+    offered = [x for x in offered if x.operator == operator]
     if operator == "mask conjunct lost":
-        offered = [s for s in offered if "k_left" not in s.after]
+        offered = [x for x in offered if "k_left" in x.before and "k_left" not in x.after]
     assert offered, "the kernel has no such place any more: choose another"
-    fate = hunt.run_one(offered[0], Hunt("triton", seconds=PATIENCE_S), root)
-    if fate.state == "stillborn" and "unavailable" in fate.text:
-        pytest.skip(fate.text)
-    assert fate.state == "killed", fate
-
-
-@pytest.mark.slow
-def test_a_lost_stride_of_scales_along_k_is_seen(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It survived where K was one block, or scales along K lay side by side, in all problems that reached the line."""
-    if find_spec("numba") is None:  # imported here, it would run without a simulator in the tests that follow
-        pytest.skip("numba is not installed")
-    monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
-    lost = "at = (i >> line_shift_a) * line_a + (k0 >> k_shift_a)"
-    offered = [s for s in mutations_of("numba", root, emulated=True) if s.after.strip() == lost]
-    assert offered, "the kernel has no such place any more: choose another"
-    fate = hunt.run_one(offered[0], Hunt("numba", seconds=PATIENCE_S), root)
+    reaching = [Variant(case.to_dict(), "emulated", "0")]
+    fate = hunt.run_one(offered[0], Hunt(backend, seconds=PATIENCE_S), root, reaching)
     assert fate.state == "killed", fate
 
 
@@ -211,7 +205,8 @@ def test_the_kernel_of_fused_products_is_hunted_in_emulation_only() -> None:
 def test_the_unchanged_kernel_survives(file: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
     mutation = next(s for s in mutations_of("triton", root, emulated=True) if Path(s.file).name == file)
-    fate = hunt.run_one(replace(mutation, after=mutation.before), Hunt("triton", seconds=5.0), root)
+    reaching = [Variant(case.to_dict(), "emulated", "0") for case in (ROWS, PICKED)]
+    fate = hunt.run_one(replace(mutation, after=mutation.before), Hunt("triton", seconds=2.0), root, reaching)
     assert fate.state == "survived", fate
 
 
