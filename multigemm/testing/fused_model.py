@@ -20,7 +20,7 @@ NOTHING = Fused()
 
 
 def spans(ops: Operands) -> list[tuple[int, int]]:
-    """The first token of each group and the one after its last; of masked, the rows that count."""
+    """The first token of each group and the one after its last; for masked, the rows that count."""
     if ops.valid_rows is not None:
         return [(0, rows) for rows in ops.valid_rows.tolist()]
     assert ops.ends is not None
@@ -43,7 +43,7 @@ def picked(x: Tensor, index: Index | None, lo: int, hi: int, axis: int) -> Tenso
 
 
 def groups(ops: Operands, fused: Fused) -> Iterator[tuple[Any, Any, Any]]:
-    """a, b and the place in the result of each group."""
+    """a, b and the index into the result of each group."""
     form, a, b = ops.spec.form, cast(Any, ops.a), cast(Any, ops.b)
     if form in ("per_group", "batched"):
         yield from ((a[g], b[g], g) for g in range(ops.spec.groups))
@@ -83,7 +83,7 @@ def act(x: Any, kind: str | None, alpha: float) -> Any:
 
 
 def gated(x: Tensor, gate: Gate) -> Any:
-    """Two columns of the product as one of the result."""
+    """Turns two columns of the product into one column of the result."""
     g, u = gate.split(x)
     if gate.limit is not None:
         g = g.clamp(max=gate.limit)
@@ -140,13 +140,13 @@ def solve(ops: Operands) -> None:
 
 
 class Model(BuiltinBackend):
-    """A backend from elsewhere, which says that it knows of fused problems."""
+    """A third party's backend that supports fused problems."""
 
     takes_fused: ClassVar[bool] = True
 
 
 def model(name: str = "model", solve: Callable[[Operands], None] = solve) -> Model:
-    """The model, or one like it, as a backend for fused problems in plain floats."""
+    """The model, or one like it, as a backend for fused problems in unquantised floats."""
 
     def reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
         plain = spec.compute.is_floating_point and not spec.quantised
