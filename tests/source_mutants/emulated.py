@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -41,11 +41,11 @@ from multigemm.testing.strategies import (
 from multigemm.testing.subject import Subject
 from tests.source_mutants.compiled import Variant
 from tests.source_mutants.mutations import ROOT, device_code
-from tests.source_mutants.problems import KINDS, at_edges, very_many_groups
+from tests.source_mutants.problems import KINDS, Tile, at_edges, very_many_groups
 
 LIMITS = replace(EMULATED, work=1 << 13, groups=600, quantised=6)
-SIDES = {"triton": 16, "numba": 8}
-"""Of the tiles that emulated kernels get."""
+TILES = {"triton": Tile(16, 16, 32, 1), "numba": Tile(8, 8, 32, 1)}
+"""What emulated kernels get."""
 WHOLE_TILES = ("batched", "jagged_k", "jagged_m", "jagged_n")
 """Forms whose products may all be of as many whole tiles."""
 MANY = 20
@@ -104,11 +104,6 @@ def choose_listing(backend: str, chosen: int) -> None:
         vars(launch)["MOST_LISTED"] = 0 if chosen == UNLISTED else launch.USUAL_MOST_LISTED
 
 
-def tile_of(backend: str) -> Any:
-    side = SIDES[backend]
-    return SimpleNamespace(block_m=side, block_n=side, block_k=max(side, 32), stages=1)
-
-
 def stored_cases() -> list[Case]:
     """Stored failures that an emulator gets through, in a fixed order."""
     stored = ROOT / "tests" / "corpus"
@@ -120,12 +115,12 @@ def stored_cases() -> list[Case]:
 @cache
 def pool(backend: str) -> list[tuple[Case, int]]:
     """The problems, each with the position of its subject."""
-    every, tile, side = kinds(LIMITS, KINDS), tile_of(backend), SIDES[backend]
+    every, tile = kinds(LIMITS, KINDS), TILES[backend]
     edges = [at_edges(kind, tile, RandomChooser(i), LIMITS) for i, kind in enumerate(every)]
     shared_b = replace(next(kind for kind in every if kind.form == "jagged_m"), shared=True)  # or many would not fit
     found = [(case, PLAIN) for case in edges] + [(case, i % 3) for i, case in enumerate(stored_cases())]
     if backend == "triton":
-        found += _of_triton(edges, shared_b, side)
+        found += _of_triton(edges, shared_b, tile.m)
         found += [(case, i % 3) for i, case in enumerate(fused_cases())]
     found += [(evenly(shared_b, count), PLAIN) for count in CHUNKS]
     found += [(case, PLAIN) for case in scaled_along_k()]
@@ -288,7 +283,7 @@ def problem(backend: str, kernels: Collection[str], variants: list[Variant], num
         if kind.is_fused:
             return redrawn(kind, choose, FUSED_LIMITS), number % 3
         if kind.groups < LIMITS.groups:
-            near = at_edges(kind, tile_of(backend), choose, LIMITS)
+            near = at_edges(kind, TILES[backend], choose, LIMITS)
             return near, choose.choice((PLAIN, UNLISTED, SINGLE, SHARED if near.groups <= MANY else PLAIN))
     case = random_case(number, replace(LIMITS, quantised=1) if set(kernels) == {"quantised"} else LIMITS)
-    return (at_edges(case, tile_of(backend), choose, LIMITS) if number % 3 == 0 else case), number % 3
+    return (at_edges(case, TILES[backend], choose, LIMITS) if number % 3 == 0 else case), number % 3
