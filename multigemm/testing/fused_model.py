@@ -19,16 +19,27 @@ from multigemm.problem.spec import ProblemSpec
 NOTHING = Fused()
 
 
+def token_count(ops: Operands) -> int:
+    """The extent that offsets divide: as many tokens as there are numbers of picked rows, or rows."""
+    fused, direction, a, b = ops.fused or NOTHING, ops.spec.jagged, cast(Tensor, ops.a), cast(Tensor, ops.b)
+    picks = fused.b_rows if direction == "n" else fused.a_rows
+    if picks is not None:
+        return int(picks.values.shape[0])
+    return {"m": a.shape[0], "n": b.shape[-1], "k": a.shape[-1]}[direction or "m"]
+
+
 def spans(ops: Operands) -> list[tuple[int, int]]:
-    """The first token of each group and the one after its last; for masked, the rows that count."""
+    """First and past-the-end token of each group, inside the operands even if sizes lie; masked: the valid rows."""
     if ops.valid_rows is not None:
-        return [(0, rows) for rows in ops.valid_rows.tolist()]
+        most = cast(Tensor, ops.a).shape[1]
+        return [(0, min(max(rows, 0), most)) for rows in ops.valid_rows.tolist()]
     assert ops.ends is not None
-    ends = ops.ends.tolist()
+    ends, total = ops.ends.tolist(), token_count(ops)
     if not ends:
         return []
     first = ops.ends.as_strided((1,), (1,), ops.ends.storage_offset() - 1).tolist() if ops.head else [0]
-    return list(zip([*first, *ends[:-1]], ends, strict=True))
+    starts = [min(max(start, 0), total) for start in [*first, *ends[:-1]]]
+    return [(start, min(max(end, start), total)) for start, end in zip(starts, ends, strict=True)]
 
 
 def picked(x: Tensor, index: Index | None, lo: int, hi: int, axis: int) -> Tensor:

@@ -26,7 +26,7 @@ from multigemm.testing.placed_case import DeviceCase
 from multigemm.testing.strategies import Limits
 
 CPU = torch.device("cpu")
-UNPLANTED = int(os.environ.get("UNPLANTED_PROBLEMS", "300"))
+UNPLANTED = int(os.environ.get("UNPLANTED_PROBLEMS", "200"))
 
 
 def test_there_are_enough_of_them() -> None:
