@@ -153,18 +153,16 @@ def grouped_gemm(
         deterministic=deterministic, batch_invariant=batch_invariant, check=check, scale_a=scale_a, scale_b=scale_b,
         zero_b=zero_b, b_format=b_format, accumulate=accumulate, **fused,
     )  # fmt: skip
-    return _solve(problem, backend, config, (key, class_key), kind)
+    return _solve(problem, backend, config, (key, class_key))
 
 
 @no_dynamo
-def _solve(
-    problem: GroupedGemmProblem, backend: Which, config: Any, keys: tuple[Key | None, Key | None], kind: str
-) -> Any:
+def _solve(problem: GroupedGemmProblem, backend: Which, config: Any, keys: tuple[Key | None, Key | None]) -> Any:
     if problem.requires_grad and torch.is_grad_enabled():
         from multigemm.integrations import gradients
 
         return gradients.solve(problem, backend, config, grouped_gemm)
-    return LAUNCHES.run(keys, kind, choose(problem, backend, config, eager=True), problem)
+    return LAUNCHES.run(keys, choose(problem, backend, config, eager=True), problem)
 
 
 @no_dynamo
@@ -191,7 +189,7 @@ def solve(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = No
         torch.Size([6, 2])
     """
     if checked(problem).requires_grad and torch.is_grad_enabled():
-        return _solve(problem, backend, config, (None, None), "")
+        return _solve(problem, backend, config, (None, None))
     return launch_cache.solve(choose(problem, backend, config, eager=True), problem)
 
 

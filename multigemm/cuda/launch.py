@@ -36,6 +36,8 @@ Launch = Callable[[], object]
 class MovableLaunch(Protocol):
     """A launch that can follow its operands: `move` gives it the addresses of the next call."""
 
+    __slots__ = ()
+
     def __call__(self) -> object: ...
 
     def move(self, addresses: Addresses) -> None: ...
@@ -156,7 +158,7 @@ def _blocks(grid: Grid) -> tuple[int, int, int]:
     return (grid, 1, 1) if isinstance(grid, int) else grid
 
 
-class BoundKernel:
+class BoundKernel(MovableLaunch):
     """A bound launch of a kernel on its device's current stream."""
 
     __slots__ = (
@@ -219,14 +221,12 @@ class BoundKernel:
         self._lent = None
 
     def can_resize(self, before: int, after: int) -> bool:
-        """Whether `resize` gives the same launch as a bind for that number of tokens."""
         if self._grid_for is None:
             return False
         fields = self._fields is None or self._fields.can_resize(before, after)
         return fields and self._block.can_resize(before, after)
 
     def resize(self, before: int, after: int, regrid: bool) -> None:
-        """Changes it to another number of tokens, with another grid if tokens are rows; a `move` must follow."""
         assert self._grid_for is not None
         self._block.resize(before, after)
         if self._fields is not None:
@@ -235,7 +235,6 @@ class BoundKernel:
             self._records.set_grid(_blocks(self._grid_for(after)))
 
     def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
-        """Whether it holds an address in one of these ranges that `move` would not replace."""
         return self._block.stays_behind(spans) or (self._fields is not None and self._fields.stays_behind(spans))
 
     def workspace_bytes(self) -> int:
@@ -257,7 +256,7 @@ class _Steps:
             step()
 
 
-class LaunchSequence(_Steps):
+class LaunchSequence(_Steps, MovableLaunch):
     """Several launches that can all follow their operands."""
 
     __slots__ = ("_on_capture", "index")
@@ -288,20 +287,16 @@ class LaunchSequence(_Steps):
             step.on(stream)
 
     def move(self, addresses: Addresses) -> None:
-        """Sets other operand addresses in every launch."""
         for step in self._steps:
             step.move(addresses)
 
     def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
-        """Whether any launch holds an address that `move` would not replace."""
         return any(step.stays_behind(spans) for step in self._steps)
 
     def can_resize(self, before: int, after: int) -> bool:
-        """Whether all launches can follow another number of tokens."""
         return all(step.can_resize(before, after) for step in self._steps)
 
     def resize(self, before: int, after: int, regrid: bool) -> None:
-        """Changes every launch to another number of tokens."""
         for step in self._steps:
             step.resize(before, after, regrid)
 

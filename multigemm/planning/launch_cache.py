@@ -31,10 +31,10 @@ from torch import Tensor
 
 from multigemm.cuda.arguments import FUSED_OPERANDS, OPERANDS
 from multigemm.cuda.device import capturing, to_device, upload
-from multigemm.cuda.running_sums import running_sums
 from multigemm.planning.binding import Bound, Choice, bind, caller_result
 from multigemm.planning.launch_key import (
     HOST_SEQUENCES,
+    KIND,
     NO_SCALES,
     PLAIN,
     PLAIN_LENGTH,
@@ -45,6 +45,7 @@ from multigemm.planning.launch_key import (
     key_of,
 )
 from multigemm.planning.operands import Operands, reach_bytes
+from multigemm.planning.running_sums import running_sums
 from multigemm.planning.staging import allocate
 from multigemm.problem.overlap import same_view
 from multigemm.problem.problem import SCALES, GroupedGemmProblem
@@ -407,10 +408,10 @@ class LaunchCache:
         self.served += found is not None
         return found, class_key
 
-    def run(self, keys: tuple[Key | None, Key | None], kind: str, choice: Choice, problem: GroupedGemmProblem) -> Any:
+    def run(self, keys: tuple[Key | None, Key | None], choice: Choice, problem: GroupedGemmProblem) -> Any:
         """Binds and launches. A key that comes for the second time gets an entry for the third.
 
-        `keys` are those of the call and of its class; `kind` names the keyword that cut the groups.
+        `keys` are those of the call and of its class.
         """
         out = allocate(problem)
         bound = bind(choice, problem, out)
@@ -418,7 +419,7 @@ class LaunchCache:
         if keys[0] is not None and _lasting(choice, problem) and not capturing(problem.device):
             for key, counted in zip(keys, (False, True), strict=True):
                 if key is not None and self.comes_again(key) and not self._holds(key):
-                    entry = _entry_of(problem, bound, choice, kind, counted)
+                    entry = _entry_of(problem, bound, choice, keys[0][KIND], counted)
                     if entry is not None:
                         self.keep(key, entry)
         return caller_result(problem, out)
@@ -536,7 +537,7 @@ def _resizes(launch: Any, tokens: int) -> bool:
 def solve(choice: Choice, problem: GroupedGemmProblem) -> Any:
     """Solves a problem with a choice that was made for its spec."""
     if problem.kind != "torch" or problem.form == "per_group":
-        return LAUNCHES.run((None, None), "", choice, problem)
+        return LAUNCHES.run((None, None), choice, problem)
     grouping, cut = problem.grouping, problem.cut
     kind = "" if grouping is None else grouping.kind if grouping.live is not None else "offsets"
     values = None if cut is None else cut.host if cut.live is None else cut.live
@@ -555,7 +556,7 @@ def solve(choice: Choice, problem: GroupedGemmProblem) -> Any:
     call: Any = (problem.form[-1], a, b, kind, *cuts, c, problem.bias, problem.given_out, *more)
     key = key_of(call, options)
     found, class_key = (None, None) if key is None else LAUNCHES.recall(key, call)
-    return LAUNCHES.run((key, class_key), kind, choice, problem) if found is None else found
+    return LAUNCHES.run((key, class_key), choice, problem) if found is None else found
 
 
 LAUNCHES = LaunchCache()

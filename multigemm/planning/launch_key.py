@@ -80,9 +80,9 @@ def fused_call(given: Mapping[str, Any]) -> tuple[tuple[Any, ...], Key] | None:
     return (*NO_SCALES, *tensors), (sums, *numbers)
 
 
-INDEX, GROUPS = 8, 10
-"""Where in a key the device and the groups stand; before them stand the layouts of a and of b, shape and strides
-first."""
+INDEX, KIND, GROUPS = 8, 9, 10
+"""Where in a key the device, the keyword that cuts the groups, and the groups stand; before them stand the layouts of a
+and of b, shape and strides first."""
 
 
 def key_of(call: Call, options: Key) -> Key | None:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from multigemm.cuda.device import to_device
-from multigemm.cuda.running_sums import running_sums
 from multigemm.planning.operands import Operands
+from multigemm.planning.running_sums import running_sums
 from multigemm.problem.arrays import Step
 from multigemm.problem.fused import Fused, Index
 from multigemm.problem.grouping import Grouping, Int64s

@@ -85,7 +85,7 @@ HALVES = {
 }
 """PTX of conversions, and the same in C++."""
 ARGUMENTS = {"gather_rows": "Gather", "finish_rows": "Finish", "sum_rows": "Sum"}
-"""The type of the argument of each kernel of `cuda/fused_steps.cu`."""
+"""The type of the argument of each kernel of `planning/fused_steps.cu`."""
 
 
 def need_compiler() -> None:
