@@ -63,7 +63,7 @@ def with_controls(mutations: list[Mutation]) -> Iterator[Mutation]:
 
 
 def campaign(args: argparse.Namespace) -> list[Result]:
-    """Hunts a sample of a backend's mutants; prints each result, and keeps all of them in the file `args.json`."""
+    """Hunts a sample of a backend's mutants; prints each result, and keeps all of them in the file of --json."""
     hunt, begin = Hunt(args.backend, args.device, args.seconds), time.monotonic()
     settings()  # as they are now, for this process: the cache is switched off for the others only
     prepare_processes(hunt)
