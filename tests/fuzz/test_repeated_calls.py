@@ -18,10 +18,10 @@ def empty_cache() -> Any:
 
 
 def test_repeated_calls_on_the_cpu_are_right_and_some_are_served_by_the_cache() -> None:
-    outcome = repeated_calls.run("cpu", 250, 0, "cpu")
-    assert outcome.wrong == []
-    assert outcome.hits > 20
-    assert len(outcome.forms) >= 4
+    count = repeated_calls.run("cpu", 250, 0, "cpu")
+    assert count.wrong == []
+    assert count.hits > 20
+    assert len(count.forms) >= 4
 
 
 @pytest.mark.slow
