@@ -11,10 +11,10 @@ import torch
 from multigemm.backend import Backend
 from multigemm.testing import Case, DeviceCase, Finding, Limits, Subject, check, random_case
 from multigemm.testing.case import PLAIN, Layout
+from multigemm.testing.model_mutants import FUSED_HUNTING as FUSED
 from multigemm.testing.placed_case import spec_of
 from multigemm.testing.strategies import settled
 
-FUSED = Limits(work=1 << 12, groups=8, longest=40, fused=1)
 LAYERS = Limits(work=1 << 22, groups=8, longest=200, forms=("jagged_m", "batched", "masked", "jagged_k"),
                 dtypes=("bfloat16", "float16"), fused=1)  # fmt: skip
 CPU = torch.device("cpu")
