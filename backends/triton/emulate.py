@@ -1,7 +1,7 @@
-"""The pointer kernel in Triton's interpreter, on CPU tensors: the same source, without a GPU.
+"""Runs the portable kernels in Triton's interpreter on CPU tensors: the same source, without a GPU.
 
-The interpreter replaces Triton's operators when the library is imported, so the switch has to be
-set before that; `support` refuses with a reason where it is too late.
+The interpreter replaces Triton's operators when the library is imported, so MULTIGEMM_EMULATE must be set before that;
+`support` refuses with a reason if it is too late.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _kernel(source: KernelSource) -> tuple[Any, dict[str, Any]]:
 
 
 def _absent(kind: str) -> Tensor:
-    """What stands for an operand that a problem does not have: of a type as the signature of a kernel names it."""
+    """A placeholder for an absent operand, of the type in the kernel's signature."""
     return torch.empty(1, dtype=next(dtype for dtype, name in TYPES.items() if kind == "*" + name))
 
 
@@ -154,7 +154,7 @@ def _behind_a_count(launch: Launch, ops: Operands, shape: Packed, config: Config
 
 
 def space_of(ops: Operands, places: int, config: Config) -> dict[str, Tensor]:
-    """Where programs that share a tile leave their parts and count themselves."""
+    """The memory in which programs that share a tile leave their parts and count themselves."""
     places = places if config.splits > 1 else 0
     return {"partials": parts_of(ops, places, config), "arrived": torch.zeros(places, dtype=torch.int32)}
 
@@ -175,7 +175,7 @@ def _bind_pointer(ops: Operands, config: Config) -> Launch:
 
 
 def _bind_few(ops: Operands, config: Config, groups: list[tuple[int, ...]], tiles: int) -> Launch:
-    """Interprets the kernel whose argument is the list: addresses become tensors again."""
+    """Interprets the kernel whose argument is the list, with addresses turned into tensors."""
     kernel, constants = _kernel(few_source(ops.spec, config))
     found = {x.data_ptr(): x for xs in (ops.a, ops.b, ops.out) for x in xs}
     slots = few_values(groups, few_slots(ops.spec, config))
@@ -184,7 +184,7 @@ def _bind_few(ops: Operands, config: Config, groups: list[tuple[int, ...]], tile
 
 
 def _bind_quantised(ops: Operands, config: Config) -> Launch:
-    """Interprets the kernel of quantised operands; bytes and codes of scales are uint8 there."""
+    """Interprets the kernel of quantised operands, with bytes and codes of scales as uint8."""
     spec, listed, shape = ops.spec, ops.spec.form == "per_group", view_of(ops)
     given = _operands(ops, group_table(ops) if listed else None)
     given |= {"scales": torch.from_numpy(scale_table(ops))} if listed else {x: getattr(ops, x) for x in SCALES}

@@ -39,7 +39,7 @@ class Usage:
 
 
 def _sections(code: bytes) -> dict[str, bytes]:
-    """Sections of a 64-bit little-endian ELF file by name."""
+    """The sections of a 64-bit little-endian ELF file by name."""
     (table,) = struct.unpack_from("<Q", code, 0x28)
     size, count, names = struct.unpack_from("<HHH", code, 0x3A)
     headers = [struct.unpack_from("<IIQQQQIIQQ", code, table + i * size) for i in range(count)]
@@ -73,7 +73,7 @@ def usage(code: bytes) -> Usage:
 
 @dataclass(frozen=True)
 class Report:
-    """One compiled kernel."""
+    """The resources of one compiled kernel."""
 
     kernel: str
     problem: str
