@@ -67,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--chunks", default="1", help="numbers of pieces in which tokens travel, separated by commas (default: 1)")
     add("--tokens", type=int, help="tokens of one GPU, instead of the layers' own numbers")
     add("--scale", type=int, default=1, help="divide hidden, intermediate and token counts by this")
-    add("--rounds", type=int, default=10)
-    add("--backend", default="auto")
+    add("--rounds", type=int, default=10, help="timed rounds of each measurement (default: 10)")
+    add("--backend", default="auto", help="the backend of the ways `fused` and `steps` (default: auto)")
     add("--device", default="", choices=("", "cuda", "cpu"), help="(default: cuda where there is one)")
     add(
         "--timeout",
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=300.0,
         help="seconds without an answer of a rank after which all ranks end (default: 300)",
     )
-    add("--json", type=Path, metavar="FILE")
+    add("--json", type=Path, metavar="FILE", help="write the measurements to this file")
     add("--picture", type=Path, metavar="FILE", help="SVG or PNG of the kernels of one training step of each layer")
     add("--draw", type=Path, metavar="JSON", help="draw --picture from what --json wrote, and do no more")
     add(
