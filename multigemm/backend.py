@@ -48,8 +48,9 @@ class Recipe:
     of `bind` keeps them until the last launch.
 
     - `syncs`: binding or launching reads sizes back from the device.
-    - `tell`: for a recipe that decides at bind by sizes that no spec holds. A backend whose plans cost nothing can have
-      an attribute `decides_at_bind`; `multigemm tune` then measures it with the sizes on the host and on the device.
+    - `tell`: for a recipe that decides at bind, by sizes that no spec holds. A backend whose plans cost nothing may
+      have an attribute `decides_at_bind`; `multigemm tune` then measures it with the sizes on the host and on the
+      device.
     - `sums_sizes`: launches read `ops.sizes` if there are any, so that nothing has to write `ops.ends` before.
     """
 

@@ -20,8 +20,7 @@ from multigemm.bench.peers import peer_entries
 from multigemm.bench.processes import CONTEXT_LOST, Marker, as_child, supervise
 from multigemm.bench.reports import Report
 from multigemm.bench.runner import Data, DeviceLost, Options, Progress, Runner, add_ceilings, new_report
-from multigemm.bench.selection import above_zero, add_selection, asks_nothing, selected
-from multigemm.bench.suites import SUITES, suite
+from multigemm.bench.suites import SUITES, above_zero, add_selection, asks_nothing, selected, suite
 from multigemm.bench.workloads import Rates, Workload, parts
 from multigemm.errors import InvalidSetting
 from multigemm.select import registry

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 
 from multigemm.bench.operands import float32_precision
-from multigemm.bench.quantised import RECIPES
-from multigemm.bench.workloads import DTYPES, Rates
+from multigemm.bench.workloads import DTYPES, RECIPES, Rates
 from multigemm.errors import LibraryError, MultigemmError
 from multigemm.select.timing import measure
 

@@ -27,12 +27,10 @@ from multigemm import interrupts
 from multigemm.bench import machine, reports
 from multigemm.bench.entries import available_backends, config_entries
 from multigemm.bench.processes import CONTEXT_LOST, Marker, as_child, supervise
-from multigemm.bench.quantised import RECIPES
 from multigemm.bench.reports import HOST_SIZES, Report, Row, by_case, digits, family
 from multigemm.bench.runner import LATE, DeviceLost, Options, Progress, Runner
-from multigemm.bench.selection import above_zero, add_selection, selected
-from multigemm.bench.suites import UNTUNED
-from multigemm.bench.workloads import DTYPES, Rates, Workload, geomean, parts
+from multigemm.bench.suites import UNTUNED, above_zero, add_selection, selected
+from multigemm.bench.workloads import DTYPES, RECIPES, Rates, Workload, geomean, parts
 from multigemm.errors import InvalidSetting
 from multigemm.fleet import default_device
 from multigemm.select import registry
