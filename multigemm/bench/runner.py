@@ -137,7 +137,7 @@ class Data(Protocol):
         """Makes the output unlike any answer."""
 
     def reference(self) -> Truth:
-        """What a right result must satisfy."""
+        """The condition that a right result must satisfy."""
 
 
 @dataclass
