@@ -64,13 +64,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--scaling", default=",".join(SCALINGS), help="weak, strong")
     add("--passes", default=",".join(PASSES), help="forward (without gradients), training (forward and backward)")
     add("--routing", default=",".join(ROUTINGS), help="uniform, skewed (experts are chosen as by Zipf's law)")
-    add("--chunks", default="1", help="pieces of what travels, comma separated")
-    add("--tokens", type=int, help="of one GPU, instead of the layers' own")
-    add("--scale", type=int, default=1, help="divides hidden, intermediate and token counts")
+    add("--chunks", default="1", help="numbers of pieces in which tokens travel, separated by commas (default: 1)")
+    add("--tokens", type=int, help="tokens of one GPU, instead of the layers' own numbers")
+    add("--scale", type=int, default=1, help="divide hidden, intermediate and token counts by this")
     add("--rounds", type=int, default=10)
     add("--backend", default="auto")
     add("--device", default="", choices=("", "cuda", "cpu"), help="(default: cuda where there is one)")
-    add("--timeout", type=float, default=300.0, help="seconds after which a silent rank ends all")
+    add(
+        "--timeout",
+        type=float,
+        default=300.0,
+        help="seconds without an answer of a rank after which all ranks end (default: 300)",
+    )
     add("--json", type=Path, metavar="FILE")
     add("--picture", type=Path, metavar="FILE", help="SVG or PNG of the kernels of one training step of each layer")
     add("--draw", type=Path, metavar="JSON", help="draw --picture from what --json wrote, and do no more")

@@ -23,12 +23,14 @@ HOPELESS = 8.0
 def add_selection(parser: argparse.ArgumentParser) -> None:
     """Adds the options that select workloads."""
     add = parser.add_argument_group("workloads").add_argument
-    add("--suite", default="", help=f"comma separated: {', '.join(SUITES)}, all (default: {USUAL_SUITE})")
-    add("--shape", action="append", default=[], help="one's own workload, instead of a suite; may be repeated")
-    add("--only", default="", help="keep workloads whose key contains one of these parts")
-    add("--dist", default="", help="keep these distributions, comma separated")
-    add("--dtypes", default="", help=f"each workload in these instead of its own: {', '.join(DTYPES)}")
-    add("--nt", action="store_true", help="B as the transpose of [G, N, K] memory")
+    suites = f"suites, separated by commas: {', '.join(SUITES)}, all (default: {USUAL_SUITE})"
+    add("--suite", default="", help=suites)
+    own = "a workload of your own instead of a suite: G,M per group,N,K; may be repeated"
+    add("--shape", action="append", default=[], help=own)
+    add("--only", default="", help="keep workloads whose key contains one of these texts, separated by commas")
+    add("--dist", default="", help="keep workloads with these distributions, separated by commas")
+    add("--dtypes", default="", help=f"dtypes, separated by commas, instead of a workload's own: {', '.join(DTYPES)}")
+    add("--nt", action="store_true", help="store B as [G, N, K] and pass the transpose")
 
 
 def asks_nothing(args: argparse.Namespace) -> bool:

@@ -57,18 +57,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     add_selection(parser)
     add = parser.add_argument
-    add("--backends", default="", help="backends, comma separated (default: all that are here)")
-    add("--configs", type=int, default=0, help="how many configs of each backend to try; 0: all")
-    late = "after which no workload is begun, and no config but the first of each backend"
+    add("--backends", default="", help="backends, separated by commas (default: all that are available)")
+    add("--configs", type=int, default=0, help="number of configs of each backend to try (default: 0, all)")
+    late = "seconds after which no workload is begun, and only the first config of each backend is tried (default: 600)"
     add("--seconds", type=float, default=600.0, help=late)
-    add("--no-record", action="store_true", help="measure and show, but keep nothing")
-    add("--out", type=Path, help="also write the measurements to a file to share")
+    add("--no-record", action="store_true", help="measure and show, but store nothing")
+    add("--out", type=Path, help="write the measurements also to this file, for `multigemm cache import`")
     add("--device", default="", help="cuda, cuda:1, cpu (default: the GPU if there is one)")
-    add("--from-report", type=Path, action="append", default=[], help="take what `multigemm bench` has measured")
-    add("--stall", type=float, default=90.0, help="seconds without news after which a config hangs")
+    add(
+        "--from-report",
+        type=Path,
+        action="append",
+        default=[],
+        help="take the measurements of this report of `multigemm bench`; may be repeated",
+    )
+    add(
+        "--stall",
+        type=float,
+        default=90.0,
+        help="seconds without progress after which a config counts as hanging (default: 90)",
+    )
     add("--marker", type=Path, help=argparse.SUPPRESS)
     add("--resume", action="store_true", help=argparse.SUPPRESS)
-    add("--quiet", action="store_true", help="only the summary")
+    add("--quiet", action="store_true", help="print only the summary")
 
 
 def main(args: argparse.Namespace) -> int:

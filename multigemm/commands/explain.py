@@ -36,16 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host-sizes", action="store_true", help="with --shape: offsets on the host, not the device")
     shown = {name: f"(default {value})" for name, value in WITHOUT_SHAPE.items()}
     parser.add_argument("--form", choices=FORMS, help=f"how the groups lie in memory {shown['form']}")
-    parser.add_argument("--sizes", help=f"rows (or columns) of each group, comma-separated {shown['sizes']}")
+    parser.add_argument("--sizes", help=f"rows (or columns) of each group, separated by commas {shown['sizes']}")
     parser.add_argument("--m", type=int, help=f"rows of a result where the form does not cut them {shown['m']}")
     parser.add_argument("--n", type=int, help=f"columns of a result where the form does not cut them {shown['n']}")
     parser.add_argument("--k", type=int, help=f"inner extent where the form does not cut it {shown['k']}")
     parser.add_argument(
         "--dtypes", default="", help=f"{', '.join(DTYPES)}, or long names (default fp32, with --shape bf16)"
     )
-    parser.add_argument("--device", default="", help="cpu or cuda; the default is cuda where there is one")
+    parser.add_argument("--device", default="", help="cpu or cuda (default: cuda if there is one)")
     parser.add_argument("--activation", default=None, help=", ".join((*ACTIVATIONS, *GATES)))
-    parser.add_argument("--backends", default="auto", help="names with commas, or auto")
+    parser.add_argument("--backends", default="auto", help="backends, separated by commas, or auto (the default)")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -298,7 +298,9 @@ class _Call:
         expert_parallel.check_routing(x, index, weights, self.device)
         dtype, shape = self.weight
         if not weights.dtype.is_floating_point:
-            raise InvalidProblem(f"top_k_weights have dtype {weights.dtype}; they are floating-point numbers")
+            raise InvalidProblem(
+                f"top_k_weights have dtype {weights.dtype}; they must be floating-point: call .float()"
+            )
         if x.dtype != dtype or x.shape[1] not in shape:
             raise InvalidProblem(
                 f"x is {x.dtype} {tuple(x.shape)}, and the experts take {dtype} of {shape[0]} or {shape[1]} features"

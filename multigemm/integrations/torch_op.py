@@ -287,7 +287,9 @@ def _count(groups: int | None, cuts: list[Tensor], head: bool) -> int:
         return groups
     count = cuts[0].shape[0] - int(head)  # torch 2.11 has no SymInt minus bool
     if groups is not None and count != groups:
-        raise InvalidProblem(f"the operands have {groups} groups and the offsets make {count}")
+        raise InvalidProblem(
+            f"the operands have {groups} groups and the offsets make {count}: the numbers must be equal"
+        )
     return count
 
 

@@ -221,7 +221,10 @@ def load_mxfp4_experts_(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Mod
         for name in (name for name in PROJECTIONS if getattr(experts, name, None) is not None):
             parts = [state.get(f"{prefix}.{name}_{part}") for part in ("blocks", "scales")]
             if parts[0] is None or parts[1] is None:
-                raise InvalidProblem(f"{prefix}.{name}: the checkpoint has no {name}_blocks or no {name}_scales")
+                raise InvalidProblem(
+                    f"{prefix}.{name}: the checkpoint has no {name}_blocks or no {name}_scales: pass all "
+                    "tensors of a checkpoint in mxfp4"
+                )
             weight = getattr(experts, name)
             out, inner = (weight.shape[2], weight.shape[1]) if experts.is_transposed else weight.shape[1:]
             codes, scales = parts[0].flatten(-2), parts[1]
@@ -229,14 +232,16 @@ def load_mxfp4_experts_(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Mod
             if (tuple(codes.shape), tuple(scales.shape)) != wanted:
                 raise InvalidProblem(
                     f"{prefix}.{name}: blocks {tuple(parts[0].shape)} and scales {tuple(scales.shape)} do not fit "
-                    f"{out} x {inner}"
+                    f"{out} x {inner}: make the model from the checkpoint's own config"
                 )
             where = weight.device if weight.device.type != "meta" else codes.device
             scale = scales.to(where).view(torch.float8_e8m0fnu)
             _hold(experts, name, Quantized(codes.to(where, torch.uint8).contiguous(), scale))
         setattr(experts, FORMAT, "e2m1")
     if not any(hasattr(module, FORMAT) for module in model.modules()):
-        raise InvalidProblem("the model has no experts that transformers can switch")
+        raise InvalidProblem(
+            "the model has no experts that transformers can switch: pass a MoE model of transformers 5"
+        )
     return model
 
 
@@ -248,9 +253,13 @@ def _is_experts(module: nn.Module) -> bool:
 def _expert_modules(model: nn.Module) -> list[Any]:
     found: list[Any] = [module for module in model.modules() if _is_experts(module)]
     if not found:
-        raise InvalidProblem("the model has no experts that transformers can switch")
+        raise InvalidProblem(
+            "the model has no experts that transformers can switch: pass a MoE model of transformers 5"
+        )
     if any(hasattr(module, FORMAT) or getattr(module, "_is_expert_parallel", False) for module in found):
-        raise InvalidProblem("the experts are quantised or spread over ranks already")
+        raise InvalidProblem(
+            "the experts are quantised or spread over ranks already: quantise a fresh model before that"
+        )
     return found
 
 

@@ -167,7 +167,7 @@ class Experts(nn.Module):
         if self.mesh is not None:
             raise InvalidProblem("these experts are spread over a mesh: quantise them before")
         if self.weight_format is not None:
-            raise InvalidProblem(f"these experts hold {self.weight_format} already")
+            raise InvalidProblem(f"these experts hold {self.weight_format} already: quantise fresh ones")
         if self.fused:
             raise InvalidProblem("fused=True takes no quantised weights yet: make the experts without it")
         for name in (self.first, "down_proj"):

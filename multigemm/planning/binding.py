@@ -57,8 +57,8 @@ def bind(choice: Choice, problem: GroupedGemmProblem, out: Operand) -> Bound:
     """Binds a recipe, and puts the steps that must run before each launch in front of it."""
     if choice.recipe.syncs and captured(problem):
         raise NotCapturable(
-            f"backend {choice.backend!r} ({choice.recipe.kernel}) reads sizes on the host and cannot be captured: "
-            "give the sizes on the host, or choose another backend"
+            f"backend {choice.backend!r} ({choice.recipe.kernel}) reads the sizes back from the device and "
+            "cannot be captured: give the sizes on the host, or choose another backend"
         )
     staged = stage(problem, choice.spec, out, choice.recipe.sums_sizes)
     steps = [*staged.before, launch_of(choice.recipe, staged.ops)]

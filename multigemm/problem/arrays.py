@@ -194,7 +194,7 @@ def _from_numpy(x: np.ndarray, name: str) -> Tensor:
     try:
         return torch.from_numpy(x)
     except (TypeError, ValueError) as error:
-        raise InvalidProblem(f"{name} has dtype {x.dtype}, which torch cannot hold ({error})") from error
+        raise InvalidProblem(f"{name} has dtype {x.dtype}, which torch cannot hold ({error}): convert it") from error
 
 
 def _as_numpy(tensor: Tensor) -> np.ndarray:

@@ -394,13 +394,19 @@ def run(backend: str, device: torch.device, seconds: float, seed: int, promise: 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="multigemm.testing.batch_invariance", description=__doc__.splitlines()[0])
-    parser.add_argument("--backends", default="cupy,triton,numba,cublas", help="names, joined by commas")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for each backend")
-    parser.add_argument("--jobs", type=int, default=1, help="processes beside each other")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--control", action="store_true", help="without batch_invariant=True: bits may differ")
-    parser.add_argument("--json", type=Path, help="where the counts go")
+    parser.add_argument("--backends", default="cupy,triton,numba,cublas", help="backends, separated by commas")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds for each backend (default: 60)")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes (default: 1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the batches (default: 1)")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu or cuda (default: cuda if there is one)",
+    )
+    parser.add_argument(
+        "--control", action="store_true", help="leave batch_invariant=True out, so that bits may differ"
+    )
+    parser.add_argument("--json", type=Path, help="write the counts to this file")
     return parser.parse_args()
 
 

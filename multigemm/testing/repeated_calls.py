@@ -160,13 +160,22 @@ def _one(series: _Series, outcome: Outcome) -> bool:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command. Returns 1 if a result was wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--backends", default="cpu", help="names, joined by commas")
-    parser.add_argument("--calls", type=int, default=2000, help="calls for each backend")
-    parser.add_argument("--seconds", type=float, default=1e9, help="no longer than this for each backend")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that share the calls, each with its own seed")
-    parser.add_argument("--json", help="where to write the outcome")
+    parser.add_argument("--backends", default="cpu", help="backends, separated by commas (default: cpu)")
+    parser.add_argument("--calls", type=int, default=2000, help="calls for each backend (default: 2000)")
+    parser.add_argument("--seconds", type=float, default=1e9, help="limit for each backend, in seconds (default: none)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the calls (default: 0)")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu or cuda (default: cuda if there is one)",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="number of processes that share the calls, each with its own seed (default: 1)",
+    )
+    parser.add_argument("--json", help="write the outcome to this file")
     options = parser.parse_args(arguments)
     found = []
     for name in options.backends.split(","):
