@@ -69,7 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pages.add_argument("pages", type=Path, nargs="+", help="Markdown files; run it where their paths begin")
     pages.add_argument("--check", action="store_true", help="change nothing; exit 1 if a page differs from its reports")
     ranks.add_arguments(commands.add_parser("ranks", help="measure layers of experts over many GPUs, under torchrun"))
-    commands.add_parser("list")  # what --list does
     parser.set_defaults(began=False)
 
 
@@ -154,7 +153,7 @@ def main(args: argparse.Namespace) -> int:
         return table.embed(args.pages, args.check)
     if args.bench_command == "ranks":
         return ranks.main(args)
-    if args.bench_command == "list" or args.list:
+    if args.list:
         return _list(parts(args.suite))
     above_zero(args, "reps", "budget_ms", "seconds", "stall")
     if args.json and args.json.is_dir():  # before the measurements, which would be lost
