@@ -79,7 +79,7 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
     add(
         "--backends",
         default="",
-        help="backends, separated by commas, or none (default: all that are available, and auto)",
+        help="backends, auto and auto-static, separated by commas, or none (default: all that are available, and auto)",
     )
     add("--peers", default="", help="peers, separated by commas, or none (default: all that are installed)")
     add(
