@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import statistics
 import tempfile
 import time
@@ -611,15 +610,4 @@ def draw(runs: list[dict[str, Any]], path: Path) -> Path:
         axes.set_yticks([1.5, 0.5], ["compute", "exchange"])
         axes.set(title=f"{run['layer']}: a training step on rank 0 of {run['ranks']}, {run['tokens']} tokens of each")
     axes.set(xlabel="ms")
-    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "steps"}):  # text as text; the same file each time
-        figure.savefig(path, dpi=140)
-    pyplot.close(figure)
-    if path.suffix == ".svg":
-        path.write_text(_without_addresses(path.read_text()))
-    return path
-
-
-def _without_addresses(svg: str) -> str:
-    """Removes from the picture what names other hosts: document type, creator and date, old links."""
-    svg = re.sub(r"<!DOCTYPE.*?>\s*|<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
-    return svg.replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "").replace("xlink:href", "href")
+    return plots.save(figure, path)
