@@ -20,8 +20,7 @@ from multigemm.bench.peers import peer_entries
 from multigemm.bench.processes import CONTEXT_LOST, Marker, as_child, supervise
 from multigemm.bench.reports import Report
 from multigemm.bench.runner import Data, DeviceLost, Options, Progress, Runner, add_ceilings, new_report
-from multigemm.bench.selection import above_zero, add_selection, asks_nothing, selected
-from multigemm.bench.suites import SUITES, suite
+from multigemm.bench.suites import SUITES, above_zero, add_selection, asks_nothing, selected, suite
 from multigemm.bench.workloads import Rates, Workload, parts
 from multigemm.errors import InvalidSetting
 from multigemm.select import registry
@@ -35,7 +34,7 @@ LOCAL_OPTIONS = ("--out", "--json", "--commit", "--stall", "--seconds")
 LOCAL_FLAGS = ("--resume", "--json-only", "--quiet")
 """What a kept command leaves out: paths of this machine, and its owner's haste."""
 EPILOG = """
-  multigemm bench --suite moe                     every backend and peer that is here
+  multigemm bench --suite moe                     every available backend and installed peer
   multigemm bench --shape 64,2048,3584,1792       one's own: G, M per group, N, K
   multigemm bench --problem mine.py               one's own tensors: the file defines `problem`
   multigemm bench --suite tutorial --style do_bench

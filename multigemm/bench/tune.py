@@ -27,12 +27,10 @@ from multigemm import interrupts
 from multigemm.bench import machine, reports
 from multigemm.bench.entries import available_backends, config_entries
 from multigemm.bench.processes import CONTEXT_LOST, Marker, as_child, supervise
-from multigemm.bench.quantised import RECIPES
 from multigemm.bench.reports import HOST_SIZES, Report, Row, by_case, digits, family
 from multigemm.bench.runner import LATE, DeviceLost, Options, Progress, Runner
-from multigemm.bench.selection import above_zero, add_selection, selected
-from multigemm.bench.suites import UNTUNED
-from multigemm.bench.workloads import DTYPES, Rates, Workload, geomean, parts
+from multigemm.bench.suites import UNTUNED, above_zero, add_selection, selected
+from multigemm.bench.workloads import DTYPES, RECIPES, Rates, Workload, geomean, parts
 from multigemm.errors import InvalidSetting
 from multigemm.fleet import default_device
 from multigemm.select import registry
@@ -98,7 +96,7 @@ def main(args: argparse.Namespace) -> int:
     backends, absent = tunable(parts(args.backends), device)
     if not backends:
         why = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
-        raise InvalidSetting(f"no backend that could be tuned is here ({why}); see `multigemm info`")
+        raise InvalidSetting(f"no backend that can be tuned is available ({why}); see `multigemm info`")
     cases = selected(args, device)
     if layers := [case.key for case in cases if case.form == "layer"]:
         raise InvalidSetting(f"{layers[0]} is a whole layer, whose products are tuned: --suite layer-products")

@@ -50,7 +50,7 @@ class Bound(NamedTuple):
     launch: Launch
     ops: Operands
     steps: list[Launch]
-    """What the launch consists of: the steps before the backend's launch, and that launch."""
+    """The parts of the launch: the steps before the backend's launch, and that launch."""
 
 
 def bind(choice: Choice, problem: GroupedGemmProblem, out: Operand) -> Bound:

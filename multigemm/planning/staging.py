@@ -26,7 +26,7 @@ from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import OperandSpec, ProblemSpec, classify, classify_list
 
 BOUNDARY = 256
-"""Bytes, from a multiple of which each matrix of a list of results starts."""
+"""The alignment in bytes of each matrix of a list of results."""
 
 
 @dataclass(slots=True)

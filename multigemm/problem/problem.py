@@ -108,9 +108,9 @@ class GroupedGemmProblem:
             bits.
         offsets, sizes, ends: int32 or int64: on the host (checked and copied) or a tensor on the operands' device
             (followed in place, never read back, clamped by the kernels).
-        jagged: "m", "n" or "k": the direction that they cut. Two matrices fit all three, and "m" is taken: weight
+        jagged: "m", "n" or "k": the direction that they cut. Two matrices fit all three, and "m" is the default: weight
             gradients (a [M, T], b [T, N]) need jagged="k".
-        valid_rows: [G]: rows of each matrix of a that count.
+        valid_rows: [G]: the number of rows of each matrix of a that count.
         c: a matrix of the result's shape that is added, times beta; may be `out` itself.
         alpha, beta: beta is 1 by default where c is given, 0 elsewhere, and with beta=0 c is not read; the numbers are
             finite, and normal ones of float32 where sums are formed in it.
@@ -123,13 +123,13 @@ class GroupedGemmProblem:
         out: receives the result, and keeps what no group owns; without it those rows are 0.
         out_dtype: of the result; that of the operands by default, int32 for int8. Operands of two float dtypes are
             multiplied in torch.promote_types of them: bfloat16 x float16 in float32.
-        precision: of float32 products: "ieee" is true float32, "tf32" rounds or cuts off the operands to 11 bits.
-        deterministic: the same call gives the same bits; False permits what is faster without.
-        batch_invariant: a row of the result has the same bits whoever else is in the batch: they depend on its row of
-            a, its columns of b, K, the dtypes, the epilogue and the backend alone, in every form; None: as
-            MULTIGEMM_BATCH_INVARIANT says.
-        check: "full" reads sizes on the device back and checks them; "host" does not. Sizes that add up to less than T
-            are legal in both: no group owns the rest; "complete" is "full" and refuses them.
+        precision: of float32 products: "ieee" is true float32, "tf32" rounds or truncates the operands to 11 bits.
+        deterministic: the same call gives the same bits; False permits faster kernels that do not promise this.
+        batch_invariant: a row of the result has the same bits in any batch: they depend on its row of a, its columns of
+            b, K, the dtypes, the epilogue and the backend alone, in every form. None: the setting
+            MULTIGEMM_BATCH_INVARIANT decides.
+        check: "host" (default) checks sizes on the host only; "full" also reads back and checks sizes on the device;
+            "complete" is "full", and refuses sizes that add up to less than T (otherwise no group owns the rest).
         scale_a, scale_b: quantised operands: what an element is multiplied by. A number, a vector for the groups, or a
             grid: along K one entry, or one for each 32, 64 or 128; along the other axis one entry, or one for each line
             (or, with 128 along K, for each 128). float32 or float8_e8m0fnu.
