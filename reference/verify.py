@@ -234,7 +234,7 @@ def _fill(found: Answer, arrays: list[Array], places: list[Any], sums: list[tupl
 
 
 def _joined_quantised(sums: list[QuantisedSum | None]) -> QuantisedSum | None:
-    """What of quantised sums holds element by element."""
+    """Quantised sums of all groups joined, element by element."""
     some = [x for x in sums if x is not None]
     if not some:
         return None
