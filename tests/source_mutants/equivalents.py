@@ -61,16 +61,17 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
      "behind the end of K nothing is owned: zeros for a stage that nobody reads"),
     *(("hopper_tiles.py", f"gl.load({word}, mask=ok, other=0)", f"gl.load({word}, mask=ok, other=1)",
        "the record of a tile behind the last one, which is not published")
-      for word in ("entry", *(f"entry + {n}" for n in range(1, 7)), "ends + g")),
-    *(("hopper_shift_b.py", f"({strips}, 0, 0), MOST", f"({strips}, {new}), MOST",
+      for word in ("entry", *(f"entry + {n}" for n in range(1, 7)), "ends + g", "work.ends + g")),
+    *(("hopper_shift_b.py", f"Strips({strips}, 0, 0)", f"Strips({strips}, {new})",
        "a second part that begins behind the tile's last row, and stores nothing")
       for strips in (1, 2) for new in ("0, 1", "1, 0")),
     ("hopper_shift_b.py", "* 8)[:, None] + 0 * k", "* 8)[:, None] - 0 * k", "zero either way"),
-    ("hopper_shift_b.py", "line_pitch(STAGES))[:, None] + 0 * k", "line_pitch(STAGES))[:, None] - 0 * k",
+    ("hopper_shift_b.py", "line_pitch(TILING.stages))[:, None] + 0 * k", "line_pitch(TILING.stages))[:, None] - 0 * k",
      "zero either way"),
     ("hopper_shift_b.py", "- ahead)[None, :] + 0 * m", "- ahead)[None, :] - 0 * m", "zero either way"),
-    *(("hopper_tiles.py", "tiles_n = (n + BN - 1) // BN", f"tiles_n = ({new}) // BN",
-       "all roles see a tile more behind the last column, which stores nothing") for new in ("n + BN", "n + BN + 1")),
+    *(("hopper_tiles.py", "(n + TILING.columns - 1) // TILING", f"({new}) // TILING",
+       "all roles see a tile more behind the last column, which stores nothing")
+      for new in ("n + TILING.columns", "n + TILING.columns + 1")),
     # CUDA C++
     ("load.cuh", "oldest = 0", "oldest = 1", "compared with multiples of 1024 only"),
     ("load.cuh", "- oldest) > 0", "- oldest) > 1", "a multiple of 1024 either way"),

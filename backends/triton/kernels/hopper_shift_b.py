@@ -462,10 +462,6 @@ def consume_shifted(WHICH: gl.constexpr, target, unowned, rings, mail, weights, 
     HALF_BYTES: gl.constexpr = STRIP * line_pitch(TILING.stages) if TILING.b_order == "col" else STRIP * 2
     LAYOUT: gl.constexpr = sum_layout(STRIP, 16)
     PAIRS: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 1)
-    FOUR: gl.constexpr = Strips(2, 2, 2)
-    THREE: gl.constexpr = Strips(2, 2, 1)
-    TWO: gl.constexpr = Strips(1, 2, 1) if TALL else Strips(2, 0, 0)
-    ONE: gl.constexpr = Strips(1, 0, 0)
     slot = 0
     turn = 0
     at_x = (0, 0)
@@ -476,13 +472,17 @@ def consume_shifted(WHICH: gl.constexpr, target, unowned, rings, mail, weights, 
         place = place_of(weights, raw + WHICH * HALF_BYTES, g, col, PAIRS, TILING)
         spot = Spot(g, row, rows, low, row + rows, col + WHICH * STRIP)
         if TALL and strips == 4:
-            at_x, at_w = multiply(rings, place, at_x, at_w, k_length, target, spot, FOUR, PART, TILING, END)
+            at_x, at_w = multiply(rings, place, at_x, at_w, k_length, target, spot, Strips(2, 2, 2), PART,
+                                  TILING, END)  # fmt: skip
         elif TALL and strips == 3:
-            at_x, at_w = multiply(rings, place, at_x, at_w, k_length, target, spot, THREE, PART, TILING, END)
+            at_x, at_w = multiply(rings, place, at_x, at_w, k_length, target, spot, Strips(2, 2, 1), PART,
+                                  TILING, END)  # fmt: skip
         elif strips == 2:
-            at_x, at_w = multiply(rings, place, at_x, at_w, k_length, target, spot, TWO, PART, TILING, END)
+            at_x, at_w = multiply(rings, place, at_x, at_w, k_length, target, spot,
+                                  Strips(1, 2, 1) if TALL else Strips(2, 0, 0), PART, TILING, END)  # fmt: skip
         else:
-            at_x, at_w = multiply(rings, place, at_x, at_w, k_length, target, spot, ONE, PART, TILING, END)
+            at_x, at_w = multiply(rings, place, at_x, at_w, k_length, target, spot, Strips(1, 0, 0), PART,
+                                  TILING, END)  # fmt: skip
         slot, turn = after_slot(slot, turn)
         g, row, rows, col, low, k_length = take(mail, slot, turn)
     if END.store == "tma":
