@@ -29,7 +29,7 @@ from multigemm import fleet as places
 from multigemm.bench import machine
 from multigemm.bench.workloads import Rates
 from multigemm.errors import InvalidSetting
-from multigemm.integrations.fused_experts import Network
+from multigemm.integrations.expert_network import Network
 from multigemm.nn import Experts
 from multigemm.select import registry
 from multigemm.select.timing import measure

@@ -41,10 +41,9 @@ from torch import Tensor
 
 from multigemm.errors import InvalidProblem
 from multigemm.integrations import expert_parallel
+from multigemm.integrations.expert_network import Network, by_rows
 from multigemm.integrations.fused_experts import (
-    Network,
     Pairs,
-    by_rows,
     first_product,
     gate_backward,
     in_autocast,
@@ -292,7 +291,7 @@ class _Call:
         self.needs_grad = agreed.needs_grad
 
     def _check(self, x: Tensor, index: Tensor, weights: Tensor) -> None:
-        expert_parallel.check_routing(x, index, weights, self.device)
+        expert_parallel.check_routing_on(self.device, x, index, weights)
         dtype, shape = self.weight
         if not weights.dtype.is_floating_point:
             raise InvalidProblem(f"top_k_weights have dtype {weights.dtype}; they are floating-point numbers")
