@@ -25,7 +25,7 @@ from multigemm.api import grouped_gemm
 from multigemm.integrations import torch_op
 from multigemm.integrations.bound_layer import run_bound
 from multigemm.integrations.expert_network import Network, by_rows
-from multigemm.integrations.fused_gradients import gate_by_torch
+from multigemm.integrations.fused_gradients import differentiated, gate_by_torch
 from multigemm.integrations.layer_ops import sort_by_expert, triton_kernels
 from multigemm.integrations.routing import check_routing, through_experts
 from multigemm.torch_internals import any_requires_grad
@@ -193,15 +193,13 @@ class _Experts(torch.autograd.Function):
 def _through_steps(net: Network, saved: Any, wanted: Any, grad: Tensor) -> list[Tensor | None]:
     """Gradients that have gradients themselves."""
     index, *given = saved[:7]
-    inputs = [None if x is None else x.view_as(x) for x in given]
-    x, weights, up, down, up_bias, down_bias = inputs
-    assert x is not None and weights is not None and up is not None and down is not None
-    out = through_experts(
-        x, index, weights, up.shape[0], lambda rows, ends: net.in_steps(rows, ends, up, down, up_bias, down_bias)
-    )
-    asked = [x for x, want in zip(inputs, wanted, strict=True) if want and x is not None]
-    found = iter(torch.autograd.grad(out, asked, grad, create_graph=True, materialize_grads=True))
-    return [next(found) if want else None for want in wanted]
+
+    def results(inputs: list[Any]) -> list[Tensor]:
+        x, weights, *parameters = inputs
+        experts = parameters[0].shape[0]
+        return [through_experts(x, index, weights, experts, lambda *sorted: net.in_steps(*sorted, *parameters))]
+
+    return differentiated(given, wanted, results, [grad])
 
 
 class _Backward:
