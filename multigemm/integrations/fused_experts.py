@@ -26,7 +26,7 @@ from multigemm.integrations import torch_op
 from multigemm.integrations.bound_layer import run_bound
 from multigemm.integrations.expert_network import Network, by_rows
 from multigemm.integrations.fused_gradients import differentiated, gate_by_torch
-from multigemm.integrations.layer_ops import sort_by_expert, triton_kernels
+from multigemm.integrations.layer_ops import sort_pairs, triton_kernels
 from multigemm.integrations.routing import check_routing, through_experts
 from multigemm.torch_internals import any_requires_grad
 
@@ -121,12 +121,7 @@ class Pairs:
 
 
 def pairs_of(net: Network, index: Tensor, up: Tensor) -> Pairs:
-    kernels, experts = triton_kernels() if index.is_cuda else None, up.shape[0]
-    if kernels is not None and kernels.can_sort(index.numel(), experts):
-        return Pairs(*kernels.sort_pairs(index, experts, up=up.detach(), stacked=net.stacked))
-    top_k = index.shape[1]
-    order, inverse, ends = sort_by_expert(index.reshape(-1), experts)
-    return Pairs((order // max(top_k, 1)).int(), inverse.int().view(index.shape), ends)
+    return Pairs(*sort_pairs(index, up.shape[0], up=up.detach(), stacked=net.stacked)[:3])
 
 
 def product(net: Network, a: Tensor, b: Tensor, ends: Tensor | None, **keywords: Any) -> Tensor:

@@ -54,7 +54,9 @@ FOR_STEPS: dict[str, dict[str, Any]] = {
     "another dtype than the weights'": {"x": torch.ones(6, 24, dtype=torch.bfloat16)},
     "rows with strides": {"x": torch.ones(24, 6).T},
     "another type of index": {"top_k_index": torch.zeros(6, 2, dtype=torch.int16)},
-    "no tokens": {"x": torch.ones(0, 24), "top_k_index": torch.zeros(0, 2, dtype=torch.int64), "top_k_weights": torch.ones(0, 2)},
+    "no tokens": {
+        "x": torch.ones(0, 24), "top_k_index": torch.zeros(0, 2, dtype=torch.int64), "top_k_weights": torch.ones(0, 2)
+    },
     "weights of another width": {"up": torch.ones(4, 42, 24)},
     "a result of another width": {"down": torch.ones(4, 28, 20)},
     "more tokens than pairs": {"x": torch.ones(7, 24)},
