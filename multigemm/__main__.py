@@ -16,13 +16,13 @@ from multigemm import __version__, interrupts
 from multigemm.errors import MultigemmError
 
 COMMANDS = {
-    "info": ("what is installed here: backends, versions, devices, and how to get what is missing", "commands.info"),
+    "info": ("show backends, versions and devices, and how to install what is missing", "commands.info"),
     "explain": (
-        "which backends can solve a problem, which cannot and why, and which one is chosen",
+        "show which backend solves a problem and why, and why others cannot",
         "commands.explain",
     ),
-    "demo": ("one jagged problem through every backend that is here, checked and timed", "commands.demo"),
-    "verify": ("a problem of one's own through every backend that is here, each result checked", "commands.verify"),
+    "demo": ("run one jagged problem on every available backend, check and time it", "commands.demo"),
+    "verify": ("run a problem of your own on every available backend, and check each result", "commands.verify"),
     "fuzz": ("cross-check backends against the reference on generated problems", "fuzz.cli"),
     "bench": ("compare backends and peers on named workloads", "bench.cli"),
     "tune": ("measure configs for a workload and keep the best", "bench.tune"),
@@ -36,7 +36,7 @@ INTERRUPTED = 130
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage, which `--help` tells; takes options by their whole names."""
+    """Reports a wrong argument in one line without the usage text, and accepts option names in full only."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
@@ -81,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, words: list[str]) -> int:
-    """One command. A module that writes results has `interrupted(args)`, which says after Ctrl-C what was kept."""
+    """Runs one command. After Ctrl-C it calls `interrupted(args)` of the command's module, if there is one, to report
+    what was kept."""
     text, where = COMMANDS[name]
     module: Any = None
     args: Any = None

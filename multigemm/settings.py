@@ -1,7 +1,7 @@
-"""Every MULTIGEMM_* variable: typed, documented, validated. `multigemm info` prints them.
+"""The MULTIGEMM_* environment variables: types, defaults, descriptions, validation. `multigemm info` prints them.
 
-Read once, at first use; `settings.cache_clear()` reads again (for tests). An unknown MULTIGEMM_*
-variable is an error with the nearest name, so that a typing slip is never silent.
+They are read once, at first use; `settings.cache_clear()` reads them again (for tests). An unknown MULTIGEMM_* variable
+is an error that names the nearest known one, so that a misspelt name is never ignored.
 """
 
 from __future__ import annotations
@@ -34,19 +34,25 @@ def _doc(text: str, default: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The variables, lower-cased and without the prefix."""
+    """One field per variable: its name in lower case without the prefix MULTIGEMM_."""
 
-    backend: tuple[str, ...] = _doc("what backend='auto' may choose from, best first; empty: all that are here", ())
+    backend: tuple[str, ...] = _doc(
+        "backends among which backend='auto' chooses, in order of preference; empty: all available", ()
+    )
     emulate: bool = _doc("let the triton and numba backends run on CPU tensors in their emulators", False)
     cache: bool = _doc("read and write the on-disk cache of tunings and compiled kernels", True)
-    cache_dir: Path = _doc("where that cache lives", _default_cache_dir)
+    cache_dir: Path = _doc("the folder of that cache", _default_cache_dir)
     dump: Path | None = _doc("a folder that receives the PTX, SASS and source of each compiled kernel", None)
-    print_config: bool = _doc("print which backend, kernel and config is chosen and why, and what auto measures", False)
-    batch_invariant: bool = _doc(
-        "batch_invariant of calls that leave it out: a row's bits ignore its neighbours", False
+    print_config: bool = _doc(
+        "print each choice of backend, kernel and config with its reason, and what auto measures", False
     )
-    measure: bool = _doc("let backend='auto' time backends once for each class of problems that no table holds", True)
-    bind_layers: bool = _doc("bind a MoE layer's launches on a GPU together, where no gradient is wanted", True)
+    batch_invariant: bool = _doc(
+        "default of the keyword batch_invariant: a row has the same bits whatever its neighbours", False
+    )
+    measure: bool = _doc(
+        "let backend='auto' time the backends once for each class of problems that is in no table", True
+    )
+    bind_layers: bool = _doc("bind all launches of a MoE layer on a GPU together in calls without gradients", True)
     lineinfo: bool = _doc("keep source lines in compiled kernels, for profilers and sanitizers", False)
 
 
@@ -74,7 +80,7 @@ def _parse(name: str, kind: str, text: str) -> Any:
 
 
 def parse(environ: Mapping[str, str]) -> Settings:
-    """Settings out of an environment; raises InvalidSetting for an unknown name or a bad value."""
+    """Reads settings from an environment. Raises InvalidSetting for an unknown name or a bad value."""
     known = {PREFIX + f.name.upper(): f for f in fields(Settings)}
     values = {}
     for name, text in environ.items():

@@ -1,10 +1,9 @@
-"""The experts of a layer as one bound list of launches, where no gradient is wanted.
+"""The experts of a layer as one bound list of launches, for calls without gradients.
 
-With few tokens a layer's time is the host's: in steps, six operators cross torch's dispatcher, allocate and look
-themselves up. Here one look-up finds the launches of the layer for this number of tokens. They share one piece of
-memory for what lies between them, and a call writes only the addresses that differ from those of the last call. What
-runs is what the layer runs in steps or by fused products, with the same bits; whatever is out of the ordinary is left
-to those.
+With few tokens a layer's time is the host's: six operators cross torch's dispatcher, allocate, and look up their
+launches. Here one look-up finds all launches of the layer for its number of tokens. They share one block of memory for
+intermediate results, and a call writes only the addresses that differ from those of the last call. The launches are
+those of the layer in steps, or by fused products, and give the same bits. Every unusual call runs operator by operator.
 """
 
 from __future__ import annotations
@@ -112,16 +111,16 @@ def run_bound(
 
 
 def _on_current_device(x: Tensor) -> bool:
-    """Whether launches can be kept: Triton's kernels on the current GPU, of which no graph is being captured."""
+    """Whether launches can be kept: Triton's kernels on the current GPU, on which no graph is being captured."""
     here = x.is_cuda and triton_kernels() is not None and x.get_device() == current_device()
     return here and not is_capturing()
 
 
 class _BoundLayer:
-    """The launches of a layer for one number of tokens: what calls of one key have in common.
+    """The launches of a layer for one number of tokens. One entry serves all calls of one key.
 
-    An entry belongs to one thread and one stream, and holds no operand. Where a launch cannot follow its operands, as
-    those of torch's operators, there is a set of launches for each set of addresses.
+    An entry belongs to one thread and one stream, and holds no operand. If a launch cannot follow its operands, as
+    those of torch's operators cannot, the entry holds one set of launches for each set of addresses.
     """
 
     __slots__ = (
@@ -140,8 +139,8 @@ class _BoundLayer:
         self._busy, self.workspace = False, 0
 
     def run(self, given: tuple[Any, ...], at: list[int]) -> Tensor | None:
-        """The layer's result; None in the middle of another call, which a finaliser may make. `at`: where the operands
-        lie."""
+        """The layer's result; None in the middle of another call, which a finaliser may make. `at`: the addresses of
+        the operands."""
         if self._busy:
             return None
         self._busy = True
@@ -158,7 +157,7 @@ class _BoundLayer:
             self._busy = False
 
     def _bind_or_repeat(self, given: Given, out: Tensor, work: Tensor, at: list[int]) -> None:
-        """The first call; and each one whose launches cannot follow their operands."""
+        """Runs the first call, and each call whose launches cannot follow their operands."""
         launches = self._fixed.get(tuple(at))
         if launches is None:
             launches = _bind(self._net, self._fused, self._parts, given, out, work)
@@ -174,7 +173,7 @@ class _BoundLayer:
             launch()
 
     def _patch(self, launches: Launches, spans: Sequence[tuple[int, int]], at: list[int]) -> None:
-        """Keeps launches that follow their operands; what they are lent lies behind the parts."""
+        """Keeps launches that follow their operands. Memory that is lent to them lies behind the parts."""
         size = self._size
         self._size = size + max(getattr(launch, "work_bytes", 0) for launch, _ in launches)
         self.workspace = sum(_workspace_of(launch) for launch, _ in launches)
@@ -190,13 +189,13 @@ def _span(x: Tensor) -> tuple[int, int]:
 
 
 def _follows(launch: Any, spans: Sequence[tuple[int, int]]) -> bool:
-    """Whether a launch is one of kernels that follow all memory in these ranges."""
+    """Whether a launch consists of kernels that follow all memory in these ranges."""
     kernels = getattr(launch, "index", -1) >= 0 and hasattr(launch, "move")
     return kernels and not launch.stays_behind([span for span in spans if span != (0, 0)])
 
 
 def _places_of(operands: Operands, spans: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
-    """For each operand of a launch in which piece of memory it lies, and how far from where that begins."""
+    """For each operand of a launch the piece of memory in which it lies, and its distance from there."""
     found = []
     for name in OPERANDS:
         x = operands.get(name)
@@ -213,7 +212,7 @@ def _places_of(operands: Operands, spans: Sequence[tuple[int, int]], size: int) 
 
 
 def _workspace_of(launch: Any) -> int:
-    """Device memory that a launch owns, where it tells."""
+    """The device memory that a launch owns, if it tells."""
     owner = getattr(launch, "__self__", launch)
     return owner.workspace_bytes() if hasattr(owner, "workspace_bytes") else 0
 
@@ -222,7 +221,7 @@ def _workspace_of(launch: Any) -> int:
 
 
 def _parts_of(net: Network, fused: bool, given: Given) -> list[Views] | None:
-    """What lies between the launches; None for what the operators have to arrange, or refuse."""
+    """The memory between the launches; None if the operators have to cast, copy or refuse something."""
     if not _plain(given):
         return None
     (tokens, top_k), pairs, hidden, across = (
@@ -254,7 +253,7 @@ def _parts_of(net: Network, fused: bool, given: Given) -> list[Views] | None:
 
 
 def _plain(given: Given) -> bool:
-    """Whether all lies as the kernels read it: one dtype, no strides but the weights'."""
+    """Whether the kernels can read the operands: one dtype, no strides except those of the weights."""
     x, index, weights, up, down, *_ = given
     shaped = x.dim() == index.dim() == weights.dim() == 2 and up.dim() == down.dim() == 3
     typed = x.dtype == up.dtype == down.dtype and index.dtype in (torch.int64, torch.int32)
@@ -284,7 +283,7 @@ def _cut(work: Tensor, parts: Sequence[Views]) -> dict[str, Tensor]:
 
 
 def _bind(net: Network, fused: bool, parts: Sequence[Views], given: Given, out: Tensor, work: Tensor) -> Launches:
-    """All launches, bound to borrowed memory: none keeps an operand alive."""
+    """Binds all launches to borrowed memory, so that none keeps an operand alive."""
     between = _cut(_borrowed(work), parts)
     between["ends"].zero_()  # a problem is made of them before the launches write them
     lent = Given(*(None if t is None else _borrowed(t.detach()) for t in given))  # type: ignore[arg-type]
@@ -292,7 +291,7 @@ def _bind(net: Network, fused: bool, parts: Sequence[Views], given: Given, out: 
 
 
 def _bind_steps(net: Network, given: Given, out: Tensor, between: dict[str, Tensor]) -> Launches:
-    """Rows to their experts, the products with the gate between them, rows home."""
+    """Binds the gather by expert, the products with the gate between them, and the weighted sum."""
     kernels, device, ends = triton_kernels(), out.get_device(), between["ends"]
     rows, first, hidden, last, inverse = (between[name] for name in ("rows", "first", "hidden", "last", "inverse"))
     gated = net.gate is not None
@@ -310,7 +309,7 @@ def _bind_steps(net: Network, given: Given, out: Tensor, between: dict[str, Tens
 
 
 def _bind_fused(net: Network, given: Given, out: Tensor, between: dict[str, Tensor]) -> Launches:
-    """The sort, and the two products that pick, gate and sum rows."""
+    """Binds the sort, and the two products that pick, gate and sum rows."""
     kernels, (_, top_k) = triton_kernels(), given.top_k_index.shape
     hidden, ends, place, rows, counts = (between[name] for name in ("hidden", "ends", "place", "rows", "counts"))
     ahead = kernels.weights_ahead(given.up, net.stacked, given.top_k_index.numel())
@@ -322,7 +321,7 @@ def _bind_fused(net: Network, given: Given, out: Tensor, between: dict[str, Tens
 
 
 class _Memory:
-    """Memory that someone else owns, as the array interface describes it."""
+    """Memory of another owner, as an object with the array interface."""
 
     def __init__(self, x: Tensor) -> None:
         size = x.element_size()
@@ -337,7 +336,7 @@ class _Memory:
 
 
 def _borrowed(x: Tensor) -> Tensor:
-    """A tensor over the memory of `x` that does not keep it alive: valid whenever a call comes with that address."""
+    """A tensor over the memory of `x` that does not keep it alive. Valid only in calls that pass the same address."""
     memory = _Memory(x)
     bits = torch.as_tensor(memory, device=x.device) if x.is_cuda else torch.from_numpy(np.asarray(memory))
     return bits.view(x.dtype)
@@ -346,7 +345,7 @@ def _borrowed(x: Tensor) -> Tensor:
 def _product(
     net: Network, rows: Tensor, weight: Tensor, out: Tensor, ends: Tensor, bias: Tensor | None, **keywords: Any
 ) -> tuple[Any, Operands]:
-    """Binds one of the products as its operator has run it; with its operands."""
+    """Binds one of the products as its operator ran it. Returns it with its operands."""
     stacked = by_rows(weight, net.stacked)
     problem = GroupedGemmProblem(rows, stacked, ends=ends, bias=bias, batch_invariant=net.batch_invariant, **keywords)
     choice = choose(problem, torch_op.names(net.backend))
@@ -362,7 +361,8 @@ _PARAMETERS = re.compile(r"\.entry[^(]*\(([^)]*)\)")
 
 
 def words(kernel: Any, compiled: Any, values: dict[str, Any]) -> list[int]:
-    """The kernel's parameters: what is no constant, then pointers of Triton's own, which these kernels do not use."""
+    """The kernel's parameters as words: all arguments that are no constants, then Triton's own pointers, which these
+    kernels do not use."""
     types = compiled.src.signature
     given = [values[name] for name in kernel.arg_names if types[name] != "constexpr"]
     found = _PARAMETERS.search(compiled.asm["ptx"])
@@ -375,13 +375,13 @@ def words(kernel: Any, compiled: Any, values: dict[str, Any]) -> list[int]:
 
 
 def operands_of(kernel: Any, values: dict[str, Any]) -> Operands:
-    """The tensors of a step, under the names by which its launch follows them: any, in the order of its arguments."""
+    """The tensors of a step, named in the order of its arguments, by which its launch follows them."""
     tensors = {id(x): x for x in (values[name] for name in kernel.arg_names) if isinstance(x, Tensor)}
     return dict(zip(OPERANDS, tensors.values(), strict=False))
 
 
 def _step(device: int, step: Any) -> tuple[Any, Operands]:
-    """A bound step of Triton, with its operands."""
+    """A bound Triton step and its operands."""
     kernel, _, _, values = step
     return bound(device, *step), operands_of(kernel, values)
 

@@ -17,8 +17,8 @@ from multigemm.problem.spec import GATES
 
 
 class Network(NamedTuple):
-    """What the two products of an expert are, beside their weights: `up` [E, W, H] and `down` [E, H, I], or `stacked`
-    [E, H, W] and [E, I, H]. W is 2 I with a gate, else I."""
+    """The activation and layout of an expert's two products, without their weights: `up` [E, W, H] and `down`
+    [E, H, I], or `stacked` [E, H, W] and [E, I, H]. W is 2 I with a gate, else I."""
 
     activation: str = "swiglu"
     glu_layout: str = "halves"
@@ -32,7 +32,7 @@ class Network(NamedTuple):
 
     @property
     def gate(self) -> Gate | None:
-        """The gate, if that is what the activation is."""
+        """The gate; None if the activation is no gate."""
         if self.activation not in GATES:
             return None
         kind: Any = self.activation
@@ -41,11 +41,11 @@ class Network(NamedTuple):
 
     @property
     def usual_gate(self) -> bool:
-        """Whether the gate is SwiGLU or GEGLU of halves, which have kernels of their own beside a product."""
+        """Whether the gate is SwiGLU or GEGLU of halves, for which a layer in steps has kernels."""
         return self.gate is not None and self.gate in (Gate("swiglu"), Gate("geglu"))
 
     def check(self) -> None:
-        """Refuses numbers of a gate that no problem takes."""
+        """Refuses gate numbers that no problem takes."""
         names = ("activation", "glu_layout", "glu_alpha", "glu_beta", "glu_limit")
         x, given = np.zeros((1, 2)), {name: getattr(self, name) for name in names}
         GroupedGemmProblem(x, x.repeat(2, 0), **given)
@@ -60,7 +60,7 @@ class Network(NamedTuple):
         return {"activation": self.activation, **numbers}
 
     def activate(self, x: Tensor) -> Tensor:
-        """The activation or gate of results of the first product, in steps of torch; rounded once."""
+        """Applies the activation or gate to results of the first product by torch functions; rounds once."""
         if self.usual_gate:
             return (swiglu if self.activation == "swiglu" else geglu)(x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -70,8 +70,8 @@ class Network(NamedTuple):
         self, rows: Tensor, ends: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
         up_scales: dict[str, Any] | None = None, down_scales: dict[str, Any] | None = None,
     ) -> Tensor:  # fmt: skip
-        """The networks on rows [S, H] that are sorted by expert and cut by `ends` [E], by operators that have gradients
-        of all orders. `up_scales` and `down_scales`: the keywords of quantised weights."""
+        """Runs the networks on rows [S, H] that are sorted by expert and cut by `ends` [E], by operators that have
+        gradients of every order. `up_scales` and `down_scales`: the keywords of quantised weights."""
         gated = self.gate is not None
         hidden = self._linear(rows, ends, up, up_bias, None if gated else self.activation, up_scales)
         return self._linear(self.activate(hidden) if gated else hidden, ends, down, down_bias, None, down_scales)
@@ -86,5 +86,5 @@ class Network(NamedTuple):
 
 
 def by_rows(weight: Tensor, stacked: bool) -> Tensor:
-    """Weights as the second operand of rows @ weight."""
+    """The weights as the second operand of rows @ weight."""
     return weight if stacked else weight.transpose(1, 2)

@@ -1,4 +1,4 @@
-"""`torch.ops.multigemm.grouped_gemm`: the grouped GEMM as an operator that torch can see into.
+"""`torch.ops.multigemm.grouped_gemm`: the grouped GEMM as a torch operator.
 
 With it come autograd, torch.compile without graph breaks, torch.export, autocast and CUDA graphs.
 The operator takes the keywords of `multigemm.grouped_gemm`, as tensors and plain values; it always
@@ -89,7 +89,7 @@ def grouped_gemm(a: Tensor, b: Tensor, **keywords: Any) -> Tensor:
 
 
 def _refuse_arguments(*tensors: Any, **keywords: Any) -> None:
-    """Refuses what the schema does not hold: keywords, lists for tensors, lists of backends."""
+    """Refuses what the schema cannot hold: keywords, lists for tensors, lists of backends."""
     given = {**dict(zip(TENSORS, tensors, strict=False)), **keywords}
     kinds = {x.name: str(x.type) for x in overload._schema.arguments}
     refuse_in_operator(given)
@@ -112,17 +112,17 @@ def _refuse_arguments(*tensors: Any, **keywords: Any) -> None:
 
 
 def names(backend: str) -> Any:
-    """The operator's schema holds text only: "auto", one name, or names joined by commas."""
+    """A backend argument as the text in the operator's schema: "auto", one name, or names joined by commas."""
     return backend.split(",") if "," in backend else backend
 
 
-Missed = Callable[[tuple[Key | None, Key | None], str, tuple[Any, ...], dict[str, Any]], Any]
+Missed = Callable[[tuple[Key | None, Key | None], tuple[Any, ...], dict[str, Any]], Any]
 """Takes on what the launch cache does not serve: the keys to keep it by, what cuts its groups, tensors and options."""
 
 
 def remembered(missed: Missed, watched: Callable[[], bool]) -> Callable[..., Any]:
-    """The operator on real tensors: the result of a call like an earlier one, else what `missed` makes of it, and at
-    once where it is `watched`."""
+    """The operator on real tensors: runs the launch of a call like an earlier one, else calls `missed`. It calls
+    `missed` at once if the call is `watched`."""
 
     def run(
         a: Tensor, b: Tensor, offsets: Tensor | None = None, sizes: Tensor | None = None, ends: Tensor | None = None,
@@ -168,14 +168,14 @@ def remembered(missed: Missed, watched: Callable[[], bool]) -> Callable[..., Any
             "glu_layout": glu_layout, "glu_alpha": glu_alpha, "glu_beta": glu_beta, "glu_limit": glu_limit,
             "rows": rows, **unknown,
         }  # fmt: skip
-        return missed(keys, kind, given, options)
+        return missed(keys, given, options)
 
     run.__qualname__ = "multigemm::grouped_gemm"  # what Python says of a call that does not fit
     return run
 
 
-def _handed_over(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
-    """By torch's dispatcher, to one of the two below."""
+def _handed_over(keys: Any, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    """Calls the operator through torch's dispatcher, which reaches `_for_autograd` or `_solved`."""
     try:
         return _dispatcher(*tensors, **options)  # type: ignore[no-any-return]
     except (TypeError, RuntimeError):  # of a call that the schema does not hold, or of the launch
@@ -183,20 +183,20 @@ def _handed_over(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[s
         raise
 
 
-def _for_autograd(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
-    """As the kernel for autograd: torch's own way where gradients are wanted, or a dispatch key below autograd has work
-    to do: a mode, a transform, a wrapper."""
+def _for_autograd(keys: Any, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    """The kernel of the autograd dispatch key. Takes torch's general way if gradients are wanted, or if a dispatch key
+    below autograd (a mode, a transform, a wrapper) has work to do."""
     _refuse_missing(*tensors[:2])
     dispatched, wanted = dispatch_keys(*tensors), grad_enabled() and any_requires_grad(*tensors)
     if wanted:
         _refuse_quantised_gradients(dict(zip(TENSORS, tensors, strict=True)))
     if dispatched.raw_repr() & SPECIAL or wanted:
         return _general(dispatched, *tensors, **options)  # type: ignore[no-any-return]
-    return _solved(keys, kind, tensors, options)
+    return _solved(keys, tensors, options)
 
 
-def _solved(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
-    """The whole way; keeps the launch for later calls."""
+def _solved(keys: Any, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    """Validates, chooses, binds and launches. Keeps the launch for later calls."""
     _refuse_missing(*tensors[:2])
     asked = {name: value for name, value in options.items() if name not in ("backend", "grad_backend")}
     given: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
@@ -205,18 +205,18 @@ def _solved(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[str, A
         given["combine"] = given["combine"], weights
     problem = GroupedGemmProblem(**given, **asked)
     choice = choose(problem, names(options["backend"]), eager=True)
-    return LAUNCHES.run(keys, kind, choice, problem)  # type: ignore[no-any-return]
+    return LAUNCHES.run(keys, choice, problem)  # type: ignore[no-any-return]
 
 
 def _refuse_missing(a: Tensor | None, b: Tensor | None) -> None:
-    """torch lets None through."""
+    """Refuses None for a required tensor, which torch lets through."""
     for name, x in (("a", a), ("b", b)):
         if x is None:
             raise InvalidProblem(f"{name} is None: pass a tensor")
 
 
 def _refuse_quantised_gradients(given: dict[str, Any]) -> None:
-    """Quantised operands and scales have no gradients."""
+    """Refuses gradients of quantised operands and scales."""
     for name in SCALES:
         if (x := given.get(name)) is not None and x.requires_grad:
             raise InvalidProblem(f"{name} asks for a gradient, and scales and zero points have none: detach it")
@@ -281,13 +281,15 @@ def result_like(
 
 
 def _count(groups: int | None, cuts: list[Tensor], head: bool) -> int:
-    """The number of groups: that of a stacked operand, else as many as the cuts make."""
+    """The number of groups: that of a stacked operand, else from the length of the cut."""
     if not cuts:
         assert groups is not None
         return groups
     count = cuts[0].shape[0] - int(head)  # torch 2.11 has no SymInt minus bool
     if groups is not None and count != groups:
-        raise InvalidProblem(f"the operands have {groups} groups and the offsets make {count}")
+        raise InvalidProblem(
+            f"the operands have {groups} groups and the offsets make {count}: the numbers must be equal"
+        )
     return count
 
 
@@ -295,8 +297,8 @@ def _count(groups: int | None, cuts: list[Tensor], head: bool) -> int:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], given: dict[str, Any], output: Tensor) -> None:
-    """What the backward pass reads: the operands; without fused keywords C and bias only to form a pre-activation anew,
-    and the result for relu."""
+    """Saves what the backward pass reads: the operands, and the result of relu. Without fused keywords C and bias are
+    saved only to recompute a pre-activation."""
     kept, options = dict(zip(TENSORS, inputs, strict=True)), DEFAULTS | given  # the dispatcher drops defaults
     options["beta"] = epilogue.default_beta(options["beta"], kept["c"])
     ctx.fused = any(kept[name] is not None for name in FUSED) or options["activation"] in GATES
@@ -326,7 +328,7 @@ def _backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
 
 
 def _call_of(given: dict[str, Any], o: dict[str, Any]) -> tuple[Call, bool]:
-    """A call of the operator, whose matrices have become stacks of one if there are but two: that is said as well."""
+    """A call of the operator, and whether its two matrices became stacks of one."""
     a, b, c, scales_given = given["a"], given["b"], given["c"], {name: given[name] for name in SCALES}
     cut = {name: given[name] for name in CUTS if given[name] is not None}
     squeezed = not cut and a.dim() == 2 and b.dim() == 2
@@ -349,7 +351,7 @@ def _call_of(given: dict[str, Any], o: dict[str, Any]) -> tuple[Call, bool]:
 
 
 def _fused_result(inputs: list[Any], o: dict[str, Any], like: Tensor) -> Tensor:
-    """The result by differentiable operations: rows picked, the product, gate, row_scale, sums."""
+    """The result as differentiable operations: rows picked, product, gate, row_scale, sums."""
     given: dict[str, Any] = dict(zip(TENSORS, inputs, strict=True))
     call, squeezed = _call_of(given, o)
     gate = Gate(o["activation"], *(o[name] for name in GLU)) if o["activation"] in GATES else None
@@ -367,7 +369,7 @@ _general = eager.differentiable(overload, _backward, _keep)
 
 
 def _autocast(keyset: Any, a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Any:
-    """a and b in autocast's dtype, as torch does for a matmul; float32 epilogue operands may stay."""
+    """Casts a and b to autocast's dtype, as torch does for a matmul. float32 operands of the epilogue stay."""
     _refuse_missing(a, b)
     dtype = torch.get_autocast_dtype(a.device.type)
     cuts, extras, others = rest[:4], rest[4:6], rest[6:]

@@ -96,7 +96,8 @@ def _is_swiglu(experts: Any) -> bool:
 
 
 def _own_gate(experts: Any) -> Network | None:
-    """The gate of a model's own (gpt-oss), where that is one of ours and nothing else is the model's own; else None."""
+    """The gate of a model's own experts (gpt-oss), if it is one of this package's gates and the model changes nothing
+    else; else None."""
     known: Network | None = experts.__dict__.get(GATE, None)
     if known is not None:
         return None if hasattr(experts, FORMAT) else known
@@ -110,11 +111,11 @@ def _own_gate(experts: Any) -> Network | None:
 
 
 def gate_of(experts: Any) -> Network | None:
-    """The gate of a module as one of ours; None for any other.
+    """The gate of a module as one of this package's gates; None for any other.
 
-    What a module computes is asked of itself: its `_apply_gate` has to agree with ours, to seven digits, on values of
-    all sizes and signs, below and above the limits that the module names. A gate that is not met by all of them is its
-    own, and is never guessed at.
+    The module's `_apply_gate` is called on probe values of all sizes and signs, below and above the limits that the
+    module names. It has to agree with a gate of this package to seven digits on all of them; a gate that does not is
+    used as it is.
     """
     width = experts.down_proj.shape[1 if experts.is_transposed else 2] * 2
     draw = torch.Generator().manual_seed(0)
@@ -139,7 +140,7 @@ def gate_of(experts: Any) -> Network | None:
 
 
 def _candidates(experts: Any) -> Iterator[Network]:
-    """Our gates with the numbers that a module names."""
+    """This package's gates with the numbers that a module names."""
     held = [experts, getattr(experts, "config", None)]
 
     def numbers(*names: str) -> list[float]:
@@ -154,7 +155,7 @@ def _candidates(experts: Any) -> Iterator[Network]:
 
 
 def _activated(experts: Any, hidden: Tensor) -> Tensor:
-    """The model's own gate, or, where that is SwiGLU, ours: one pass, one rounding."""
+    """Applies the model's own gate, or for SwiGLU this package's kernel: one pass, one rounding."""
     return swiglu(hidden) if _is_swiglu(experts) else _gated_or_activated(experts, hidden)
 
 
@@ -222,7 +223,10 @@ def load_mxfp4_experts_(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Mod
         for name in (name for name in PROJECTIONS if getattr(experts, name, None) is not None):
             parts = [state.get(f"{prefix}.{name}_{part}") for part in ("blocks", "scales")]
             if parts[0] is None or parts[1] is None:
-                raise InvalidProblem(f"{prefix}.{name}: the checkpoint has no {name}_blocks or no {name}_scales")
+                raise InvalidProblem(
+                    f"{prefix}.{name}: the checkpoint has no {name}_blocks or no {name}_scales: pass all "
+                    "tensors of a checkpoint in mxfp4"
+                )
             weight = getattr(experts, name)
             out, inner = (weight.shape[2], weight.shape[1]) if experts.is_transposed else weight.shape[1:]
             codes, scales = parts[0].flatten(-2), parts[1]
@@ -230,14 +234,16 @@ def load_mxfp4_experts_(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Mod
             if (tuple(codes.shape), tuple(scales.shape)) != wanted:
                 raise InvalidProblem(
                     f"{prefix}.{name}: blocks {tuple(parts[0].shape)} and scales {tuple(scales.shape)} do not fit "
-                    f"{out} x {inner}"
+                    f"{out} x {inner}: make the model from the checkpoint's own config"
                 )
             where = weight.device if weight.device.type != "meta" else codes.device
             scale = scales.to(where).view(torch.float8_e8m0fnu)
             _hold(experts, name, Quantized(codes.to(where, torch.uint8).contiguous(), scale))
         setattr(experts, FORMAT, "e2m1")
     if not any(hasattr(module, FORMAT) for module in model.modules()):
-        raise InvalidProblem("the model has no experts that transformers can switch")
+        raise InvalidProblem(
+            "the model has no experts that transformers can switch: pass a MoE model of transformers 5"
+        )
     return model
 
 
@@ -249,9 +255,13 @@ def _is_experts(module: nn.Module) -> bool:
 def _expert_modules(model: nn.Module) -> list[Any]:
     found: list[Any] = [module for module in model.modules() if _is_experts(module)]
     if not found:
-        raise InvalidProblem("the model has no experts that transformers can switch")
+        raise InvalidProblem(
+            "the model has no experts that transformers can switch: pass a MoE model of transformers 5"
+        )
     if any(hasattr(module, FORMAT) or getattr(module, "_is_expert_parallel", False) for module in found):
-        raise InvalidProblem("the experts are quantised or spread over ranks already")
+        raise InvalidProblem(
+            "the experts are quantised or spread over ranks already: quantise a fresh model before that"
+        )
     return found
 
 
@@ -266,9 +276,9 @@ def _hold(experts: nn.Module, name: str, held: Quantized) -> None:
 
 
 def fp8_experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The forward pass of `FP8Experts`: activations are quantised for each product, as its other ones do.
+    """The forward pass of `FP8Experts`: activations are quantised for each product, as in its other implementations.
 
-    Their scales cover 128 of K where those of the weights are blocks, else a row. Weights of four bits multiply
+    Scales of activations cover 128 of K if those of the weights are blocks, else a row. Weights of four bits multiply
     bfloat16.
     """
     if experts.activation_scheme != "dynamic":

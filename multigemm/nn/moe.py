@@ -1,4 +1,4 @@
-"""A mixture of experts: router, sort by expert, two grouped GEMMs, weighted sum. Dropless.
+"""Mixture of experts: router, sort by expert, two grouped GEMMs, weighted sum. No token is dropped.
 
 Names and shapes of the weights are those of the MoE blocks of Hugging Face transformers
 (`gate.weight`, `experts.gate_up_proj`, `experts.down_proj`), so their state dicts load as they are.
@@ -34,7 +34,7 @@ PLAIN = ("relu", "gelu", "gelu_tanh", "silu")
 
 @run_while_tracing
 def _invariant_unless_told() -> bool:
-    """What MULTIGEMM_BATCH_INVARIANT says; a compiled graph keeps what it said at the first call."""
+    """The value of MULTIGEMM_BATCH_INVARIANT; a compiled graph keeps the value of the first call."""
     return settings().batch_invariant
 
 
@@ -43,7 +43,8 @@ FUSING = frozenset(("auto", "cupy", "triton"))
 
 
 def has_fast_fused_products(x: Tensor, backend: str) -> bool:
-    """Whether fused products of layers were measured for tokens like these."""
+    """Whether fused products were measured for these tokens: 16 bits, compute capability 9.0, a backend that has
+    them."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or not FUSING.issuperset(backend.split(",")):
         return False
     return _capability(x.get_device()) == (9, 0)
@@ -55,7 +56,7 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 class Experts(nn.Module):
-    """E feed-forward networks; each token passes through its top k and gets their weighted sum.
+    """E feed-forward networks. Each token passes through k of them and gets their weighted sum.
 
     Gated ("swiglu", "geglu", "geglu_tanh", "reglu", "glu"): `gate_up_proj` [E, 2*I, H] holds the gate in its first I
     rows, or where `glu_layout` says. Plain ("gelu", "gelu_tanh", "relu", "silu"): `up_proj` [E, I, H], the activation
@@ -170,7 +171,7 @@ class Experts(nn.Module):
         if self.mesh is not None:
             raise InvalidProblem("these experts are spread over a mesh: quantise them before")
         if self.weight_format is not None:
-            raise InvalidProblem(f"these experts hold {self.weight_format} already")
+            raise InvalidProblem(f"these experts hold {self.weight_format} already: quantise fresh ones")
         if self.fused:
             raise InvalidProblem("fused=True takes no quantised weights yet: make the experts without it")
         for name in (self.first, "down_proj"):
@@ -211,7 +212,7 @@ class Experts(nn.Module):
         return y if beside is None else y + beside()
 
     def _here(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The layer of one process."""
+        """The layer without a mesh."""
         fused = self.fused or (self.fused is None and self._own_gate and self._fuses(x))
         if fused or (self.weight_format is None and not self._own_gate):
             weights = self._weights()
@@ -227,8 +228,8 @@ class Experts(nn.Module):
         return self.network.in_steps(rows, ends, *self._weights(), *map(self._scales, (self.first, "down_proj")))
 
     def _fuses(self, x: Tensor) -> bool:
-        """Whether a layer that was not told is a fused one. By its gate, and neither by the number of tokens nor by
-        whether gradients are wanted, which shall not change its bits."""
+        """Whether a layer with fused=None runs fused. Decided by its gate alone: the number of tokens and wanted
+        gradients must not change its bits."""
         if self.weight_format is not None or torch.compiler.is_compiling():
             return False
         if not has_fast_fused_products(x, self.backend):
@@ -250,7 +251,7 @@ class Experts(nn.Module):
         return fused_parallel.run_fused(x, index, weights, held, self.network, self.mesh, self.chunks, beside)
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """The weights and biases, or this rank's part of them: over a mesh all of them are DTensors."""
+        """The weights and biases, or over a mesh, where all of them are DTensors, this rank's part."""
         held: Any = self._parameters  # an attribute of a module takes as long as a launch
         found: list[Any] = [held[name] if name in held else getattr(self, name) for name in self._names]
         if self.mesh is None:
@@ -359,7 +360,8 @@ class MoE(nn.Module):
         return logits, index, weights
 
     def _logits(self, x: Tensor) -> Tensor:
-        """The router; torch's product of a matrix chooses its kernel by the number of tokens."""
+        """The router's logits. With batch invariance by a grouped GEMM, because torch chooses a kernel by the number of
+        tokens."""
         experts = self.experts
         asked = experts.batch_invariant
         if not (_invariant_unless_told() if asked is None else asked):

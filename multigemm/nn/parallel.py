@@ -56,7 +56,8 @@ class ExpertParallel(ParallelStyle):
         same_on_all_ranks("the experts", {**shapes, "chunks": self.chunks, "fused": experts.fused}, group)
         if slices is not None and experts.intermediate_size % slices.size():
             raise InvalidProblem(
-                f"{experts.intermediate_size} intermediate features cannot be sliced evenly over {slices.size()} ranks"
+                f"{experts.intermediate_size} intermediate features cannot be sliced evenly over {slices.size()} "
+                "ranks: choose a mesh dimension that divides them"
             )
         for name, parameter in list(experts.named_parameters(recurse=False)):
             if not isinstance(parameter, DTensor):
@@ -68,9 +69,9 @@ class ExpertParallel(ParallelStyle):
 
 
 def _slice(experts: Experts, name: str) -> Any:
-    """How the second mesh dimension lies over a weight: along the intermediate features, wherever they are.
+    """How the second mesh dimension slices a weight: along the intermediate features.
 
-    A gated weight holds them twice, as two halves or in turns; each rank needs the same slice of both.
+    A gated weight holds them twice, as two halves or interleaved; each rank needs the same slice of both.
     """
     bias, stacked, layout = name.endswith("_bias"), experts.network.stacked, experts.network.glu_layout
     if name.startswith("down_proj"):

@@ -1,4 +1,4 @@
-"""The kernels of `cuda/fused_steps.cu` as host code, which the machine's C++ compiler makes of them."""
+"""The kernels of `planning/fused_steps.cu` as host code, which the machine's C++ compiler makes of them."""
 
 from __future__ import annotations
 
