@@ -356,7 +356,7 @@ def plain(model: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"backend": "cpu"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
 def test_the_loss_curve_is_that_of_a_plain_layer(options: dict[str, Any], model: Any, plain: Any) -> None:
     fused, (same, other) = model.curve(MoE, STEPS, fused=True, **options), plain
     assert fused[-1] < 0.6 * fused[0]
