@@ -17,6 +17,7 @@ from typing import Any
 from multigemm.errors import InvalidSetting
 
 PREFIX = "MULTIGEMM_"
+SWITCHES = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 
 
 def _default_cache_dir() -> Path:
@@ -58,19 +59,9 @@ class Settings:
 
 def _parse(name: str, kind: str, text: str) -> Any:
     if "bool" in kind:
-        known = {
-            "1": True,
-            "true": True,
-            "yes": True,
-            "on": True,
-            "0": False,
-            "false": False,
-            "no": False,
-            "off": False,
-        }
-        if text.lower() not in known:
+        if text.lower() not in SWITCHES:
             raise InvalidSetting(f"{name}={text!r} is not a switch: use 1 or 0")
-        return known[text.lower()]
+        return SWITCHES[text.lower()]
     if "tuple" in kind:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     try:

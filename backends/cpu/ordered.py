@@ -22,7 +22,7 @@ from multigemm.planning.operands import Operands
 from multigemm.problem.arrays import numpy_view
 
 AT_ONCE = 1 << 16
-"""Elements that NumPy adds to before it turns to the next k: they stay in the cache."""
+"""Elements to which NumPy adds before the next k, so that they stay in the cache."""
 PIECE, VECTOR = 1 << 14, 256
 """Elements that torch leaves to one thread, and a multiple of what its vectorized loops take in a step."""
 

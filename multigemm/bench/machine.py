@@ -24,8 +24,7 @@ from typing import Any
 import torch
 
 from multigemm.bench.operands import float32_precision
-from multigemm.bench.quantised import RECIPES
-from multigemm.bench.workloads import DTYPES, Rates
+from multigemm.bench.workloads import DTYPES, RECIPES, Rates
 from multigemm.errors import LibraryError, MultigemmError
 from multigemm.select.timing import measure
 
@@ -136,7 +135,8 @@ def describe(device: torch.device) -> dict[str, Any]:
 NVML = "libnvidia-ml.so.1"
 COUNTED_S, PATIENCE_S = 0.5, 5.0
 CHUNK_US = 8e3
-"""Of calls between two looks at the counter, which moves in steps of up to 100 ms. A look takes 4 ms (H200)."""
+"""Microseconds of calls between two readings of the counter, which moves in steps of up to 100 ms. A reading takes 4 ms
+(H200)."""
 
 
 class EnergyMeter:

@@ -29,20 +29,20 @@ from multigemm.errors import LibraryError, MultigemmError
 from multigemm.select.timing import CODE_BYTES, FLUSH_BYTES, Mode, Timing, describe, measure, other_code, overhead
 
 RESTLESS = 0.15
-"""Samples that disagree by more are taken again."""
+"""Samples that disagree by more than this are taken again."""
 SECOND_LOOKS = 2
 NEAR = 1.25
 """Configs within this factor of their backend's best, at a quick look, are measured carefully."""
 LATE = "not tried within the time"
 STRIKES = 3
-"""An entry that hung or crashed so often is left alone."""
+"""An entry that hung or crashed this often is not started again."""
 OVER_BUDGET = 2.5
-"""After so many budgets there is no second look."""
+"""After this many budgets there is no second look."""
 HURRIED = 0.25
-"""The part of the budget for a workload of a run that is behind its goal."""
+"""The fraction of the budget for a workload of a run that is behind its goal."""
 SAVE_EVERY_S = 1.5
 STAGE_EVERY_S = 4.0
-"""Of progress in a log."""
+"""Seconds between two progress lines in a log."""
 CPU_GOAL_S = 1.6
 """Seconds per workload on a CPU, which other processes may share: where these take longer, samples become fewer."""
 
@@ -137,7 +137,7 @@ class Data(Protocol):
         """Makes the output unlike any answer."""
 
     def reference(self) -> Truth:
-        """What a right result must satisfy."""
+        """The condition that a right result must satisfy."""
 
 
 @dataclass
@@ -240,7 +240,7 @@ class Runner:
             groups=case.groups,
             flops=case.flops,
             bytes=case.bytes,
-            floor_us=round(floor, 3),
+            floor_us=float(f"{floor:.6g}"),
             entry=entry.name,
             kind=entry.kind,
             status="failed",
@@ -275,7 +275,7 @@ class Runner:
             if not entry.checks:
                 return ready
             tensors.poison()
-            returned = ready.call()
+            result = ready.result(ready.call())
             self._synchronize()
         except Refused as refusal:
             row.status, row.reason = "refused", str(refusal)
@@ -284,7 +284,7 @@ class Runner:
             row.reason = describe(error)
             self._survived(row)
             return None
-        row.reason = truth.verdict(ready.result(returned))
+        row.reason = truth.verdict(result)
         return None if row.reason else ready
 
     def _given_up(self, entry: Entry) -> str:
@@ -444,8 +444,8 @@ class Runner:
             if row.us:
                 row.tflops = round(row.flops / row.us / 1e6, 4)
                 row.gbps = round(row.bytes / row.us / 1e3, 3)
-                row.of_floor = round(row.floor_us / row.us, 4)
-                row.of_dense = round(dense / row.us, 4) if dense else None
+                row.of_floor = float(f"{row.floor_us / row.us:.4g}")
+                row.of_dense = float(f"{dense / row.us:.4g}") if dense else None
 
     def _free(self) -> None:
         """Each workload begins with an allocator that holds nothing, so that two runs place its tensors alike.

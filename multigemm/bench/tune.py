@@ -27,12 +27,10 @@ from multigemm import interrupts
 from multigemm.bench import machine, reports
 from multigemm.bench.entries import available_backends, config_entries
 from multigemm.bench.processes import CONTEXT_LOST, Marker, as_child, supervise
-from multigemm.bench.quantised import RECIPES
 from multigemm.bench.reports import HOST_SIZES, Report, Row, by_case, digits, family
 from multigemm.bench.runner import LATE, DeviceLost, Options, Progress, Runner
-from multigemm.bench.selection import above_zero, add_selection, selected
-from multigemm.bench.suites import UNTUNED
-from multigemm.bench.workloads import DTYPES, Rates, Workload, geomean, parts
+from multigemm.bench.suites import UNTUNED, above_zero, add_selection, selected
+from multigemm.bench.workloads import DTYPES, RECIPES, Rates, Workload, geomean, parts
 from multigemm.errors import InvalidSetting
 from multigemm.fleet import default_device
 from multigemm.select import registry
@@ -98,7 +96,7 @@ def main(args: argparse.Namespace) -> int:
     backends, absent = tunable(parts(args.backends), device)
     if not backends:
         why = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
-        raise InvalidSetting(f"no backend that could be tuned is here ({why}); see `multigemm info`")
+        raise InvalidSetting(f"no backend that can be tuned is available ({why}); see `multigemm info`")
     cases = selected(args, device)
     if layers := [case.key for case in cases if case.form == "layer"]:
         raise InvalidSetting(f"{layers[0]} is a whole layer, whose products are tuned: --suite layer-products")
@@ -255,7 +253,8 @@ def kept_of(report: Report) -> list[Entry]:
 
 
 def from_reports(found: Sequence[Report]) -> list[Entry]:
-    """What reports of `multigemm bench` keep, which measured each backend with its own choice of config.
+    """The measurements to store from reports of `multigemm bench`, which measured each backend with its own choice of
+    config.
 
     No config is stored, so that the table decides between backends, and each backend's heuristic, which may have learnt
     since, between its configs. Workloads that show what `auto` does untuned do not count.
@@ -307,7 +306,7 @@ def _class_rows(report: Report) -> list[tuple[Row, str]]:
 
 
 def _winners(classes: dict[tuple[str, str], ClassResult], bind: bool) -> list[Entry]:
-    """What to keep of each class: each backend's winner with its mean time, and the failures.
+    """The entry to store for each class: each backend's winner with its mean time, and the failures.
 
     Unless `bind`, configs are left to the backends.
     """

@@ -34,7 +34,7 @@ from multigemm.cuda.driver import (
 from multigemm.torch_internals import current_device, current_raw_stream, is_capturing
 
 DEFAULT_SHARED = 48 * 1024
-"""Bytes of dynamic shared memory that a kernel may use without asking."""
+"""Bytes of dynamic shared memory that a kernel may use by default."""
 
 
 Launch = Callable[[], object]
@@ -137,8 +137,8 @@ class Kernel:
         """A launch with these arguments: one by one, or as `Fields` where the kernel takes 64-bit words only.
 
         `overlap`: the kernel waits by itself until the launch before it is over, so it may be started early. `fields`
-        follow the operands in device memory. `keep` lives as long as the launch: the workspaces, and no operand, which
-        whoever launches keeps alive. `on_capture` is called whenever a launch becomes part of a CUDA graph. `grid_for`
+        follow the operands in device memory. `keep` lives as long as the launch: the workspaces, but no operand, which
+        the caller keeps alive. `on_capture` is called whenever a launch becomes part of a CUDA graph. `grid_for`
         gives the grid for another number of tokens of a class (`spec.half_octave`), where nothing else but what
         `Tokens` and `CountedMaps` are depends on that number.
         """
@@ -187,7 +187,7 @@ class BoundKernel(MovableLaunch):
         self._fields, self._grid_for = fields, grid_for
         self._lent: torch.Tensor | None = None
         self.work_bytes = 0
-        """Bytes that whoever moves it lends it, at the address of `work`."""
+        """Bytes that a mover lends, at the address of `work`."""
         self._kernel, self._block, self.on_capture, self._keep = kernel, block, on_capture, keep
         self._call, self._handle, self.index = library().cuLaunchKernelEx, kernel.handle, kernel.index
         self._records = Records(config)
@@ -284,7 +284,7 @@ class LaunchSequence(_Steps, MovableLaunch):
         super().__init__(flat)
         devices = {step.index if isinstance(step, BoundKernel) else -1 for step in flat}
         self.index = devices.pop() if len(devices) == 1 else -1
-        """The device of them all; -1 where they have none in common, or are no kernels of this runtime."""
+        """The device of all launches; -1 if they have none in common, or some are no kernels of this runtime."""
         self._on_capture = [step.on_capture for step in flat if self.index >= 0 and step.on_capture is not None]
 
     def __call__(self) -> None:

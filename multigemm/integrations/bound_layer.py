@@ -37,19 +37,19 @@ from multigemm.settings import settings
 from multigemm.torch_internals import current_device, current_raw_stream, empty_cuda, is_capturing, only_result_wanted
 
 LINE = 256
-"""Bytes to which the parts of the memory between the launches are aligned, as the allocator's own are."""
+"""The alignment in bytes of the parts of the memory between the launches, equal to the allocator's."""
 FIXED_SETS = 8
-"""Sets of addresses that an allocator hands out in turn."""
+"""The number of sets of addresses that an allocator hands out in turn."""
 WORK = 8
-"""The place of the memory between the launches among the pieces of memory that launches point into: x, index, weights,
-up, down, their biases, the result, that memory, and nothing, at address 0."""
+"""The position of the memory between the launches among the pieces of memory that launches point into: x, index,
+weights, up, down, their biases, the result, that memory, and nothing, at address 0."""
 PIECES = 10
 Operands = Mapping[str, Tensor | None]
 """Tensors of a launch, by the names of `cuda.arguments.OPERANDS`."""
 Launches = list[tuple[Any, Operands]]
-"""Launches in turn, each with its operands."""
+"""Launches in order, each with its operands."""
 Views = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Dtypes and shapes of tensors that lie in one part of the memory, one when the other is no longer read."""
+"""Dtypes and shapes of tensors that use one part of the memory one after the other."""
 
 
 class Given(NamedTuple):

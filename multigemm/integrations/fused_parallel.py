@@ -58,12 +58,12 @@ from multigemm.problem.spec import bucket
 from multigemm.torch_internals import no_dynamo, pause_stream
 
 ROOM = 16
-"""The least number of rows or pairs that a piece has memory for; a larger one is a multiple of a power of two."""
+"""The smallest number of rows or pairs for which a piece has memory; larger numbers are multiples of a power of two."""
 WORD, LINE = 8, 128
 """Bytes to which experts and weights are aligned in a row that travels, and rows."""
 NO_EXPERT = 1 << 24
-"""Stands behind the last row of a piece for numbers of experts and for the bits of their weights: as a number it is
-more than there are experts, as bits it is a finite weight."""
+"""The value after the last row of a piece, in place of expert numbers and of the bits of their weights. As a number it
+exceeds the number of experts; as bits it is a finite weight."""
 
 
 def room_for(count: int) -> int:
@@ -120,7 +120,7 @@ def run_fused(
 
 @dataclass(frozen=True, slots=True)
 class Journeys:
-    """Who goes where.
+    """Which tokens travel to which ranks, in chunks, and where arriving rows lie.
 
     `send[c]` and `receive[c]`: how many rows of chunk c go to and come from each rank. `tokens` [sent rows] says which
     token each row is of, and `place` [chunks, ranks, tokens of a chunk] which row carries a token to a rank, -1 where

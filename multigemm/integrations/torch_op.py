@@ -117,7 +117,8 @@ def names(backend: str) -> Any:
 
 
 Missed = Callable[[tuple[Key | None, Key | None], tuple[Any, ...], dict[str, Any]], Any]
-"""Takes on what the launch cache does not serve: the keys to keep it by, what cuts its groups, tensors and options."""
+"""Handles a call that the launch cache does not serve, given its keys, the keyword that cuts its groups, tensors and
+options."""
 
 
 def remembered(missed: Missed, watched: Callable[[], bool]) -> Callable[..., Any]:

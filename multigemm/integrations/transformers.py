@@ -39,13 +39,14 @@ from multigemm.quantize import Format, Quantized, quantize
 NAME = "multigemm"
 SILU = (type(ACT2FN["silu"]),)
 FORMAT = "_multigemm_weight_format"
-"""What an experts module has beside quantised weights, whose scales are buffers `<name>_scale` and `<name>_zero`."""
+"""The attribute of an experts module that holds the format of quantised weights. Their scales are buffers
+`<name>_scale` and `<name>_zero`."""
 SWIGLU, STACKED_SWIGLU = Network(), Network(stacked=True)
 GATE = "_multigemm_gate"
-"""What a module's own gate was found to be: one of ours, or None."""
+"""The attribute of a module that holds its gate as one of this package's gates, or None."""
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 BLOCK = 128
-"""Of K, and of columns, that one number of `FP8Experts` covers."""
+"""The number of K, and of columns, that one scale of `FP8Experts` covers."""
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ class Experts(nn.Module):
         activation: a gated or a plain one.
         bias: whether the networks have biases.
         backend: a name, names joined by commas, or "auto".
-        batch_invariant: as in a problem: a token's result has the same bits whoever else is in the batch.
+        batch_invariant: as in a problem: a token's result has the same bits in any batch.
         glu_layout, glu_alpha, glu_beta, glu_limit: of a gate, as in a problem (docs/how-to/moe-keywords.md).
         stacked: weights are [E, in, out], as those of gpt-oss.
         fused: rows are picked, gated and summed inside the products, by a backend that takes these keywords; for

@@ -36,7 +36,7 @@ CUTS = {"jagged_m": 1, "jagged_n": 2, "masked": 3}
 THREADS, BLOCKS = 256, 16 * 132
 """Of a launch, at most: a block takes one row after another."""
 ALIGNED = 256
-"""Bytes to which the parts of the lent memory are aligned."""
+"""The alignment in bytes of the parts of the lent memory."""
 EIGHT = 8
 
 

@@ -59,15 +59,16 @@ from multigemm.torch_internals import (
 )
 
 ENTRIES = 4096
-"""A step of training makes six products in each layer, each with a layout of its own."""
+"""The largest number of entries. A training step makes six products in each layer, each with a layout of its own."""
 NOTHING_MORE = (0,) * (len(OPERANDS) - OPERANDS.index("scale_a"))
-"""Addresses of scales, of zero points and of what is fused, and of lent memory, of a call that has none of these."""
+"""The addresses of scales, zero points, fused operands and lent memory, for a call that has none of these."""
 WORKSPACE = 64 << 20
 """Bytes of device memory that all entries may own together; one entry a sixteenth of it."""
 _PREACT = QUANTISED_LENGTH + FUSED_OPERANDS.index("preact")
-"""The place of `preact_out` in a call."""
+"""The position of `preact_out` in a call."""
 BROKEN = -1
-"""Tokens of an entry of which nothing is known, since its resizing was interrupted; another one takes its place."""
+"""The token count of an entry whose resizing was interrupted, so that nothing is known of it. Another entry replaces
+it."""
 
 
 class _Entry(ABC):
@@ -94,7 +95,7 @@ class _Entry(ABC):
         self._grids = _grids(problem)
         self._settings = settings()  # its identity is part of the key
         self.workspace = 0
-        """Bytes of device memory that it owns."""
+        """The bytes of device memory that it owns."""
 
     def run(self, call: Call) -> Tensor | None:
         """Runs a call of this key and returns its result; None if the call needs the full path."""
@@ -386,7 +387,7 @@ class LaunchCache:
         self._bytes = 0
         self._lock = RLock()  # a finaliser that calls may run while it is held
         self.served = 0
-        """Calls that an entry has served, for tests."""
+        """The number of calls that an entry has served, for tests."""
 
     def recall(self, key: Key, call: Call) -> tuple[Tensor | None, Key | None]:
         """The result of a call if its key or its class has an entry; else None, and the key of the class."""

@@ -41,15 +41,15 @@ LONG_KS, MOST_N = (2048, 2880, 4096), 512
 DTYPES = ("bfloat16", "bfloat16", "bfloat16", "float16", "float16", "float32", "float32", "float32", "float64", "int8")
 MODES = ("normal", "normal", "cancel", "special", "tiny", "int")
 LIMITS = Limits(work=1 << 40, forms=("jagged_m",), dtypes=DTYPES, modes=MODES, longest=1024)
-"""Of kinds; sizes of groups do not count."""
+"""The limits of kinds; sizes of groups do not count."""
 FORMS = ("jagged_m", "per_group", "batched", "masked", "jagged_n", "jagged_k")
 WEIGHTS, MOST_ELEMENTS, MOST_DOWN, LISTED = 6, 1 << 23, 256, 20
 REFUSED_AT_ONCE = 20
-"""So many refusals before the first comparison, and a kind is left: the backend refuses its dtype."""
+"""After this many refusals before the first comparison a kind is left: the backend refuses its dtype."""
 AT_ONCE = 100
 """Comparisons that are made before the host waits for the device."""
 CONFIGS_OF_A_FORM = 2
-"""So many configs of a form are drawn for a kind, beside those that the backend chooses: compiling takes most of the
+"""The number of configs of a form that are drawn for a kind, besides the backend's choices. Compiling takes most of the
 time."""
 EXAMPLES = 20
 

@@ -46,12 +46,12 @@ BACKENDS = ("cublas", "triton", "cupy", "numba")
 LIBRARIES = ("cublas",)
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 BARRIERS = ("--num-cuda-barriers", "64")
-"""For each thread block. The tools find out by themselves for what nvcc has compiled only; of an mbarrier that they
-do not count they know nothing, and take what it orders for races."""
+"""The number of barriers of each thread block. The tools find it themselves only for code compiled by nvcc. They ignore
+an mbarrier that they do not count, and report races where it orders accesses."""
 OPTIONS = {"memcheck": ("--padding", "4096"), "racecheck": BARRIERS, "synccheck": BARRIERS}
 PROBLEMS = 20
 QUANTISED = 3
-"""One kind in so many has quantised operands."""
+"""One kind in this many has quantised operands."""
 TURNS = 3
 """As in docs/notes/proof.md, so that both find the same compiled kernels."""
 T = TypeVar("T")
