@@ -264,6 +264,8 @@ REASONS = {
 }
 FOR_FUSED = ("generic", "hopper", "hopper_gather", "gathered")
 """Kernels that take picked rows, gates, preact_out and row_scale."""
+TAKE_TURNS = ("hopper", "packed", "hopper_gather", "gathered")
+"""Kernels whose warpgroups may multiply a tile each (`pingpong`)."""
 FOR_QUANTISED = ("quantised", "hopper_fp8", "hopper_weights")
 """Kernels that take quantised operands, and no others."""
 
@@ -325,7 +327,9 @@ def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -
     broad = config.kernel == "hopper_fp8" and config.rows == 128 and trades_sides(spec)
     if config.columns != COLUMNS and not (config.columns == 192 and broad):
         return False
-    if config.kernel == "hopper_weights" and (config.pingpong or config.rows > most_weight_rows(spec)):
+    if config.kernel == "hopper_fp8" and config.step > 16:  # the widths of low tiles (consume_fp8.cuh)
+        return False
+    if config.kernel == "hopper_weights" and config.rows > most_weight_rows(spec):
         return False
     if capability != (9, 0) or config.kernel == "small_list":
         return capability == (9, 0) and config in SMALL_LISTS
@@ -375,7 +379,7 @@ def _runs_clusters(config: Config, plain: bool) -> bool:
     shifts = config.kernel == "hopper_shift_b"
     stages = config.weight_stages if shifts else config.stages
     least = 3 if config.rows > 128 and not shifts else 2
-    turns = not config.pingpong or (config.rows <= 192 and plain)
+    turns = not config.pingpong or (config.kernel in TAKE_TURNS and config.rows <= 192 and plain)
     known = config.rows in (64, 128, 192, 256) and config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64)
     return turns and known and stages >= least and config.shared_bytes(plain) <= SHARED_LIMIT
 

@@ -106,9 +106,10 @@ struct Shared {
     alignas(16) Tile tiles[SLOTS];
     Schedule schedule;
 };
-// Stages (1024-byte aligned), staging of results, and the struct above.
+// Stages (1024-byte aligned), staging of results, and the struct above; each kernel compares it with SHARED, or a layout of
+// its own.
 constexpr int SHARED_BYTES = RING_BYTES + CONSUMERS * STAGING_BYTES + (int)sizeof(Shared) + 1024;
-static_assert(SHARED_BYTES <= 232448, "more shared memory than a thread block may have");
+static_assert(SHARED <= 232448, "more shared memory than a thread block may have");
 
 // Bytes of a tile's stages. A lower tile's are smaller, so more of them are in flight: what a stage holds is multiplied
 // sooner, but the memory answers just as late. Not so where the memory bounds most tiles (low pieces, a long k): there
