@@ -83,7 +83,7 @@ from multigemm.backends.cupy.support import (
 from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
 from multigemm.planning.fused import products_spec
 from multigemm.planning.tiles import Number, TileCost, longest_time, typical_extent
-from multigemm.problem.spec import ProblemSpec
+from multigemm.problem.spec import HALVES, ProblemSpec
 
 # Fitted numbers, last changed on 2026-11-22: times in bfloat16 on an H100 or H200 (docs/notes/cupy-hopper.md).
 # `multigemm tune` times every config of a class of problems, which is how to fit them anew.
@@ -145,7 +145,6 @@ GENERIC_US = (11.0, 4.0)
 waits for memory each time."""
 CLEARLY = 0.8
 """Fraction of the other one's forecast below which a forecast is believed."""
-HALVES = (torch.float16, torch.bfloat16)
 TOTALS = (0, *(1 << i for i in range(21)))
 GROUPS = (*(1 << i for i in range(10)), MAX_GROUPS)
 """Numbers of tokens and groups for which kernels are compiled beforehand."""

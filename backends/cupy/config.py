@@ -90,27 +90,36 @@ class Config:
 
     def shared_bytes(self, plain: bool) -> int:
         """Dynamic shared memory of the Hopper kernel, and of the one that shifts its weights."""
-        line = CODE_LINE if self.kernel == "hopper_weights" else 128
-        weights = self.stages * self.columns * line
-        if self.kernel == "hopper_shift_b":
-            weights = self.weight_stages * ODD_WEIGHTS
         staging = 2 * (8192 if plain else 9216) * (1 if self.columns == COLUMNS else self.columns // 64)
-        return self.stages * self.rows * 128 + weights + staging + self._scales + self._bookkeeping
+        return self.ring_bytes + staging + self._scales + self._bookkeeping
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of all stages: 128 of k of each row, and as many, or fewer of codes, of each column."""
+        if self.kernel == "hopper_shift_b":
+            return self.stages * self.rows * 128 + self.weight_stages * ODD_WEIGHTS
+        line = CODE_LINE if self.kernel == "hopper_weights" else 128
+        return self.stages * (self.rows * 128 + self.columns * line)
 
     @property
     def _scales(self) -> int:
         """Bytes of the scales of stages, which are as many as there can be of the lowest tile (pipeline.cuh)."""
-        if self.kernel != "hopper_fp8":
-            return 0
-        places = self.stages * (self.rows + self.columns) // (self.columns + self.step) + 1
-        return places * (self.rows + self.columns) * 4
+        return self._places * (self.rows + self.columns) * 4 if self.kernel == "hopper_fp8" else 0
+
+    @property
+    def _places(self) -> int:
+        """Stages of the lowest tiles for which there is room (PLACES in pipeline.cuh)."""
+        return self.stages * (self.rows + self.columns) // (self.columns + self.step) + 1
 
     @property
     def _bookkeeping(self) -> int:
-        """Bytes of the schedule, of tiles and barriers."""
+        """Bytes of the schedule, of tiles, barriers, and what alignment may cost (Shared in pipeline.cuh)."""
         picked = 4 * self.rows if self.kernel == "hopper_gather" else 0
-        more = 256 if self.kernel == "hopper_weights" else picked  # of more stages, which are smaller
-        return 16 * self.groups_at_most + 1024 + 768 + more
+        loaders = 3 if self.kernel in ("hopper_gather", "hopper_fp8") else 2
+        tiles = max(768, 376 + (16 + 4 * loaders) * self._places)
+        if self.kernel == "hopper_weights":  # whose stages are smaller
+            tiles = 1024
+        return 16 * self.groups_at_most + 1024 + tiles + picked
 
     @property
     def weight_stages(self) -> int:

@@ -34,11 +34,6 @@ def source(spec: ProblemSpec, config: Config) -> Source:
     return Source("generic.cu", "generic", defines, generic_bytes(spec, config.tile))
 
 
-def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
-    """All kernels that the spec's problems may launch under this config."""
-    return (source(spec, config),)
-
-
 class ResidentBlocks:
     """How a kernel is launched whose resident thread blocks take one tile after another, all tiles squares."""
 

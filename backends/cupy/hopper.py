@@ -122,11 +122,6 @@ def _fused_defines(fused: FusedLayout | None) -> tuple[tuple[str, int], ...]:
     )  # fmt: skip
 
 
-def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
-    """All kernels that the spec's problems may launch under this config."""
-    return (source(spec, config),)
-
-
 class Layout(NamedTuple):
     """What a kernel is compiled for besides its config."""
 

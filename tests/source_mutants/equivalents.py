@@ -91,7 +91,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
       for more in ("rows + STEP", "rows + STEP + 1")),
     ("announce.cuh", "s.schedule.total <= clusters", "s.schedule.total < clusters",
      "the counter is asked, and answers that no tile is left"),
-    ("hopper.cu", "i < (X_K && !GATHER ? 16 : 1)", "i <= (X_K && !GATHER ? 16 : 1)", "a prefetch changes no result"),
+    ("announce.cuh", "i < (X_K && !GATHER ? 16 : 1)", "i <= (X_K && !GATHER ? 16 : 1)", "a prefetch changes no result"),
     ("schedule.cuh", "if (rows <= most)", "if (rows < most)", "one piece of as many rows either way"),
     ("schedule.cuh", "rows <= height ? rows > 0", "rows < height ? rows > 0", "one piece either way"),
     *(("schedule.cuh", "(e.cols + columns - 1)", f"({more})", "a tile behind the last column, which stores nothing")

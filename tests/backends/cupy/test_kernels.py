@@ -400,6 +400,7 @@ EDGES = [
     pytest.param("hopper", spec(activation="silu"), id="any-epilogue"),
     pytest.param("hopper_gather", replace(spec(b="col"), fused=FusedSpec(a_rows=torch.int32)), id="picked rows"),
     pytest.param("hopper_shift_b", with_odd_lines(spec(), "b"), id="shifted weights"),
+    pytest.param("hopper_shift_b", with_odd_lines(spec(b="col"), "b"), id="shifted weights along k"),
     pytest.param("hopper_fp8", float8_by_blocks(), id="float8"),
     pytest.param("hopper_fp8", float8_by_blocks(out=OperandSpec(torch.float32)), id="float8, any-epilogue"),
     pytest.param("hopper_weights", mxfp4_weights(), id="weights"),

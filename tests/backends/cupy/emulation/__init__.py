@@ -131,6 +131,7 @@ BODIES = {
         "void wait_for_other(int half)": "named_sync(5 + half, 256);",
         "void clear(float (&d)[COUNT])": "for (float& x : d) x = 0;",
         "void clear(int (&d)[COUNT])": "for (int& x : d) x = 0;",
+        "void settle(float (&d)[COUNT], int count)": "",
     },
     "turned_weights.cuh": {
         "void load_pair(u32& low, u32& high, u32 address)": (
@@ -140,7 +141,6 @@ BODIES = {
     },
     "consume_fp8.cuh": {
         "float4 load_shared_scales(u32 address)": "return load_shared_as<float4>(address);",
-        "void settle(float (&d)[COUNT], int count)": "",
     },
     "few_rows.cuh": {"void sync_both()": "named_sync(7, 256);"},
     "gated.cuh": {
@@ -157,14 +157,10 @@ BODIES = {
             "const float* const of = numbers_of_codes[0];"
             " return f16_of(of[codes & 255]) | f16_of(of[codes >> 8 & 255]) << 16;"
         ),
-        "u32 load_shared_half(u32 address)": "return load_shared_as<u16>(address);",
         "void keep_in_register(u32& v)": "",
         "void keep_in_register(i64& v)": "",
     },
-    "hopper_weights.cu": {"void settle(float (&d)[COUNT])": ""},
     "hopper_shift_b.cu": {
-        "u32 load_word(u32 address)": "return load_shared_as<u32>(address);",
-        "u32 load_half(u32 address)": "return load_shared_as<u16>(address);",
         "void keep_in_registers(u32& a, u32& b, u32& c)": "",
     },
     "hopper_fp8.cu": {
