@@ -43,7 +43,8 @@ _IN_PLACE: dict[Activation, Callable[[Tensor], object]] = {
     "relu": torch.relu_, "silu": torch.ops.aten.silu_, "gelu": _gelu, "gelu_tanh": _gelu_tanh
 }  # fmt: skip
 _PER_THREAD = 1 << 16
-"""Elements that one thread takes at once: several passes over 256 KiB stay in its cache, which doubles their speed."""
+"""Elements that one thread handles at once: several passes over 256 KiB stay in its cache, which doubles their
+speed."""
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
@@ -58,18 +59,18 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 
 
 PICKS = frozenset(("a_rows", "b_rows"))
-"""What changes the operands alone."""
+"""The fused keywords that change only the operands."""
 
 
 def is_plain(spec: ProblemSpec) -> bool:
-    """Whether the product itself is the answer, up to rounding."""
+    """Whether the product itself is the result, except for rounding."""
     if spec.fused is not None and not set(spec.fused.keywords) <= PICKS:
         return False
     return spec.alpha == "one" and spec.c is None and spec.bias is None and spec.activation is None
 
 
 def finish(acc: Tensor, spec: ProblemSpec, alpha: float, beta: float, c: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Scales, adds and activates in the accumulator's precision, in place; `bias` must broadcast."""
+    """Scales, adds and activates in place, in the accumulator's precision. `bias` must broadcast."""
     integer = acc.dtype == torch.int32
     if spec.alpha == "any":
         acc.mul_(_wrapped(alpha) if integer else alpha)
@@ -108,7 +109,7 @@ Finisher = Callable[[Sizes], None]
 
 
 def accumulator(product: Tensor, integer: bool) -> Tensor:
-    """Products of int8 come as exact floats; their sums wrap as int32 does."""
+    """Converts products of int8, which come as exact floats, to int32 sums, which wrap."""
     if not integer:
         return product
     return (product.to(torch.int64) if product.dtype == torch.float64 else product).to(torch.int32)
@@ -177,7 +178,7 @@ def _finish_masked(ops: Operands, target: Tensor) -> Finisher:
 
 
 def finisher(ops: Operands, target: Tensor | list[Tensor]) -> Finisher:
-    """What turns the products in `target` into `ops.out`."""
+    """The function that turns the products in `target` into `ops.out`."""
     if isinstance(target, list):
         return _finish_list(ops, target)
     if ops.spec.form == "masked":

@@ -1,4 +1,4 @@
-"""Spec and config to a launch: reads the sizes, forms the products, finishes and stores them."""
+"""Plans and launches: reads the sizes, computes the products, applies the epilogue and stores."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MAGNITUDE, _INFINITY = 0x7FFF, 0x7F80
 
 
 def _matmul32(a: Tensor, b: Tensor) -> Tensor:
-    """Through NumPy, which knows nothing of the precision that torch's float32 products may be lowered to."""
+    """A float32 product by NumPy, which does not obey torch's switches of lower precision."""
     out = torch.empty((a.shape[0], b.shape[1]), dtype=torch.float32, device="cpu")
     with np.errstate(all="ignore"):
         np.matmul(numpy_view(a.contiguous()), numpy_view(b.contiguous()), out=out.numpy())
@@ -59,7 +59,8 @@ def product(a: Tensor, b: Tensor, acc: torch.dtype) -> Tensor:
 
 
 def bind_loop(ops: Operands, ordered: bool = False) -> Launch:
-    """Right for every strided, empty or overlapping corner; `ordered`: with bits that no neighbour of a row changes."""
+    """The loop over groups, right for every strided, empty or overlapping operand. `ordered`: a row's bits do not
+    depend on its neighbours."""
     spec, sizes = ops.spec, Sizes(ops)
     quantised = QuantisedProducts(ops) if spec.quantised else None
 
@@ -91,7 +92,7 @@ def _each(operand: Any) -> list[Tensor]:
 
 
 def _product_dtype(ops: Operands, native: bool) -> torch.dtype:
-    """What the operands are widened to, exactly: torch's product has the dtype of its operands."""
+    """The dtype to which the operands are widened exactly, because torch's product has its operands' dtype."""
     spec = ops.spec
     if native:
         return spec.compute
@@ -102,13 +103,13 @@ def _product_dtype(ops: Operands, native: bool) -> torch.dtype:
 
 
 def _exact_float32() -> bool:
-    """Whether torch's float32 products are that: a global switch may turn them into bfloat16 ones."""
+    """Whether torch's float32 products are exact float32: a global switch may turn them into bfloat16 ones."""
     mkldnn: Any = torch.backends.mkldnn
     return mkldnn.matmul.fp32_precision in ("none", "ieee")
 
 
 def _finite_heads(a: Tensor) -> bool:
-    """Whether no row of A (a matrix or a stack) starts with an infinity or a NaN that the row above could read."""
+    """Whether no row of A (a matrix or a stack) starts with an infinity or a NaN that the row before could read."""
     width = min(a.shape[-1], -a.shape[-1] % STEP)
     bits = a.view(torch.int16)[..., :width]
     return not bits.numel() or int((bits & _MAGNITUDE).max()) < _INFINITY
@@ -173,7 +174,7 @@ class ProductLaunch:
         return work
 
     def _apart(self, a: Tensor) -> Tensor:
-        """A, whose rows read nothing but other rows of A."""
+        """A in a layout in which a product reads nothing but rows of A."""
         apart = not reads_into_next_row(a) or a.is_contiguous() or a.stride(-2) == 1
         return a if apart else self._copy_of(a, a.dtype)
 

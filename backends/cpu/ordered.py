@@ -22,13 +22,13 @@ from multigemm.planning.operands import Operands
 from multigemm.problem.arrays import numpy_view
 
 AT_ONCE = 1 << 16
-"""Elements that NumPy adds to before it turns to the next k: they stay in the cache."""
+"""Elements to which NumPy adds before the next k, so that they stay in the cache."""
 PIECE, VECTOR = 1 << 14, 256
 """Elements that torch leaves to one thread, and a multiple of what its vectorized loops take in a step."""
 
 
 def ordered_product(a: Tensor, b: Tensor, acc: torch.dtype) -> Tensor:
-    """a @ b in the accumulator's precision, in a fresh tensor; each element is summed in the order of k."""
+    """a @ b in the accumulator's precision, in a fresh tensor, with each element summed in the order of k."""
     out = torch.zeros((a.shape[0], b.shape[1]), dtype=acc, device="cpu")
     left, right, sums = numpy_view(a.to(acc)), numpy_view(b.to(acc).contiguous()), out.numpy()
     height = max(1, AT_ONCE // max(1, b.shape[1]))
@@ -43,7 +43,7 @@ def ordered_product(a: Tensor, b: Tensor, acc: torch.dtype) -> Tensor:
 
 
 def finish_in_pieces(acc: Tensor, group: Group, ops: Operands) -> None:
-    """The epilogue of one product, whose elements are all computed by the same code wherever they lie."""
+    """The epilogue of one product, with every element computed by the same code wherever it lies."""
     c, bias = group.c, group.bias
     old = None if c is None else c.to(acc.dtype)
     added = None if bias is None else bias.to(acc.dtype).expand(acc.shape)
@@ -55,7 +55,8 @@ def finish_in_pieces(acc: Tensor, group: Group, ops: Operands) -> None:
 
 
 def in_pieces(function: Callable[..., Tensor], dtype: torch.dtype, first: Tensor, *more: Tensor | None) -> Tensor:
-    """An element-wise function of tensors of one shape, rounded to `dtype`; an element's bits do not depend on others.
+    """An element-wise function of tensors of one shape, rounded to `dtype`. An element's bits do not depend on
+    others.
 
     The function may overwrite its arguments.
     """
@@ -72,7 +73,7 @@ def in_pieces(function: Callable[..., Tensor], dtype: torch.dtype, first: Tensor
 
 
 def _padded(x: Tensor) -> Tensor:
-    """All elements one after the other, and zeros up to whole vectors."""
+    """All elements in one line, padded with zeros to whole vectors."""
     made = torch.zeros(-(-x.numel() // VECTOR) * VECTOR, dtype=x.dtype, device="cpu")
     made[: x.numel()].view(x.shape).copy_(x)
     return made

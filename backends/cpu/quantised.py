@@ -1,6 +1,6 @@
-"""Products of quantised operands: some K at a time, in float64, where every element times its scale is exact.
+"""Products of quantised operands: blocks of K in float64, in which every element times its scale is exact.
 
-float32 would be twice as fast, but an element times its scale can be beyond its range where the product is not.
+float32 would be twice as fast, but an element times its scale can overflow float32 where the product does not.
 """
 
 from __future__ import annotations

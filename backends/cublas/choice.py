@@ -1,4 +1,4 @@
-"""Which configs are valid for a spec on a device, the best guess first; and which variant runs where sizes are known.
+"""Lists the valid configs of a spec, the best guess first, and chooses the variant once sizes are known.
 
 Equal products go in one batched call. For unequal ones three estimates are compared, in microseconds:
 
@@ -32,43 +32,43 @@ from multigemm.planning.fused_steps import product_spec, taken_in_steps
 from multigemm.problem.spec import ProblemSpec
 
 # Fitted numbers, last changed on 2026-11-21: bfloat16 and float32 on an H100 (33 cases of mixtures of experts) and an
-# H200 (20 of other models; it has the same processors). `python benchmarks/cublas.py` times every variant of such
-# cases, which is how to fit them anew; docs/notes/cublas.md has its tables.
+# H200 (20 of other models; it has the same processors). `multigemm bench --suite moe,wgrad --backends cublas --configs
+# 12` times every variant of such cases, which is how to fit them anew; docs/notes/cublas.md has tables.
 
 TILES = np.array([(64, 128), (128, 128), (64, 256), (128, 256), (256, 128), (192, 128)], dtype=np.float64).T[:, :, None]
 """Rows and columns of the tiles among which the library picks for a single product."""
 BYTES_PER_US = 2.9e6
 FLOPS_PER_US = {torch.float64: 50e6, torch.float32: 45e6, torch.int8: 700e6}
 TENSOR_FLOPS_PER_US = 742e6
-"""Of 16-bit products."""
+"""The floating-point operations per microsecond of 16-bit products."""
 TF32_FLOPS_PER_US = 350e6
 CALL_US = 3.6
-"""What a call on a stream costs beyond its work."""
+"""Microseconds of a call on a stream besides its work."""
 STREAMS_US = 10.0
-"""What forking to streams and joining them costs."""
+"""Microseconds of forking to streams and joining them."""
 GROUPED_MM_US = 19.5
-"""What torch's grouped_mm costs on nothing."""
+"""Microseconds of torch's grouped_mm without work."""
 GROUPED_US = 9.0
-"""What cublasGemmGroupedBatchedEx costs on nothing."""
+"""Microseconds of cublasGemmGroupedBatchedEx without work."""
 MEMBER_US = 0.025
-"""What that call costs for each product."""
+"""Microseconds of that call for each product."""
 LARGE_TILE = 128, 256, 11.6, 11.6, 1.0
 SMALL_TILE = 64, 128, 4.45, 3.5, 0.8
 """grouped_mm's tiles: rows, columns, nanoseconds per step of K among others and alone, microseconds per tile."""
 GROUPED_TILE = 128, 64
 """Columns and rows of the grouped call's tile."""
 GROUPED_TILE_US = 1.5
-"""What the grouped call's tile costs beyond its steps of K."""
+"""Microseconds of the grouped call's tile besides its steps of K."""
 GROUPED_SLOWDOWN = 2.37
-"""How many times as long as a single product's the grouped call's products of 16 bits take."""
+"""The time of the grouped call's products of 16 bits, relative to a single product's."""
 GROUPED_SLOWDOWN_WIDE = 1.2
-"""The same of wider types."""
+"""The time of the grouped call's products of wider types, relative to a single product's."""
 GROUPED_TRANSPOSED = 1.09
-"""How many times as long its products of transposed weights take."""
+"""The relative time of the grouped call's products of transposed weights."""
 HOST_US = 10.0
-"""What each call of many small products takes at least, of the host's time."""
+"""The host's microseconds for each call, the least time of each of many small products."""
 MOST_APART = 8
-"""Calls that a graph holds instead of a grouped one."""
+"""The largest number of separate calls that a graph holds instead of a grouped one."""
 FEW_ROWS = 16
 """Rows up to which all of a product's time is spent on reading its weights."""
 LONG_ROWS = 2048
@@ -94,7 +94,7 @@ def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
 
 
 def problem_with(config: Config, spec: ProblemSpec, device: torch.device) -> str:
-    """Why a config, which may be given by hand, cannot run a supported spec; '' if it can."""
+    """Why a config, which a user may have given, cannot run a supported spec; "" if it can."""
     if config.variant not in VARIANTS:
         return f"variant {config.variant!r} is unknown: use one of {', '.join(VARIANTS)}"
     if (config.variant == "streams") != (config.streams > 0):
@@ -107,7 +107,7 @@ def problem_with(config: Config, spec: ProblemSpec, device: torch.device) -> str
 
 
 def why(spec: ProblemSpec, config: Config, syncs: bool, grouped_mm: bool) -> str:
-    """What a plan says of its calls before any size is known; `grouped_mm` if they may be that."""
+    """The calls of a plan as text, before sizes are known; `grouped_mm` if they may be that."""
     parts = []
     if config.variant == "auto":
         parts.append("the calls are chosen per problem, by its sizes")
@@ -134,7 +134,7 @@ Column = npt.NDArray[np.float64]
 
 
 class Work:
-    """Extents of products as columns, one number for each product, and what their spec says of rate and bytes."""
+    """The extents of products as columns with one number per product, and the rate and bytes of their spec."""
 
     __slots__ = ("count", "equal", "first", "itemsize", "k", "longest", "m", "n", "rate", "traffic", "transposed")
 
@@ -149,18 +149,18 @@ class Work:
 
 
 def work_of(spec: ProblemSpec, products: Products) -> Work | None:
-    """The work of products; None if there are fewer than two."""
+    """The work of products; None for fewer than two."""
     return Work(spec, products) if len(products.kinds) > 1 else None
 
 
 def able(spec: ProblemSpec, device: torch.device, written: torch.dtype) -> tuple[bool, bool]:
-    """Whether a problem of the spec may go by the library's grouped call, and by torch's grouped_mm."""
+    """Whether the spec allows the library's grouped call, and whether it allows torch's grouped_mm."""
     grouped = not grouped_reasons(spec) and (spec.compute not in SIXTEEN_BIT or written is spec.compute)
     return grouped, not grouped_mm_reasons(spec, device)
 
 
 def choose(spec: ProblemSpec, work: Work | None, grouped: bool, grouped_mm: bool) -> Config:
-    """The variant expected to be fastest for these products; the flags are those of `able`."""
+    """The variant expected to be fastest for these products. The flags are those of `able`."""
     if work is None:
         return Config("loop")
     if work.equal:
@@ -174,16 +174,16 @@ def choose(spec: ProblemSpec, work: Work | None, grouped: bool, grouped_mm: bool
 
 
 def apart_in_a_graph(spec: ProblemSpec, products: Products) -> bool:
-    """Whether a CUDA graph should hold one call per product where the grouped call is chosen otherwise.
+    """Whether a CUDA graph should hold one call per product although the grouped call was chosen.
 
-    There, calls cost the host nothing, and the library's best kernel for each makes up for their number.
+    In a graph calls cost the host nothing, and the library's best kernel for each product outweighs their number.
     """
     work = work_of(spec, products) if len(products) <= MOST_APART else None
     return work is not None and separately(work) - STREAMS_US < by_grouped(work)
 
 
 def _together(work: Any, traffic: Any, power: int) -> Any:
-    """The larger of both or more: neither hides the other wholly."""
+    """The time of overlapping work: at least the larger part, and more, because neither hides the other completely."""
     return (work**power + traffic**power) ** (1 / power)
 
 
@@ -192,12 +192,12 @@ def _tiles(extents: Column, tile: int) -> Column:
 
 
 def slow_to_read(s: Shape) -> bool:
-    """Whether the weights of this product are transposed, and all its time is spent on reading them."""
+    """Whether a product's weights are transposed and reading them takes all of its time."""
     return s.n <= FEW_ROWS and s.op_first == TRANSPOSE
 
 
 def separately(work: Work) -> float:
-    """One call per product, on several streams."""
+    """The time of one call per product, on several streams."""
     rows, columns = TILES
     area = (np.ceil(work.m / columns) * columns * (np.ceil(work.n / rows) * rows)).min(axis=0)
     slow = (work.n <= 2 * FEW_ROWS) & (work.m <= NARROW)
@@ -207,7 +207,7 @@ def separately(work: Work) -> float:
 
 
 def by_grouped_mm(spec: ProblemSpec, work: Work) -> float:
-    """torch's grouped_mm. The result lies by rows, so a product's n counts its rows."""
+    """The time of torch's grouped_mm. The result is row-major, so a product's n counts its rows."""
     average = work.n.sum() // spec.groups if spec.form == "jagged_m" else work.n[0]
     small = average <= 128 or work.m[0] <= 128
     rows, cols, step, alone, each = SMALL_TILE if small else LARGE_TILE
@@ -218,7 +218,7 @@ def by_grouped_mm(spec: ProblemSpec, work: Work) -> float:
 
 
 def by_grouped(work: Work) -> float:
-    """cublasGemmGroupedBatchedEx."""
+    """The time of cublasGemmGroupedBatchedEx."""
     rate = work.rate / (GROUPED_SLOWDOWN if work.itemsize == 2 else GROUPED_SLOWDOWN_WIDE)
     cols, rows = GROUPED_TILE
     step = 2.0 * cols * rows * PROCESSORS / rate * (GROUPED_TRANSPOSED if work.transposed[0] else 1.0)

@@ -1,10 +1,10 @@
-"""Tensors for a workload, and whether a result of them is right: a time is only worth something next to a right answer.
+"""The tensors of a workload, and the check of a result of them.
 
-Data is random and never zero: zeros draw less power and let a GPU run up to a fifth faster than it ever will.
+Data are random and never zero: zeros draw less power and let a GPU run up to a fifth faster than on real data.
 
-The reference is a float32 loop in torch on the same device, fast enough to check every case of every run. Its bound is
+The reference is a float32 loop in torch on the same device, fast enough to check every case of every run. The bound is
 per element: K * 2^-24 * |A||B| for the order of a float32 sum, plus the rounding of the output dtype. The exhaustive
-float64 bound lives in `multigemm.reference`; this one is for problems of 10^12 operations.
+float64 bound is in `multigemm.reference`; this one is for problems of 10^12 operations.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from multigemm.bench import quantised
-from multigemm.bench.workloads import Workload
+from multigemm import quantize
+from multigemm.bench.workloads import E8M0, RECIPES, Recipe, Workload
 from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.problem.scales import Scale, as_bytes
+from multigemm.problem.spec import BYTE_FORMATS
 from multigemm.reference.verify import Answer, answer, judge
 
 Matrices = Tensor | list[Tensor]
@@ -32,9 +34,9 @@ UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-2
 
 @dataclass
 class Tensors:
-    """The data of one workload. Lists where the form is a list; `offsets` [G+1] int32 on the device.
+    """The data of one workload. Lists if the form is a list; `offsets` [G+1] int32 on the device.
 
-    `own` is the problem that a user brought, whose result goes to `out` as well.
+    `own` is a user's problem, whose result also goes to `out`.
     """
 
     workload: Workload
@@ -47,10 +49,20 @@ class Tensors:
     host_offsets: npt.NDArray[np.int64] | None
     own: GroupedGemmProblem | None = None
 
+    def poison(self) -> None:
+        """Overwrites the output with values unlike any answer, so that a kernel that writes nothing is detected."""
+        for out in self.out if isinstance(self.out, list) else [self.out]:
+            out.fill_(float("nan") if out.dtype.is_floating_point else POISON_INT)
+
+    def reference(self) -> Truth:
+        """The expected answer with its per-element bounds."""
+        return _reference(self)
+
 
 @dataclass
 class _Maker:
-    """Draws matrices of one dtype from one seeded source."""
+    """Draws matrices of one dtype, or quantised ones, from one seeded source. Quantised elements are drawn, not
+    quantised: normal numbers in float8, any code of 4 bits, and scales between 0.5 and 1.5."""
 
     workload: Workload
     device: torch.device
@@ -81,9 +93,33 @@ class _Maker:
         poison = float("nan") if dtype.is_floating_point else POISON_INT
         return torch.full(shape, poison, dtype=dtype, device=self.device)
 
+    def codes(self, format: str, *shape: int) -> Tensor:
+        """Codes of a format [.., lines, K], with half as many bytes along K if one holds two; bfloat16 for ""."""
+        if format in BYTE_FORMATS or format == "int8":
+            shape = (*shape[:-1], shape[-1] // 2) if format in BYTE_FORMATS else shape
+            codes = torch.empty(shape, dtype=torch.uint8, device=self.device)
+            if self.drawn:
+                codes = codes.random_(0, 256, generator=self.source)
+            return codes.view(torch.int8) if format == "int8" else codes
+        values = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
+        if self.drawn:
+            values = values.normal_(generator=self.source)
+        return values.to(quantize.FLOATS[format]) if format else values
+
+    def scale(self, recipe: Recipe, *shape: int, tokens: bool = False) -> Tensor:
+        """Scales [.., lines, entries along K]; scales of `tokens` are contiguous along the lines."""
+        memory = (*shape[:-2], shape[-1], shape[-2]) if tokens else shape
+        numbers = torch.ones(memory, device=self.device)
+        if self.drawn:
+            numbers = numbers.uniform_(0.5, 1.5, generator=self.source)
+        if recipe.scale is E8M0:
+            numbers = torch.exp2(numbers.log2().round()).to(E8M0)
+        return numbers.mT if tokens else numbers
+
 
 def make(workload: Workload, device: torch.device | str, drawn: bool = True) -> Tensors:
-    """Seeded random tensors of a workload on a device; `out` starts poisoned. Unless `drawn`, nobody writes them."""
+    """Makes seeded random tensors of a workload on a device; `out` is poisoned. With `drawn` False the operands are
+    left uninitialised."""
     where = torch.device(device)
     maker = _Maker(workload, where, torch.Generator(where).manual_seed(workload.seed + 1), drawn)
     if workload.recipe is not None:
@@ -91,21 +127,20 @@ def make(workload: Workload, device: torch.device | str, drawn: bool = True) -> 
     return _make_list(workload, maker) if workload.products else _make_packed(workload, maker)
 
 
-def _make_quantised(workload: Workload, maker: _Maker, recipe: quantised.Recipe) -> Tensors:
-    """Operands with scales, as the problem of a user."""
+def _make_quantised(workload: Workload, maker: _Maker, recipe: Recipe) -> Tensors:
+    """Quantised operands with scales, as a problem."""
     w, total = workload, int(workload.sizes.sum())
     out = maker.empty(*((total, w.n) if w.form == "jagged_m" else (w.groups, w.m, w.n)))
     offsets, valid, host = _cuts(w, maker.device)
     cut: dict[str, Any] = {"valid_rows": valid} if valid is not None else {}
     if offsets is not None:
         cut = {"offsets": offsets, "jagged": w.form[-1]}
-    source = quantised.Source(recipe, maker.device, maker.source, maker.drawn)
-    given = quantised.problem(w, source, out, cut)
+    given = _scaled_problem(w, maker, recipe, out, cut)
     return Tensors(w, given.a, given.b, out, None, offsets, valid, host, given)
 
 
 def _cuts(w: Workload, device: torch.device) -> tuple[Tensor | None, Tensor | None, npt.NDArray[np.int64] | None]:
-    """Offsets and valid rows on the device, offsets on the host; None where the form has none."""
+    """Offsets and valid rows on the device, and offsets on the host; None for those that the form lacks."""
     if w.form.startswith("jagged"):
         host = np.concatenate([[0], np.cumsum(w.sizes)]).astype(np.int64)
         return torch.tensor(host, dtype=torch.int32, device=device), None, host
@@ -131,8 +166,8 @@ def _make_packed(workload: Workload, maker: _Maker) -> Tensors:
 
 
 def _make_list(workload: Workload, maker: _Maker) -> Tensors:
-    """A list of tensors. Equal products are members of one tensor, as who batches them has them; else a list of them
-    would cost some libraries a table of addresses, and layouts be compared instead of kernels."""
+    """A list of tensors. Equal products are members of one tensor, as programs that batch them have them. As separate
+    tensors they would cost some libraries a table of addresses, and layouts would be compared instead of kernels."""
     w, count = workload, len(workload.products)
     together = len(set(w.products)) == 1 and not w.shared_b
     if together:
@@ -149,31 +184,25 @@ def _make_list(workload: Workload, maker: _Maker) -> Tensors:
     return Tensors(w, a, b, out, bias, None, None, None)
 
 
-def poison(tensors: Tensors) -> None:
-    """Makes the output unlike any answer, so that a kernel which writes nothing is found out."""
-    for out in tensors.out if isinstance(tensors.out, list) else [tensors.out]:
-        out.fill_(float("nan") if out.dtype.is_floating_point else POISON_INT)
-
-
 # --- is a result right? ---------------------------------------------------------------------------
 
 
 class Truth(Protocol):
-    """What a right result of some tensors must satisfy, computed once and compared many times."""
+    """A condition that a right result must satisfy, computed once for all entries."""
 
     def verdict(self, out: Matrices) -> str: ...
 
 
 @dataclass
 class Reference:
-    """Expected groups and their bounds."""
+    """The expected groups and their bounds."""
 
     tensors: Tensors
     expected: list[Tensor]
     bounds: list[Tensor]
 
     def verdict(self, out: Matrices) -> str:
-        """Empty when every element lies within its bound, else the worst group in words."""
+        """Describes the worst group; "" if every element is within its bound."""
         groups = list(zip(group_outputs(self.tensors, out), self.expected, self.bounds, strict=True))
         counts = [(~((got.to(want.dtype) - want).abs() <= bound)).sum() for got, want, bound in groups]
         wrong = torch.stack(counts).tolist() if counts else []  # NaN is wrong too; one read for all groups
@@ -194,7 +223,7 @@ class Reference:
 
 
 def is_plain(problem: GroupedGemmProblem) -> bool:
-    """Whether a problem is products alone, in and of one dtype, its groups from the first row on: peers run these."""
+    """Whether a problem is only products in one dtype whose groups start at the first row: peers run such problems."""
     spec, dtype = problem.spec, problem.spec.a.dtype
     result = torch.int32 if dtype == torch.int8 else dtype
     follows = problem.c is not None or problem.bias is not None or problem.activation is not None
@@ -217,7 +246,7 @@ def group_outputs(tensors: Tensors, out: Matrices) -> list[Tensor]:
 
 
 def group_inputs(tensors: Tensors) -> list[tuple[Tensor, Tensor]]:
-    """(A_g, B_g) as views: the loop that every peer can fall back to."""
+    """(A_g, B_g) as views, for peers that loop over groups."""
     workload, a, b = tensors.workload, tensors.a, tensors.b
     if isinstance(a, list):
         return list(zip(a, b, strict=True))
@@ -237,7 +266,7 @@ def group_inputs(tensors: Tensors) -> list[tuple[Tensor, Tensor]]:
 
 @dataclass
 class Exact:
-    """The exhaustive reference of the package, for a user's problem that is no plain product: slow, and complete."""
+    """The exhaustive reference of the package, for a user's problem that is no plain product. Slow."""
 
     answer: Answer
 
@@ -246,14 +275,13 @@ class Exact:
         return "" if found.ok else f"wrong answer: {found.text}"
 
 
-def reference(tensors: Tensors) -> Truth:
-    """The expected answer of a workload with its per-element bounds."""
+def _reference(tensors: Tensors) -> Truth:
     workload, expected, bounds = tensors.workload, [], []
     if workload.recipe is not None:
         with float32_precision("highest"):
-            for left, right in quantised.dequantised_groups(tensors, group_inputs(tensors)):
+            for left, right in _dequantised_groups(tensors, group_inputs(tensors)):
                 want, scale = left @ right, left.abs() @ right.abs()
-                unit = quantised.error_unit(workload, left.shape[1])
+                unit = _error_unit(workload, left.shape[1])
                 expected.append(want)
                 bounds.append(scale * unit + want.abs() * (UNIT[workload.out_dtype] * 1.01) + 1e-30)
         return Reference(tensors, expected, bounds)
@@ -269,7 +297,7 @@ def reference(tensors: Tensors) -> Truth:
 
 
 def _group_biases(tensors: Tensors, groups: int) -> Sequence[Tensor | None]:
-    """One value for each column of a group's result: its own columns of them all for jagged n."""
+    """The bias of each column of a group's result; for jagged n, of the group's columns."""
     bias = tensors.bias
     if isinstance(bias, list):
         return bias
@@ -293,10 +321,70 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None, dtype: str, out: torch.d
 
 @contextmanager
 def float32_precision(level: str) -> Iterator[None]:
-    """torch's switch: "highest" for true float32, whatever the caller set, "high" for tf32; put back behind it."""
+    """A context that sets torch's float32 switch: "highest" for true float32, "high" for tf32. Restores the former
+    value."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(level)
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+# --- quantised operands ---------------------------------------------------------------------------------
+
+
+def _scaled_problem(w: Workload, maker: _Maker, r: Recipe, out: Tensor, cut: dict[str, Any]) -> GroupedGemmProblem:
+    """The workload as a `GroupedGemmProblem` that writes into `out`. `cut` gives the groups' boundaries, or how many
+    rows count."""
+    form, total, jagged_k = w.form, int(w.sizes.sum()), w.form == "jagged_k"
+    k = total if jagged_k else w.k
+    deep = 1 if not r.block else k // r.block + w.groups if jagged_k else -(-k // r.block)
+    rows = (total,) if form == "jagged_m" else (w.m,) if jagged_k else (w.groups, w.m)
+    columns = (w.n,) if jagged_k else (w.groups, w.n)
+    if jagged_k:  # operands as a training step has them: tokens are rows
+        a, b = maker.codes(r.a, total, w.m).mT, maker.codes(r.b, total, w.n)
+    else:
+        a, b = maker.codes(r.a, *rows, k), maker.codes(r.b, *columns, k).mT
+    scale_a = maker.scale(r, *rows, deep, tokens=True) if r.a else None
+    per = columns if r.columns == 1 else (*columns[:-1], -(-w.n // r.columns))
+    scale_b = maker.scale(r, *per, deep, tokens=jagged_k).mT
+    packed = r.b if r.b in BYTE_FORMATS else None
+    return GroupedGemmProblem(a, b, scale_a=scale_a, scale_b=scale_b, b_format=packed, out=out, **cut)
+
+
+def _dequantised_groups(tensors: Tensors, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """(A_g, B_g) of every group in float32."""
+    given = tensors.own
+    assert given is not None
+    q = given.quantisation
+    assert q is not None
+    starts = [0, *tensors.workload.sizes.cumsum().tolist()[:-1]]
+    found = []
+    for g, (a, b) in enumerate(pairs):
+        left, right = quantize.decode(a), quantize.decode(as_bytes(b), q.b_format)
+        (m, k), n = left.shape, right.shape[1]
+        first_row = starts[g] if given.form == "jagged_m" else 0
+        first_k = starts[g] if given.form == "jagged_k" else 0
+        rows, ks, columns = slice(first_row, first_row + m), slice(first_k, first_k + k), slice(0, n)
+        if q.a is not None:
+            left = left * _numbers(q.a, g, rows, ks, "a", given.form == "jagged_k")
+        if q.b is not None:
+            right = right * _numbers(q.b, g, columns, ks, "b", given.form == "jagged_k")
+        found.append((left, right))
+    return found
+
+
+def _numbers(scale: Scale, g: int, rows: slice, ks: slice, side: str, jagged_k: bool) -> Tensor:
+    return quantize.decode_scale(scale.of_group(g, rows, ks, side, jagged_k))
+
+
+def _error_unit(workload: Workload, k: int) -> float:
+    """The error bound of a sum of k products, as a fraction of the sum of their magnitudes.
+
+    Promoted sums of float8 keep 14 bits of at most 128 of K (docs/how-to/quantised-operands.md); weights may be rounded
+    once to bfloat16 with their scale.
+    """
+    steps = -(-k // 32)
+    rounded = 34 * 2.0**-13 * min(steps, 4) if RECIPES[workload.dtype].a else 2.0**-8
+    return rounded + (4 * k + steps + 8) * 2.0**-24

@@ -22,16 +22,16 @@ MARKERS = {OURS: "o", PEERS: "x"}
 RATIOS = (0.1, 0.2, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
 """Ticks of an axis of speed-ups."""
 LEAST_FLOOR_US = 0.1
-"""What has a smaller floor is drawn there: launches take microseconds."""
+"""Smaller floors are drawn at this value, because a launch takes microseconds."""
 
 
 def missing() -> str:
-    """ "" or the sentence that says how to get plots."""
+    """A sentence that says how to install what plots need; "" if nothing is missing."""
     return "" if importlib.util.find_spec("matplotlib") else EXTRA
 
 
 def draw(report: Report, folder: Path) -> list[Path]:
-    """All plots that the report has data for."""
+    """Draws every plot for which the report has data."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -64,7 +64,7 @@ def _finish(figure: Any, path: Path, report: Report) -> Path:
 
 
 def _best(report: Report) -> dict[str, list[Row]]:
-    """On each workload our fastest kernel and the fastest peer."""
+    """Our fastest kernel and the fastest peer on each workload."""
     pairs = [contenders(rows) for rows in by_case(report.timed()).values()]
     found = {OURS: [ours for ours, _ in pairs if ours], PEERS: [peer for _, peer in pairs if peer]}
     return {label: rows for label, rows in found.items() if rows}

@@ -12,19 +12,26 @@
 `small`      launch and scheduling cost rather than arithmetic
 `ragged-odd` primes and unaligned extents, where most libraries refuse or pad
 `spread`     3200 shapes laid out evenly over forms, layouts, dtypes and extents
+`layers`     whole mixture-of-experts layers, forward and training; `quantised-layers`  one with quantised weights
 `random`     20 other shapes, which nobody tunes: what `auto` is worth where nothing was measured; `random:7`: 20 of
              another seed, over all forms
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 import numpy as np
+import torch
 
-from multigemm.bench.workloads import DTYPES, Workload
+from multigemm.bench.layers import QUANTISED, WHOLE, quantised_layers, whole_layers
+from multigemm.bench.workloads import DTYPES, LAYERS, Workload, parse_shape, parts, with_dtype
 from multigemm.errors import InvalidSetting
+from multigemm.select.timing import measure
 
 UNEVEN = ("balanced", "zipf", "empty")
 LAYER_PRODUCTS = "layer-products"
@@ -167,25 +174,19 @@ def _wgrad() -> list[Workload]:
 
 
 def _layer_products() -> list[Workload]:
-    models = [  # name, experts, experts per token, width of a token, width inside an expert (up to its gate twice)
-        ("Mixtral", 8, 2, 4096, 14336),
-        ("Qwen3-30B", 128, 8, 2048, 768),
-        ("DeepSeek-V3", 256, 8, 7168, 2048),
-        ("gpt-oss-20b", 32, 4, 2880, 2880),
-    ]
     return [
-        Workload(name, LAYER_PRODUCTS, groups=experts, n=n, k=k, total=tokens * top, distribution="multinomial")
-        for model, experts, top, hidden, inner in models
-        for tokens in (64, 4096)
-        for name, n, k in (
-            (f"{model}:{tokens}:up", 2 * inner, hidden),
-            (f"{model}:{tokens}:down", hidden, inner),
+        Workload(
+            f"{layer.name}:{tokens}:{name}", LAYER_PRODUCTS, groups=layer.experts, n=n, k=k,
+            total=tokens * layer.top_k, distribution="multinomial",
         )
-    ]
+        for layer in LAYERS.values()
+        for tokens in (64, 4096)
+        for name, n, k in (("up", 2 * layer.inner, layer.hidden), ("down", layer.hidden, layer.inner))
+    ]  # fmt: skip
 
 
 def layer_of(name: str) -> tuple[str, int]:
-    """The model and the number of tokens of a workload of `layer-products`, by its name."""
+    """The model and the number of tokens of a workload of `layer-products`, from its name."""
     model, tokens, _ = name.split(":")
     return model, int(tokens)
 
@@ -270,12 +271,12 @@ FORMS = "k list masked mt batched m n k list masked fp16 mt m fp32 tf32 fp64 int
 SECTIONS = ((OF_EVERY_KIND, KINDS), (OF_USUAL, USUAL), (OF_FORMS, FORMS), (SPREAD, ("odd",)))
 ANY_KIND = "m mt k m list mt m batched mt m fp16 mt masked m k mt list m mt n".split()  # noqa: SIM905
 MOST_PRODUCTS = {"fp32": 1e10, "fp64": 1e10, "int8": 1e10, "tf32": 3e10, "n": 2e10, "odd": 5e10}
-"""Multiply-adds at most of slower kinds: about a tenth of a millisecond on an H100."""
+"""The largest number of multiply-adds of slower kinds: about a tenth of a millisecond on an H100."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of generated workloads: the least N and K in octaves, multiply-adds and elements at most."""
+    """Bounds of generated workloads: the least N and K in octaves, the largest number of multiply-adds and elements."""
 
     least: float
     products: float
@@ -301,7 +302,7 @@ def spread_out() -> list[Workload]:
 
 
 def _radical_inverse(index: int, base: int) -> float:
-    """The digits of `index` behind the point, in reverse order."""
+    """The digits of `index` mirrored at the point."""
     value, weight = 0.0, 1.0 / base
     while index:
         index, digit = divmod(index, base)
@@ -312,9 +313,9 @@ def _radical_inverse(index: int, base: int) -> float:
 def _generated(
     name: str, suite: str, kind: str, place: Sequence[float], index: int, bounds: Bounds = BOUNDS
 ) -> list[Workload]:
-    """One workload of a kind at a place in the unit cube: rows per group, N, K, groups; none if it is too long.
+    """One workload of a kind at a point of the unit cube (rows per group, N, K, groups); None if it is too large.
 
-    Extents are multiples of 64 as models have them, some of 8, and for the kind "odd" of nothing.
+    Extents are multiples of 64, some of 8, and for the kind "odd" arbitrary.
     """
     step = 1 if kind == "odd" else 8 if index % 4 == 3 else 64
     groups = GROUPS[int(place[3] * len(GROUPS))]
@@ -347,7 +348,8 @@ def _generated(
 
 
 def random(seed: int = SEED) -> list[Workload]:
-    """Of the usual seed: packed rows, G, T, N and K over three octaves each. Of any other: every kind of problem."""
+    """Random workloads. The usual seed draws packed rows, with G, T, N and K over three octaves each; other seeds draw
+    every kind of problem."""
     draw = np.random.default_rng(seed)
     cases: list[Workload] = []
     while len(cases) < 20:
@@ -385,6 +387,8 @@ SUITES: dict[str, Callable[[], list[Workload]]] = {
     "ragged-odd": _ragged_odd,
     "spread": spread_out,
     UNTUNED: random,
+    WHOLE: whole_layers,
+    QUANTISED: quantised_layers,
 }
 
 
@@ -395,8 +399,8 @@ def seed_of(part: str) -> int:
 
 
 def suite(name: str) -> list[Workload]:
-    """The workloads of a suite, or of several joined by commas, or of "all"."""
-    names = list(SUITES) if name == "all" else parts(name)
+    """The workloads of a suite, or of several joined by commas, or of "all" that are no whole layers."""
+    names = [each for each in SUITES if each not in (WHOLE, QUANTISED)] if name == "all" else parts(name)
     unknown = [part for part in names if part not in SUITES and not seed_of(part)]
     if unknown or not names:
         raise InvalidSetting(
@@ -405,6 +409,75 @@ def suite(name: str) -> list[Workload]:
     return [case for part in names for case in (random(seed_of(part)) if seed_of(part) else SUITES[part]())]
 
 
-def parts(text: str) -> list[str]:
-    """The words of a list that is separated by commas."""
-    return [part.strip() for part in text.split(",") if part.strip()]
+# --- what a command line names ---------------------------------------------------------------------------
+
+USUAL_SUITE = "tutorial"
+CPU_DTYPES = ("fp32", "bf16", "fp16")
+HOPELESS = 8.0
+"""The default suite leaves out a dtype that the CPU multiplies this many times slower than float32."""
+
+
+def add_selection(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that select workloads."""
+    add = parser.add_argument_group("workloads").add_argument
+    suites = f"suites, separated by commas: {', '.join(SUITES)}, all (default: {USUAL_SUITE})"
+    add("--suite", default="", help=suites)
+    own = "a workload of your own instead of a suite: G,M per group,N,K; may be repeated"
+    add("--shape", action="append", default=[], help=own)
+    add("--only", default="", help="keep workloads whose key contains one of these texts, separated by commas")
+    add("--dist", default="", help="keep workloads with these distributions, separated by commas")
+    add("--dtypes", default="", help=f"dtypes, separated by commas, instead of a workload's own: {', '.join(DTYPES)}")
+    add("--nt", action="store_true", help="store B as [G, N, K] and pass the transpose")
+
+
+def asks_nothing(args: argparse.Namespace) -> bool:
+    """Whether a command line leaves the selection to the default."""
+    return not (args.suite or args.shape or args.dtypes or getattr(args, "problem", None))
+
+
+@lru_cache(maxsize=1)
+def worthwhile_dtypes() -> tuple[str, ...]:
+    """The dtypes that this CPU multiplies at a useful speed. Reports the others on stderr."""
+    us: dict[str, float] = {}
+    for dtype in CPU_DTYPES:
+        x = torch.ones(256, 256, dtype=DTYPES[dtype])
+        us[dtype] = min(measure({dtype: partial(torch.mm, x, x)}, "cpu", reps=7, min_reps=7)[dtype].samples)
+    slower = {dtype: us[dtype] / us["fp32"] for dtype in CPU_DTYPES if us[dtype] > HOPELESS * us["fp32"]}
+    for dtype, factor in slower.items():
+        print(f"left out: {dtype}, {factor:.0f} times slower here than fp32 (--dtypes {dtype} for it)", file=sys.stderr)
+    return tuple(dtype for dtype in CPU_DTYPES if dtype not in slower)
+
+
+def selected(args: argparse.Namespace, device: torch.device) -> list[Workload]:
+    """The workloads that the arguments name.
+
+    Raises:
+        InvalidSetting: for a name that is unknown, or where no workload is left.
+    """
+    if args.shape and args.suite:
+        raise InvalidSetting("--suite and --shape: name a suite or one's own workloads, not both")
+    cases = [parse_shape(text) for text in args.shape] or suite(args.suite or USUAL_SUITE)
+    usual = ",".join(worthwhile_dtypes()) if asks_nothing(args) and device.type == "cpu" else ""
+    if dtypes := parts(args.dtypes or usual):
+        cases = list({c.key: c for dtype in dtypes for c in (with_dtype(case, dtype) for case in cases)}.values())
+    cases = list({case.key: case for case in (case.for_device(device) for case in cases)}.values())
+    cases = [replace(case, trans_b=True) if args.nt and case.form != "layer" else case for case in cases]
+    only, dists = parts(args.only), parts(args.dist)
+    left = [c for c in cases if not only or any(part in c.key for part in only)]
+    left = [c for c in left if not dists or c.distribution in dists]
+    if not left:
+        asked = " and ".join(f"--{name} {text!r}" for name, text in (("only", args.only), ("dist", args.dist)) if text)
+        seen = ", ".join(sorted({c.distribution for c in cases}))
+        raise InvalidSetting(
+            f"no workload is left: {asked} matches none of {len(cases)} (by distribution: {seen}); "
+            "`multigemm bench --list` prints their keys"
+        )
+    return left
+
+
+def above_zero(args: argparse.Namespace, *names: str) -> None:
+    """Refuses bounds of 0 or less, which would leave nothing to do."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise InvalidSetting(f"--{name.replace('_', '-')} {value:g}: it has to be above 0")

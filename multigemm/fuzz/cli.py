@@ -30,7 +30,7 @@ SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "floa
 
 
 def at_least(lowest: float, kind: type = int) -> Callable[[str], Any]:
-    """Reads a number of an option, and refuses one that means nothing."""
+    """An argparse type: a number, refused below a limit."""
 
     def read(text: str) -> Any:
         try:
@@ -53,51 +53,85 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _what(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is run").add_argument
-    add("--backends", default="", help="names, separated by commas; default: all that can run on the device")
-    add("--device", default="", help="cuda:1, cpu; default: all GPUs of the host; under torchrun, this rank's share")
+    add("--backends", default="", help="names, separated by commas (default: all that can run on the device)")
+    add("--device", default="", help="cuda:1, cpu (default: all GPUs of the host; under torchrun, this rank's share)")
     add("--emulate", action="store_true", help="run triton and numba on CPU tensors, in their emulators")
     add("--forms", default="", help="only these forms, separated by commas")
-    add("--dtypes", default="", help=f"only these, separated by commas: {', '.join(DTYPES)}, or {', '.join(SHORT)}")
-    add("--seed", type=int, default=0, help="another seed, other problems")
+    add(
+        "--dtypes",
+        default="",
+        help=f"only these dtypes, separated by commas: {', '.join(DTYPES)}, or {', '.join(SHORT)}",
+    )
+    add("--seed", type=int, default=0, help="seed of the problems (default: 0)")
     ways = "first: the backend's own choice; all: every config in turn; pinned: another one for each kind"
     add("--configs", choices=("first", "all", "pinned"), default="first", help=ways)
     add(
         "--kinds",
         type=at_least(0),
-        help="draw from so many kinds (default: 0 for no limit; 100 on a GPU); 40 show every required class; pinned "
-        "configs may need more",
+        help="number of kinds to draw from (default: 100 on a GPU, else 0: no limit); 40 show every required class, "
+        "and pinned configs may need more",
     )
-    add("--turns", type=at_least(1), default=1, help="with --configs pinned: so many configs for each kind")
-    add("--burst", type=at_least(1), default=25, help="problems of one kind in a row")
-    add("--work", type=at_least(1), default=1 << 17, help="multiply-adds of a problem at most")
-    add("--large", type=at_least(0), help="one problem in so many is 16 times larger (default: 0 for none; 8 on a GPU)")
+    add(
+        "--turns",
+        type=at_least(1),
+        default=1,
+        help="with --configs pinned: number of configs for each kind (default: 1)",
+    )
+    add("--burst", type=at_least(1), default=25, help="problems of one kind in a row (default: 25)")
+    add(
+        "--work",
+        type=at_least(1),
+        default=1 << 17,
+        help="largest number of multiply-adds of a problem (default: 131072)",
+    )
+    add(
+        "--large",
+        type=at_least(0),
+        help="one problem in LARGE has 16 times the work (default: 8 on a GPU, else 0: none)",
+    )
     add(
         "--quantised",
         type=at_least(0),
-        help="one problem in so many has quantised operands (0 for none; default: 8, or 0 beside --dtypes)",
+        help="one problem in QUANTISED has quantised operands (0: none; default: 8, or 0 with --dtypes)",
     )
     add(
         "--fused",
         type=at_least(0),
-        help="one problem in so many picks rows, gates or sums them (0 for none; default: 16, or 0 beside --dtypes or "
+        help="one problem in FUSED picks rows, gates or sums them (0: none; default: 16, or 0 with --dtypes or "
         "--forms)",
     )
-    add("--deep", type=at_least(1), default=8, help="run streams, graphs, relations, ... on one problem in so many")
+    add(
+        "--deep",
+        type=at_least(1),
+        default=8,
+        help="one problem in DEEP also runs on streams, in graphs, in relations, ... (default: 8)",
+    )
 
 
 def _how_far(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("how much").add_argument
-    add("--seconds", type=at_least(0, float), default=0.0, help="stop after so long")
-    add("--examples", type=at_least(1), default=0, help="stop after so many problems (default 1000 without --seconds)")
-    add("--jobs", type=at_least(1), default=1, help="worker processes")
+    add("--seconds", type=at_least(0, float), default=0.0, help="stop after this many seconds")
+    add(
+        "--examples",
+        type=at_least(1),
+        default=0,
+        help="stop after this many problems (default: 1000 without --seconds)",
+    )
+    add("--jobs", type=at_least(1), default=1, help="number of worker processes (default: 1)")
 
 
 def _where_to(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what becomes of failures").add_argument
-    add("--shrink", type=at_least(0, float), default=20.0, metavar="SECONDS", help="time for making a failure small")
+    add(
+        "--shrink",
+        type=at_least(0, float),
+        default=20.0,
+        metavar="SECONDS",
+        help="seconds spent on making a failure small (default: 20)",
+    )
     add("--corpus", default="", help="a folder that receives each failure as one JSON file")
     add("--replay", action="append", default=[], metavar="FILE", help="run a stored problem (or a folder of them)")
-    add("--json", default="", metavar="FILE", help="write the whole summary there")
+    add("--json", default="", metavar="FILE", help="write the whole summary to this file")
     add("--quiet", action="store_true", help="no progress line")
     parser.set_defaults(told=False)
 
@@ -111,7 +145,7 @@ def _split(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
 
 
 def _emulate() -> None:
-    """The switch is an environment variable, so that worker processes inherit it."""
+    """Sets the environment variable for emulation, which worker processes inherit."""
     os.environ["MULTIGEMM_EMULATE"] = "1"
     settings.cache_clear()
 
@@ -143,7 +177,7 @@ def _backends(asked: str, device: str) -> tuple[str, ...]:
 
 
 def options_of(args: argparse.Namespace) -> Options:
-    """The campaign that the arguments describe."""
+    """The `Options` that the arguments describe."""
     named = _split(args.backends, (), "backend")
     if args.emulate and args.device not in ("", "cpu"):
         raise InvalidSetting(f"--device {args.device} beside --emulate, which runs CPU tensors: leave one of them out")
@@ -168,8 +202,8 @@ def options_of(args: argparse.Namespace) -> Options:
 
 
 class _Progress:
-    """A line that renews itself on a terminal, or one now and then in a log; and the summary so far, so that
-    a campaign that is cut off leaves its counts behind."""
+    """Progress: a line that is rewritten on a terminal, or printed now and then in a log. Also writes the summary so
+    far, so that an interrupted campaign leaves its counts."""
 
     def __init__(self, options: Options, quiet: bool, target: str) -> None:
         self._options, self._quiet, self._target = options, quiet, target
@@ -193,7 +227,7 @@ def _write_json(summary: Summary, target: str) -> None:
 
 
 def _make_room(args: argparse.Namespace) -> None:
-    """Folders for what will be written: a campaign's results would be lost if that failed behind it."""
+    """Creates the output folders before the campaign, so that its results are not lost."""
     for option, name, folder in (("--corpus", args.corpus, args.corpus), ("--json", args.json, Path(args.json).parent)):
         try:
             if name:
@@ -205,7 +239,7 @@ def _make_room(args: argparse.Namespace) -> None:
 
 
 def _stored(name: str) -> list[Path]:
-    """A file, or all stored problems of a folder."""
+    """The stored problems of a file or folder."""
     if not Path(name).is_dir():
         return [Path(name)]
     if found := sorted(Path(name).glob("*.json")):
@@ -214,7 +248,7 @@ def _stored(name: str) -> list[Path]:
 
 
 def replay(files: list[str], args: argparse.Namespace) -> int:
-    """Stored problems on every chosen backend; 1 if any fails."""
+    """Runs stored problems on every chosen backend. Returns 1 if any fails."""
     options, bad = options_of(args), 0
     for path in [path for name in files for path in _stored(name)]:
         entry = corpus.load(path)
@@ -229,7 +263,7 @@ def replay(files: list[str], args: argparse.Namespace) -> int:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the campaign or the replay; 0 if nothing disagreed."""
+    """Runs the campaign or the replay. Returns 0 if nothing disagreed."""
     if args.replay:
         return replay(args.replay, args)
     place, options = fleet.here(), options_of(args)
@@ -256,7 +290,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _after_ctrl_c(summary: Summary, args: argparse.Namespace) -> str:
-    """What was kept, where, and how to go on."""
+    """Reports what was kept, where, and how to continue."""
     files = " and ".join(filter(None, (args.json, args.corpus and f"{args.corpus} (failures)")))
     kept = f"kept in {files}" if files else "the counts are above, and in no file (--json FILE keeps them)"
     words = [*args.words, "--seed", str(summary.next_seed)]  # of an option that is given twice the last counts
@@ -267,7 +301,7 @@ def _after_ctrl_c(summary: Summary, args: argparse.Namespace) -> str:
 
 
 def interrupted(args: argparse.Namespace) -> None:
-    """After Ctrl-C before the campaign, or behind it."""
+    """Reports after Ctrl-C outside of the campaign itself."""
     if args.told or args.replay:
         return
     if args.json:

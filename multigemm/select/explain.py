@@ -12,8 +12,7 @@ from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ProblemSpec, describe_spec
 from multigemm.select import ranking
 from multigemm.select.choose import Which, choose
-from multigemm.select.problem_class import class_of
-from multigemm.select.ranking import Query
+from multigemm.select.problem_class import Query, class_of
 from multigemm.select.registry import Candidate, candidates
 
 
@@ -58,12 +57,9 @@ def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = 
         chosen, kernel, ran, why = choice.backend, choice.recipe.kernel, choice.recipe.config, reasons(choice, problem)
     except (BackendUnsupported, BackendUnavailable) as error:
         why = str(error)
-    found, c = candidates(spec, problem.device), class_of(problem, spec)
-    query = Query(problem, c, [each.name for each in found if each.for_auto], eager=True)
-    times = ranking.rank(query, why_not="explained").times
-    for i, each in enumerate(found):
-        if each.name in times:
-            measured, source = times[each.name]
-            found[i] = replace(each, us=measured.us, host_us=measured.host_us, source=source)
+    query = Query(problem, spec, class_of(problem, spec), eager=True)
+    found = candidates(spec, problem.device)
+    times = ranking.rank(query, [each.name for each in found if each.for_auto], why_not="explained").times
+    found = [replace(each, measured=times.get(each.name)) for each in found]
     found.sort(key=lambda each: (each.us is None, each.us or 0.0))
-    return Explanation(spec, tuple(found), chosen, kernel, ran, why, tuple(steps), str(c))
+    return Explanation(spec, tuple(found), chosen, kernel, ran, why, tuple(steps), str(query.problem_class))

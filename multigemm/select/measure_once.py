@@ -27,16 +27,15 @@ from multigemm.cuda.driver import beside_captures, use_context
 from multigemm.planning import binding
 from multigemm.planning.binding import Bound, Choice
 from multigemm.planning.launch_cache import relaunches
-from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
-from multigemm.select.problem_class import ProblemClass
+from multigemm.select.problem_class import Query
 from multigemm.select.registry import plan
 from multigemm.select.table import Entry, Measured, device_name
 from multigemm.select.timing import FLUSH_BYTES, Mode, describe, free_bytes, measure, rough_time_us
 from multigemm.settings import settings
 
 LONG_US = 150.0
-"""A sequence of such calls keeps a GPU busy without the host's help, up to its power limit."""
+"""Calls from this many microseconds on keep a GPU busy without the host, up to its power limit."""
 ROUNDS, LONG_ROUNDS = (3, 15), (2, 10)
 """Samples at least and at most. Long calls, which follow a warm-up, differ little from one to the next."""
 BUDGET_MS = 25.0
@@ -47,9 +46,11 @@ WORTH = 1.03
 with how uneven the groups are: what leads by less on even ones is up to 15 % behind on others."""
 HOST_CALLS = 3
 FRONT_DOOR_US = 8.0
-"""What a warm eager call takes the host besides its launch: the key and the result's memory (H200, November 2026)."""
+"""The host's time of a warm eager call besides its launch, in microseconds: the key and the result's memory (H200,
+November 2026)."""
 LEAST_WORK = 0.1
-"""Of the operations that the extents make one expect: a dry run on few tokens tells nothing of its class."""
+"""The fraction of the expected operations below which nothing is measured: a dry run on few tokens says nothing about
+its class."""
 
 
 def forbidden() -> str:
@@ -66,13 +67,14 @@ def ranks_of_group() -> int:
     return group.get_world_size() if group.is_available() and group.is_initialized() else 1
 
 
-def measure_once(problem: GroupedGemmProblem, problem_class: ProblemClass, names: Sequence[str]) -> Entry:
+def measure_once(query: Query, names: Sequence[str]) -> Entry:
     """Times the backends `names`, the expected one first.
 
     If no backend could be timed, the entry holds the reason of each. A backend that fails is left out with a warning,
     because the call itself can still run.
     """
-    device, key = device_name(problem.device), str(problem_class)
+    problem, key = query.problem, str(query.problem_class)
+    device = device_name(problem.device)
     took, failed, why = dict[str, Measured](), dict[str, str](), ""
     began = compiled = time.perf_counter()
     try:
@@ -81,7 +83,7 @@ def measure_once(problem: GroupedGemmProblem, problem_class: ProblemClass, names
                 stack.enter_context(beside_captures())
             why = _obstacle(problem)
             if not why:
-                choices = _planned(names, problem, failed)
+                choices = _planned(query, names, failed)
                 compiled = time.perf_counter()
                 took = _timed(choices, problem, failed) if len(choices) > 1 else {}
     except Exception as error:  # the call itself may well succeed; if not, it says so
@@ -97,7 +99,7 @@ def measure_once(problem: GroupedGemmProblem, problem_class: ProblemClass, names
         spent = f"{1e3 * (time.perf_counter() - compiled):.0f} ms, and {compiled - began:.1f} s to compile"
         print(f"multigemm: measured {key}: {times}; {chosen} from now on ({spent})", file=sys.stderr)
     untimed = {name: "its plan waits for the sizes" for name in names if name not in took}
-    return Entry(device, key, took, "own cache", chosen, date, untimed | failed)
+    return Entry(device, key, took, chosen, date, untimed | failed)
 
 
 def fastest(took: Mapping[str, float], names: Sequence[str]) -> str:
@@ -126,10 +128,10 @@ def _obstacle(problem: GroupedGemmProblem) -> str:
     return "" if free >= needed else f"{free / 2**20:.0f} MiB are free, and {needed / 2**20:.0f} MiB are needed"
 
 
-def _planned(names: Sequence[str], problem: GroupedGemmProblem, failed: dict[str, str]) -> dict[str, Choice]:
+def _planned(query: Query, names: Sequence[str], failed: dict[str, str]) -> dict[str, Choice]:
     """Compiles the backends side by side: NVRTC and the compilers of Triton and Numba release or share Python's lock.
     Leaves out backends that read sizes back, because "auto" would not take them."""
-    device, spec = problem.device, staged_spec(problem)
+    device = query.problem.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def compiled(name: str) -> Choice:
@@ -138,7 +140,7 @@ def _planned(names: Sequence[str], problem: GroupedGemmProblem, failed: dict[str
                 use_context(index_of(device))
                 stack.enter_context(beside_captures())
                 stack.enter_context(torch.cuda.stream(stream))
-            return plan(name, problem, spec)
+            return plan(query, name)
 
     with ThreadPoolExecutor(len(names)) as pool:
         done = {name: pool.submit(compiled, name) for name in names}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -81,6 +82,18 @@ def tokens(problem: GroupedGemmProblem) -> int:
         return problem.extents.along(spec.jagged) if spec.jagged else spec.groups * (spec.m or 0)
     each = zip(problem.each("a"), problem.each("b"), strict=True)
     return sum(a.shape[0] * (1 if spec.n else b.shape[1]) * (1 if spec.k else a.shape[1]) for a, b in each)
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What a choice is made for: a problem with its staged spec and its class, the config that the caller gave, and
+    whether the call is eager, so that the host's time counts."""
+
+    problem: GroupedGemmProblem
+    spec: ProblemSpec
+    problem_class: ProblemClass
+    config: Any = None
+    eager: bool = False
 
 
 def class_of(problem: GroupedGemmProblem, spec: ProblemSpec) -> ProblemClass:

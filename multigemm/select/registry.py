@@ -31,10 +31,10 @@ from multigemm.backend import (
 )
 from multigemm.errors import BackendUnavailable, MultigemmError, UnknownBackend
 from multigemm.planning.binding import Choice
-from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ProblemSpec
 from multigemm.select import table
-from multigemm.select.problem_class import class_of
+from multigemm.select.problem_class import Query
+from multigemm.select.table import Measured
 
 BUILTIN = ("cupy", "triton", "numba", "cublas", "cpu", "null")
 GROUP = "multigemm.backends"
@@ -153,15 +153,17 @@ def reasons(name: str, spec: ProblemSpec, device: torch.device) -> tuple[str, ..
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One backend's answer to one spec. `us` and `host_us` are its known times for the class, `source` is where they
-    come from."""
+    """One backend's answer to one spec. `measured` are its known times for the class."""
 
     name: str
     availability: Availability
     reasons: tuple[str, ...]
-    us: float | None = None
-    source: str = ""
-    host_us: float = 0.0
+    measured: Measured | None = None
+
+    @property
+    def us(self) -> float | None:
+        """Microseconds of the device, if they are known."""
+        return None if self.measured is None else self.measured.us
 
     @property
     def can(self) -> bool:
@@ -188,8 +190,10 @@ class Candidate:
             return f"cannot: {'; '.join(self.reasons)}"
         note = " (computes nothing: only when named)" if self.name == "null" else ""
         note = " (emulated: only when named)" if self.availability.emulated else note
-        host = f"; a warm call takes the host {self.host_us:.1f} us" if self.host_us else ""
-        return f"can{note}" + (f", {self.us:.1f} us ({self.source}{host})" if self.us is not None else "")
+        if (found := self.measured) is None:
+            return f"can{note}"
+        host = f"; a warm call takes the host {found.host_us:.1f} us" if found.host_us else ""
+        return f"can{note}, {found.us:.1f} us ({found.source}{host})"
 
 
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Candidate]:
@@ -213,11 +217,12 @@ def lock_of(what: object) -> threading.RLock:
     return _locks.setdefault(what, threading.RLock())
 
 
-def plan(name: str, problem: GroupedGemmProblem, spec: ProblemSpec, config: Any = None, why: str = "") -> Choice:
+def plan(query: Query, name: str, why: str = "") -> Choice:
     """The recipe of one backend, with the given config, else a measured one, else the backend's first guess."""
-    chosen, source = _config_for(name, problem, spec, config)
+    spec, device = query.spec, query.problem.device
+    config, source = _config_for(query, name)
     with lock_of((name, "compiles")):  # threads that meet a spec together compile it once
-        recipe = _compiled(name, spec, problem.device, chosen)
+        recipe = _compiled(name, spec, device, config)
     return Choice(name, recipe, spec, f"{why}; config {source}")
 
 
@@ -229,15 +234,14 @@ def _compiled(name: str, spec: ProblemSpec, device: torch.device, config: Any) -
 forget_recipes = _compiled.cache_clear
 
 
-def _config_for(name: str, problem: GroupedGemmProblem, spec: ProblemSpec, given: Any) -> tuple[Any, str]:
+def _config_for(query: Query, name: str) -> tuple[Any, str]:
     """The config of a backend, and its origin. A measured config that is no longer valid is skipped."""
-    valid = get(name).configs(spec, problem.device)
-    if given is not None:
-        return completed(given, valid), "given"
-    found = table.table().find(class_of(problem, spec), problem.device)
-    if name in found:
-        measured, source = found[name]
+    device = query.problem.device
+    valid = get(name).configs(query.spec, device)
+    if query.config is not None:
+        return completed(query.config, valid), "given"
+    if (measured := table.table().find(query.problem_class, device).get(name)) is not None:
         for config in valid:
             if is_dataclass(config) and as_dict(config) == dict(measured.config):
-                return config, f"measured ({measured.us:.1f} us, {source})"
+                return config, f"measured ({measured.us:.1f} us, {measured.source})"
     return (valid[0] if valid else None), "heuristic"

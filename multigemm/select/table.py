@@ -42,12 +42,14 @@ def change_generation() -> None:
 @dataclass(frozen=True, slots=True)
 class Measured:
     """One backend's times for a class in microseconds: of the device (`us`), and of the host in a warm eager call if
-    that was measured. A config that is not empty is imposed on the backend."""
+    that was measured. A config that is not empty is imposed on the backend. `source` is who says so; no file holds it.
+    """
 
     us: float
     config: Mapping[str, Any] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
     host_us: float = 0.0
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +60,25 @@ class Entry:
     device: str
     key: str
     backends: Mapping[str, Measured]
-    source: str = ""
     chosen: str = ""
     date: str = ""
     failed: Mapping[str, str] = field(default_factory=dict)
 
     def encoded(self) -> dict[str, Any]:
         """The entry as JSON, without empty fields."""
-        fields = {name: value for name, value in asdict(self).items() if value and name != "source"}
-        return fields | {"backends": {n: {k: v for k, v in asdict(m).items() if v} for n, m in self.backends.items()}}
+        backends = {name: _filled(replace(measured, source="")) for name, measured in self.backends.items()}
+        return _filled(self) | {"backends": backends}
+
+
+def _filled(x: Measured | Entry) -> dict[str, Any]:
+    return {name: value for name, value in asdict(x).items() if value}
 
 
 def decoded(raw: Any, source: str) -> Entry:
     """An entry from JSON, which has no tuples. Raises ValueError for anything else."""
     try:
-        backends = {str(name): _measured(**fields) for name, fields in raw["backends"].items()}
-        entry = Entry(**{**raw, "backends": backends, "source": source})
+        backends = {str(name): _measured(source, **fields) for name, fields in raw["backends"].items()}
+        entry = Entry(**{**raw, "backends": backends})
         whole = all(type(m.us) in (int, float) and 0 < m.us < math.inf for m in backends.values())
         whole &= isinstance(entry.device, str) and isinstance(entry.key, str)
         whole &= not entry.chosen or entry.chosen in backends
@@ -84,8 +89,9 @@ def decoded(raw: Any, source: str) -> Entry:
     return entry
 
 
-def _measured(config: Any = MappingProxyType({}), **fields: Any) -> Measured:
-    return Measured(config={name: tuple(v) if isinstance(v, list) else v for name, v in config.items()}, **fields)
+def _measured(source: str, us: Any, config: Any = MappingProxyType({}), **fields: Any) -> Measured:
+    held = {name: tuple(v) if isinstance(v, list) else v for name, v in config.items()}
+    return Measured(us, held, source=source, **fields)
 
 
 class Folder:
@@ -130,19 +136,19 @@ class TuningTable:
         entries = [decoded(raw, f"shipped {name}") for name, table in tables.items() for raw in table["entries"]]
         self._shipped = {(entry.device, entry.key): entry for entry in entries}
 
-    def find(self, problem_class: ProblemClass, device: torch.device) -> dict[str, tuple[Measured, str]]:
-        """The times of backends for a class, and their source: the user's entry, else a shipped one.
+    def find(self, problem_class: ProblemClass, device: torch.device) -> dict[str, Measured]:
+        """The times of backends for a class, by the user's entry, else a shipped one.
 
         Kernels that read sizes on the device are equally fast wherever the sizes lie, so their times also serve classes
         with sizes on the host.
         """
         others = {EQUAL: (ON_HOST, ON_DEVICE), ON_HOST: (ON_DEVICE,)}.get(problem_class.where, ())
-        found = dict[str, tuple[Measured, str]]()
+        found = dict[str, Measured]()
         for c in (problem_class, *(replace(problem_class, where=where) for where in others)):
             place = device_name(device), str(c)
             for entry in (self.own.find(*place), self._shipped.get(place)):
                 if entry is not None:
-                    found = {name: (measured, entry.source) for name, measured in entry.backends.items()} | found
+                    found = {**entry.backends, **found}
         return found
 
     def keep(self, found: Iterable[Entry]) -> str:
@@ -150,8 +156,8 @@ class TuningTable:
         kept = True
         for entry in found:
             old = self.own.find(entry.device, entry.key)
-            backends = {**(old.backends if old else {}), **entry.backends}
-            kept &= self.own.keep(replace(entry, backends=backends, source=OWN))
+            tuned = {name: replace(measured, source=OWN) for name, measured in entry.backends.items()}
+            kept &= self.own.keep(replace(entry, backends={**(old.backends if old else {}), **tuned}))
         change_generation()
         if kept:
             return ""

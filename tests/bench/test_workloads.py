@@ -10,7 +10,7 @@ import torch
 
 from multigemm.bench import operands, workloads
 from multigemm.bench.entries import problem
-from multigemm.bench.operands import group_inputs, group_outputs, reference
+from multigemm.bench.operands import group_inputs, group_outputs
 from multigemm.bench.suites import SUITES, suite
 from multigemm.bench.workloads import DTYPES, Rates, Workload, geomean, parse_shape, with_dtype
 from multigemm.errors import InvalidSetting
@@ -81,6 +81,8 @@ def test_distributions_are_what_their_names_say() -> None:
         ("G=4,T=40,N=8,K=16,dist=balanced", [(10, 8, 16)] * 4),
         ("G=4,T=40,N=8,M=16,dist=balanced,form=jagged_k", [(16, 8, 10)] * 4),
         ("G=2,M=6,N=8,K=4,form=batched", [(6, 8, 4)] * 2),
+        ("sizes=40+0+7,N=8,K=16", [(40, 8, 16), (0, 8, 16), (7, 8, 16)]),
+        ("form=jagged_k,sizes=4+7,M=2,N=8,dtype=fp32", [(2, 8, 4), (2, 8, 7)]),
     ],
 )
 def test_own_shapes(text: str, extents: list[tuple[int, int, int]]) -> None:
@@ -217,7 +219,7 @@ SMALL = [
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_the_reference_accepts_the_truth_and_finds_one_wrong_element(case: Workload) -> None:
     tensors = operands.make(case, "cpu")
-    truth = reference(tensors)
+    truth = tensors.reference()
     assert "wrong answer" in truth.verdict(tensors.out)  # poisoned
     parts = group_outputs(tensors, tensors.out)
     biases = tensors.bias if isinstance(tensors.bias, list) else [torch.zeros(())] * len(parts)
