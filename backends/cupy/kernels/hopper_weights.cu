@@ -133,7 +133,8 @@ __device__ __forceinline__ void consume_weights(const Problem& p, const Launch& 
         const Tile t = take_tile(s, number, ~0u);
         if (t.n == STOP) break;
         const int blocks = k_blocks(t);
-        const u32 bytes = ring.begin(t, blocks);
+        const u32 bytes = stage_bytes(t);
+        if (blocks > 0) ring.fit(bytes);
         float total[ACCUMULATORS];
         clear(total);
         if (blocks > 0) {
