@@ -246,7 +246,7 @@ class ArgumentBlock:
         return plain, counted
 
     def bases(self) -> dict[int, int]:
-        """Where the operands whose addresses it holds lie now, by their number."""
+        """The current addresses of the operands whose addresses the block holds, by their number."""
         words = self._words
         return {x.operand: words[(start + x.offset) // 8] - x.distance for start, slots in self._slots for x in slots}
 

@@ -84,7 +84,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
 def m_grouped_fp8_gemm_nn_contiguous(
     a: Pair, b: Pair, d: Tensor, grouped_layout: Tensor, *others: Any, **keywords: Any
 ) -> None:
-    """The same with b [G, K, N] and its scale [G, ceil(K / 128), ceil(N / 128)].
+    """`d[rows of g] = a[rows of g] @ b[g]`, with b [G, K, N] and its scale [G, ceil(K / 128), ceil(N / 128)].
 
     Args:
         a, b, d, grouped_layout, others, keywords: as in `m_grouped_fp8_gemm_nt_contiguous`.
@@ -202,7 +202,8 @@ def k_grouped_fp8_gemm_nt_contiguous(
     *,
     backend: Any = "auto",
 ) -> None:
-    """The same with every group's operands transposed: [M, K_g] and [N, K_g], flattened one after the other.
+    """`d[g] = a_g @ b_g.T (+ c[g])`: weight gradients from transposed operands [M, K_g] and [N, K_g], flattened one
+    after the other.
 
     Args:
         a: M * T elements, and its scale [M, sum of ceil(K_g / block)].

@@ -121,7 +121,7 @@ def run_fused(
 
 @dataclass(frozen=True, slots=True)
 class Journeys:
-    """Who goes where.
+    """Which tokens travel to which ranks, in chunks, and where arriving rows lie.
 
     `send[c]` and `receive[c]`: how many rows of chunk c go to and come from each rank. `tokens` [sent rows] says which
     token each row is of, and `place` [chunks, ranks, tokens of a chunk] which row carries a token to a rank, -1 where
