@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -60,35 +60,47 @@ def with_odd_lines(problem: ProblemSpec, names: str) -> ProblemSpec:
     return replace(problem, **odd)
 
 
+class Compiled(NamedTuple):
+    """What the compiler says of a kernel, and its PTX."""
+
+    log: str
+    ptx: str
+
+
+def compile_text(text: str, source: Source, arch: str) -> Compiled:
+    """A text under the definitions of a source; for a virtual architecture (compute_90a) ptxas has no part in it."""
+    from cupy.cuda import nvrtc
+
+    extra = [] if arch.startswith("compute") else ["--ptxas-options=-v"]
+    names = [(name.encode(), body.encode()) for name, body in headers()]
+    program = nvrtc.createProgram(text, source.file, [body for _, body in names], [name for name, _ in names])
+    try:
+        nvrtc.compileProgram(program, [*source.options(arch), *extra])
+        log, ptx = nvrtc.getProgramLog(program), nvrtc.getPTX(program)
+    except nvrtc.NVRTCError as error:
+        raise AssertionError(nvrtc.getProgramLog(program)) from error
+    finally:
+        nvrtc.destroyProgram(program)
+    return Compiled(log, ptx.decode() if isinstance(ptx, bytes) else str(ptx))
+
+
 @cache
+def compiled(source: Source, arch: str) -> Compiled:
+    """A kernel for an architecture."""
+    return compile_text((SOURCES / source.file).read_text(), source, arch)
+
+
 def report(source: Source, arch: str) -> tuple[int, int]:
     """Registers per thread and bytes spilled, as ptxas reports them."""
-    _, log = compile_source(source, arch, "--ptxas-options=-v")
+    log = compiled(source, arch).log
     assert "serialized" not in log, "ptxas gave up running products of wgmma side by side"
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", log))
     return registers, sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
 
 
-@cache
 def ptx_of(source: Source, arch: str) -> str:
-    """The PTX text of a kernel."""
-    return ptx_of_text((SOURCES / source.file).read_text(), source, arch)
-
-
-def ptx_of_text(text: str, source: Source, arch: str = "sm_90a") -> str:
-    """The PTX of a text under the definitions of a source, which a virtual architecture gives without ptxas."""
-    from cupy.cuda import nvrtc
-
-    names = [(name.encode(), body.encode()) for name, body in headers()]
-    program = nvrtc.createProgram(text, source.file, [body for _, body in names], [name for name, _ in names])
-    try:
-        nvrtc.compileProgram(program, source.options(arch.replace("sm", "compute")))
-        ptx = nvrtc.getPTX(program)
-    except nvrtc.NVRTCError as error:
-        raise AssertionError(nvrtc.getProgramLog(program)) from error
-    finally:
-        nvrtc.destroyProgram(program)
-    return ptx.decode() if isinstance(ptx, bytes) else str(ptx)
+    """The PTX text of a kernel of which nothing else is asked."""
+    return compiled(source, arch.replace("sm", "compute")).ptx
 
 
 def float8_by_blocks(**changes: Any) -> ProblemSpec:
@@ -218,7 +230,7 @@ def test_words_by_wgmma_do_not_spill_and_weights_across_k_come_in_registers(
     registers, spilled = report(source, "sm_90a")
     assert registers * hopper.THREADS <= REGISTERS_PER_SM and spilled <= A_WORD_PER_TILE
     instruction = r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k\d+\.(?:f32\.tf32\.tf32|s32\.s8\.s8)"
-    text = ptx_of(source, "sm_90a").replace(" ", "")
+    text = compiled(source, "sm_90a").ptx.replace(" ", "")
     found, turned = re.findall(instruction, text), re.findall(instruction + r"\{[^}]*\},\{", text)
     assert found and len(turned) == (len(found) if given.get("b", "row") == "row" else 0)
     assert ("cp.async.bulk.tensor.5d.global" in text) == (
@@ -310,7 +322,7 @@ def test_small_list_kernel_compiles_without_spills(a: Order, b: Order, config: C
     source = small_list.source(problem, config)
     registers, spilled = report(source, "sm_90a")
     assert spilled == 0 and registers * small_list.THREADS <= REGISTERS_PER_SM and source.shared <= configs.SHARED_LIMIT
-    assert ptx_of(source, "sm_90a").count(f"m64n{config.rows}k16") >= 4
+    assert compiled(source, "sm_90a").ptx.count(f"m64n{config.rows}k16") >= 4
 
 
 @pytest.mark.slow
@@ -389,7 +401,7 @@ def front_end_errors(source: Source) -> str:
     text, cut, _ = (SOURCES / source.file).read_text().partition('extern "C" __global__')
     assert cut
     try:
-        ptx_of_text(text + 'extern "C" __global__ void nothing() {}', source)
+        compile_text(text + 'extern "C" __global__ void nothing() {}', source, "compute_90a")
     except AssertionError as error:
         return str(error)
     return ""
