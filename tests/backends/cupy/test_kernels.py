@@ -109,14 +109,15 @@ def float8_by_blocks(**changes: Any) -> ProblemSpec:
     a = replace(e4m3, scale=replace(scale, rows=1, k=128))
     b = replace(e4m3, order="col", scale=replace(scale, rows=128, k=128))
     out = OperandSpec(torch.bfloat16)
-    return replace(spec(), **{"a": a, "b": b, "out": out, "compute": torch.float8_e4m3fn} | changes)
+    given: dict[str, Any] = {"a": a, "b": b, "out": out, "compute": torch.float8_e4m3fn}
+    return replace(spec(), **given | changes)
 
 
 def mxfp4_weights(**changes: Any) -> ProblemSpec:
     """Codes of e2m1 under bfloat16, a power of two for each 32 of k of a column."""
     scale = ScaleSpec(torch.float8_e8m0fnu, rows=1, k=32)
     b = OperandSpec(torch.uint8, "col", packed="e2m1", scale=scale)
-    return replace(spec(), **{"b": b} | changes)
+    return replace(spec(), **{"b": b, **changes})
 
 
 KINDS = [
