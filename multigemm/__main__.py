@@ -36,7 +36,7 @@ INTERRUPTED = 130
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage, which `--help` tells; takes options by their whole names."""
+    """Reports a wrong argument in one line without the usage text, and accepts option names in full only."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
@@ -81,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, words: list[str]) -> int:
-    """One command. A module that writes results has `interrupted(args)`, which says after Ctrl-C what was kept."""
+    """Runs one command. After Ctrl-C it calls `interrupted(args)` of the command's module, if there is one, to report
+    what was kept."""
     text, where = COMMANDS[name]
     module: Any = None
     args: Any = None

@@ -169,7 +169,7 @@ def _solve(
 
 @no_dynamo
 def solve(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Any:
-    """The result of `problem`, as the caller's kind of array (a list of them for lists).
+    """Solve a problem: return its result as the caller's kind of array (a list of arrays for lists).
 
     Args:
         problem: what to compute.
@@ -205,7 +205,7 @@ def plan(a: Any, b: Any, *, backend: Which = "auto", config: Any = None, **keywo
 
 @no_dynamo
 def plan(*args: Any, **keywords: Any) -> Plan:
-    """A plan: compiled, bound, with its output allocated; calling it only launches.
+    """Compile and bind a problem and allocate its result. Calling the returned plan only launches.
 
     Args:
         problem: what to compute; or `a`, `b` and the keywords of `grouped_gemm` in its place.
@@ -240,9 +240,10 @@ def explain(
 
 @no_dynamo
 def explain(*args: Any, **keywords: Any) -> Explanation:
-    """Why `grouped_gemm` or `solve` would run what it runs, given the same arguments; measures as that would.
+    """Explain which backend and config `grouped_gemm` or `solve` would run with the same arguments, and why.
 
-    A plan may get another backend of a short product: for an eager call the host's time counts, too.
+    Measures wherever those calls would. A plan of a short product may get another backend, because an eager call also
+    counts the host's time.
 
     Args:
         problem: what to compute; or `a`, `b` and the keywords of `grouped_gemm` in its place.
@@ -266,7 +267,7 @@ Posed = tuple[GroupedGemmProblem, Which, Any]
 
 
 def _posed(function: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> Posed:
-    """The problem, backend and config of a call with a problem, or with the arguments of `grouped_gemm`."""
+    """Returns problem, backend and config of a call, which passed a problem or the arguments of `grouped_gemm`."""
     for name in keywords.keys() - {"problem", "a", "b", *KEYWORDS}:
         raise UnknownKeyword(unknown_keyword_text(function, name, KEYWORDS))
     if "problem" in keywords or (args and isinstance(args[0], GroupedGemmProblem)):
@@ -289,7 +290,8 @@ def _with_problem(problem: Any, backend: Which = "auto", config: Any = None) -> 
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """One line of `list_backends()`. Prints as what is here, or what is missing and how to get it."""
+    """One line of `list_backends()`. Printing it shows the version of an available backend, or what is missing and how
+    to install it."""
 
     name: str
     available: bool
@@ -306,7 +308,7 @@ class BackendInfo:
 
 
 class Backends(list[BackendInfo]):
-    """A list that prints one backend a line."""
+    """A list of `BackendInfo` that prints one backend per line."""
 
     def __repr__(self) -> str:
         return "\n".join(map(str, self))
@@ -314,7 +316,7 @@ class Backends(list[BackendInfo]):
 
 @no_dynamo
 def list_backends() -> Backends:
-    """What is here, what is missing, how to get it.
+    """List every known backend: available or not, its version, or what is missing and how to install it.
 
     Returns:
         A list of BackendInfo, printed one backend a line, with name, whether it is available, its version, else the

@@ -1,7 +1,7 @@
-"""What a backend is: five members. And what it gives back: a `Recipe`, ready to bind.
+"""The interface of a backend (`Backend`, five members) and of what it returns (`Recipe`, ready to bind).
 
-A backend never raises to say no: `not_supported_reasons` says it beforehand, in words that hold the
-value seen, the limit and the remedy. `supports` is `not reasons`, so there is one truth.
+A backend refuses a problem by `not_supported_reasons`, never by raising. Each reason holds the value seen, the limit
+and the remedy. A backend supports a problem exactly if the list of reasons is empty.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Tell = Callable[[Operands], str]
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """Whether a backend can run on this machine; if not, why, and the command that installs it."""
+    """Whether a backend can run on this machine; if it cannot, the reason and the command that installs what is
+    missing."""
 
     ok: bool
     reason: str = ""
@@ -67,9 +68,10 @@ QUANTISED_TEXT = {
 
 
 def quantised_reasons(spec: ProblemSpec, takes: Collection[str] = ()) -> list[str]:
-    """Why a backend that takes these classes of quantised operands (`ProblemSpec.quantised`) cannot take a spec's.
+    """The reasons to refuse a spec's quantised operands, for a backend that takes the classes `takes` of
+    `ProblemSpec.quantised`.
 
-    Every backend's `not_supported_reasons` asks this first: with nothing in `takes` it refuses all of them.
+    Every backend's `not_supported_reasons` calls this first. An empty `takes` refuses all quantised operands.
     """
     found = spec.quantised
     if not found or found in takes:
@@ -82,9 +84,11 @@ def quantised_reasons(spec: ProblemSpec, takes: Collection[str] = ()) -> list[st
 
 
 def fused_reasons(spec: ProblemSpec, takes: Collection[str] = ()) -> list[str]:
-    """Why a backend that takes these of `FusedSpec.keywords` cannot take a spec's.
+    """The reasons to refuse a spec's fused keywords, for a backend that takes the keywords `takes` of
+    `FusedSpec.keywords`.
 
-    Every backend's `not_supported_reasons` asks this beside `quantised_reasons`: an empty `takes` refuses all of them.
+    Every backend's `not_supported_reasons` calls this after `quantised_reasons`. An empty `takes` refuses all fused
+    keywords.
     """
     asked = [] if spec.fused is None else [name for name in spec.fused.keywords if name not in takes]
     if not asked:
@@ -100,41 +104,44 @@ def fused_reasons(spec: ProblemSpec, takes: Collection[str] = ()) -> list[str]:
 
 @runtime_checkable
 class Backend(Protocol):
-    """The five members. A third party's instance under the entry-point group `multigemm.backends` is one.
+    """The five members of a backend. Another package registers an instance under the entry-point group
+    `multigemm.backends`.
 
-    A backend that keeps `spec.batch_invariant` says so by an attribute `batch_invariant = True`; without it such
-    problems are refused for it. It then promises that all of its configs that are valid for such a spec give an element
-    the same bits, which depend on its row of A, its column of B, K, the dtypes and the epilogue alone, in every form
-    and layout. What it cannot promise it refuses by `not_supported_reasons`. A third party's backend says by an
-    attribute `takes_quantised = True` that its `not_supported_reasons` knows of quantised operands, and by
-    `takes_fused = True` that it knows of `spec.fused`; else it gets none of either.
+    Three optional attributes of a backend widen what it is offered; without them such problems are refused for it:
+
+    - `batch_invariant = True`: all configs that are valid for a spec give an element the same bits, which depend on its
+      row of A, its column of B, K, the dtypes and the epilogue alone, in every form and layout. What the backend cannot
+      promise it refuses by `not_supported_reasons`.
+    - `takes_quantised = True`: `not_supported_reasons` handles quantised operands.
+    - `takes_fused = True`: `not_supported_reasons` handles `spec.fused`.
     """
 
     @property
     def name(self) -> str:
-        """What `backend=` calls it."""
+        """The name by which `backend=` selects it."""
         ...
 
     def availability(self) -> Availability:
-        """Whether it can run on this machine."""
+        """Whether the backend can run on this machine."""
         ...
 
     def not_supported_reasons(self, spec: ProblemSpec, device: torch.device) -> list[str]:
-        """Why it cannot solve problems of this spec: the value seen, the limit, the remedy; empty where it can."""
+        """Why the backend cannot solve problems of this spec: value seen, limit, remedy. Empty if it can."""
         ...
 
     def configs(self, spec: ProblemSpec, device: torch.device) -> Sequence[Any]:
-        """Frozen dataclasses that are valid for this spec, the best guess first."""
+        """The configs that are valid for this spec, as frozen dataclasses, the best guess first."""
         ...
 
     def plan(self, spec: ProblemSpec, config: Any, device: torch.device) -> Recipe:
-        """Compiles; called once for each spec and config. What it returns is bound to problems."""
+        """Compiles a recipe, once per spec and config. The recipe is then bound to problems."""
         ...
 
 
 @dataclass(frozen=True)
 class BuiltinBackend:
-    """A `Backend` of functions. The `__init__` of each built-in one's package names them; all are batch-invariant."""
+    """A `Backend` made of functions, which the `__init__` of each built-in backend's package names. All built-in ones
+    are batch-invariant."""
 
     batch_invariant: ClassVar[bool] = True
 
@@ -147,13 +154,16 @@ class BuiltinBackend:
 
 
 def as_dict(config: Any) -> dict[str, Any]:
-    """The fields of a config, which is a dataclass."""
+    """The fields of a config dataclass as a dictionary."""
     return {f.name: getattr(config, f.name) for f in fields(config)}
 
 
 def completed(given: Any, valid: Sequence[Any]) -> Any:
-    """The config to run, where `valid` are a backend's own, the best guess first: a mapping replaces fields of the best
-    guess, a config of the backend is the backend's to judge. Raises InvalidSetting for anything else."""
+    """The config to run. `valid` are the backend's own configs, the best guess first.
+
+    A mapping replaces fields of the best guess. A config object is checked by the backend. Raises InvalidSetting for
+    anything else.
+    """
     if not valid or not is_dataclass(valid[0]):
         return given
     kind: Any = type(valid[0])
@@ -179,14 +189,15 @@ def completed(given: Any, valid: Sequence[Any]) -> Any:
 
 
 def _package(kind: type) -> str:
-    """The package of a config's class: a backend may have several, in modules beside each other."""
+    """The package of a config's class. A backend may define several config classes in neighbouring modules."""
     return kind.__module__.rpartition(".")[0]
 
 
 def _check_types(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Values are of the types that a valid config holds: arithmetic on others fails far from here, or goes wrong.
+    """Refuses a config whose values have other types than those of the valid configs, which would fail later or compute
+    nonsense.
 
-    A field that a valid config leaves at None may hold anything.
+    A field that is None in a valid config may hold any type.
     """
     for name, value in given.items():
         wanted = type(known[name]).__name__

@@ -1,8 +1,7 @@
-"""The exception catalogue: every failure that a user can meet, by name.
+"""Every exception that multigemm raises on purpose.
 
-Two words for two failures. *Unsupported* is expected and explained: this backend cannot run this
-problem. *Unavailable* means that the backend itself cannot run here: a package or a GPU is missing.
-Anything else that escapes from multigemm is a bug and is meant to be loud.
+*Unsupported* means that a backend cannot run this problem. *Unavailable* means that a backend cannot run on this
+machine, because a package or a GPU is missing. Any other exception out of multigemm is a bug.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from typing import Any
 
 
 class MultigemmError(Exception):
-    """The common base of everything that multigemm raises on purpose."""
+    """The base class of everything that multigemm raises on purpose."""
 
 
 class InvalidProblem(MultigemmError, ValueError):
-    """The problem itself has no meaning; the text names the value seen, the limit and the remedy."""
+    """The arguments do not describe a problem. The text names the value seen, the limit and the remedy."""
 
 
 VIEW = "pass {0}.transpose(1, 2), a view ({0}.swapaxes(1, 2) of a NumPy or CuPy array)"
@@ -33,11 +32,11 @@ FROM_OTHERS = {
 
 
 class UnknownKeyword(InvalidProblem, TypeError):
-    """A keyword that a function does not take; the text names what was probably meant."""
+    """A keyword that the function does not take. The text names the keyword that was probably meant."""
 
 
 def unknown_keyword_text(function: str, keyword: str, known: tuple[str, ...]) -> str:
-    """The text of an UnknownKeyword: the nearest of the known keywords, or what another library's is here."""
+    """The text of an UnknownKeyword: the nearest known keyword, or multigemm's name for another library's keyword."""
     near = difflib.get_close_matches(keyword, known, n=1)
     hint = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(known)}"
     return f"{function}() takes no keyword {keyword}=: {FROM_OTHERS.get(keyword, hint)}"
@@ -48,11 +47,11 @@ class InvalidSetting(MultigemmError, ValueError):
 
 
 class UnknownBackend(InvalidProblem, InvalidSetting):
-    """A backend that does not exist, asked for in a call or in a setting; the text names the nearest one."""
+    """A call or a setting names a backend that does not exist. The text names the nearest existing one."""
 
 
 class BackendUnsupported(MultigemmError):
-    """No asked backend runs this problem here. `reasons` maps each backend's name to its reasons."""
+    """None of the requested backends can run this problem. `reasons` maps each backend's name to its reasons."""
 
     def __init__(self, reasons: Mapping[str, Sequence[str]]) -> None:
         self.reasons = {name: list(why) for name, why in reasons.items()}
@@ -64,7 +63,7 @@ class BackendUnsupported(MultigemmError):
 
 
 class BackendUnavailable(MultigemmError):
-    """The backend that was asked for cannot run on this machine: not installed, or no GPU."""
+    """The requested backend cannot run on this machine: a package or a GPU is missing."""
 
     def __init__(self, name: str, reason: str) -> None:
         self.backend, self.reason = name, reason
@@ -75,7 +74,7 @@ class BackendUnavailable(MultigemmError):
 
 
 class NotCapturable(MultigemmError):
-    """This plan has to talk to the host, so it cannot be captured into a CUDA graph."""
+    """This plan reads from the device on the host, so a CUDA graph cannot capture it."""
 
 
 class LibraryError(MultigemmError):

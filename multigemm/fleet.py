@@ -1,8 +1,8 @@
-"""One GPU, many GPUs or many hosts for a command: whose part is whose, and one result at the end.
+"""Distributes a command's work over GPUs and hosts, and gathers the results on one process.
 
-A command uses every GPU of its host unless it is told one. Under `torchrun`, each process is a rank: ranks
-of one host share its GPUs, every rank works on a part of its own, and rank 0 gets all results, over gloo,
-so that no common file system is needed.
+A command uses every GPU of its host unless `--device` names one. Under `torchrun` each process is a rank: the ranks of
+one host share its GPUs, every rank works on its own part, and rank 0 receives all results over gloo. No common file
+system is needed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This process among those that torchrun started; alone without it."""
+    """The rank of this process under torchrun, and its host's ranks; the only process without torchrun."""
 
     rank: int = 0
     ranks: int = 1
@@ -35,7 +35,7 @@ class Place:
     locals: int = 1
 
     def devices(self, asked: str) -> tuple[str, ...]:
-        """The devices for this process: the one that was asked for, else its share of the host's GPUs."""
+        """The devices of this process: the requested one, else its share of the host's GPUs."""
         if asked not in ("", "cuda"):
             return (asked,)
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -46,7 +46,7 @@ class Place:
 
 
 def here() -> Place:
-    """What torchrun says about this process; raises InvalidSetting where it says only a part."""
+    """Reads torchrun's environment variables into a `Place`. Raises InvalidSetting if only some of them are set."""
     said = {name: os.environ.get(name, "") for name in VARIABLES}
     if not any(said.values()):
         return Place()
@@ -59,7 +59,7 @@ def here() -> Place:
 
 
 def default_device(text: str = "") -> torch.device:
-    """The one device that a command works on; raises InvalidSetting for one that is not here."""
+    """The one device that a command works on. Raises InvalidSetting if the requested device does not exist."""
     name = text or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
@@ -74,7 +74,7 @@ def default_device(text: str = "") -> torch.device:
 
 @contextmanager
 def joined(place: Place) -> Iterator[None]:
-    """The ranks know each other inside; nothing to do for one alone."""
+    """A context in which the ranks are connected by a gloo process group; does nothing for a single process."""
     if place.ranks == 1:
         yield
         return
@@ -89,7 +89,7 @@ def joined(place: Place) -> Iterator[None]:
 
 
 def gather(place: Place, mine: T) -> list[T]:
-    """Every rank's result on rank 0, in the order of ranks; an empty list on the others."""
+    """Collects every rank's result on rank 0, in the order of ranks. Other ranks get an empty list."""
     if place.ranks == 1:
         return [mine]
     found: list[T | None] | None = [None] * place.ranks if place.rank == 0 else None

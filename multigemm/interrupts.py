@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment: what must be whole is finished first, and child processes leave it to their parent."""
+"""Ctrl-C and SIGTERM: defer them until a file or an import is complete, and keep them from child processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from types import FrameType
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Holds Ctrl-C back, and raises KeyboardInterrupt at the end: for an import, or a file that is being written."""
+    """A context that defers Ctrl-C to its end, for an import or the writing of a file, and raises KeyboardInterrupt
+    there."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # held already, or none of Python's own
         yield
         return
@@ -30,7 +31,8 @@ def held() -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file through another one beside it: whoever is stopped meanwhile leaves the former file as it was."""
+    """Writes a file atomically: into a temporary file beside it, which then replaces it. An interruption leaves the old
+    file."""
     part = path.with_name(path.name + ".part")
     part.write_text(text)
     part.replace(path)
@@ -38,7 +40,8 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def of_termination() -> Iterator[None]:
-    """A SIGTERM, as schedulers and parents send it, raises KeyboardInterrupt: what was measured is kept."""
+    """A context in which SIGTERM, as a scheduler or a parent process sends it, raises KeyboardInterrupt, so that
+    results are kept."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -56,7 +59,8 @@ def of_termination() -> Iterator[None]:
 
 @contextmanager
 def left_to_this_process() -> Iterator[None]:
-    """Processes that are started inside never see Ctrl-C, which a terminal sends to all: this one ends them."""
+    """A context in which child processes are started that ignore Ctrl-C. A terminal sends Ctrl-C to the whole group;
+    this process ends its children itself."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

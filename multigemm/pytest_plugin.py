@@ -1,6 +1,7 @@
-"""What pytest finds where multigemm is installed: `grouped_gemm_problem`, a problem for a kernel of one's own.
+"""The pytest plugin: the fixture `grouped_gemm_problem`, a random problem for testing one's own kernel.
 
-It imports nothing but pytest until a test asks for it. `multigemm.testing.own_kernels` tells how to use it.
+Pytest loads this module wherever multigemm is installed, so it imports nothing but pytest until a test asks for the
+fixture. `multigemm.testing.own_kernels` describes the fixture.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def grouped_gemm_problem(request: pytest.FixtureRequest) -> GroupedGemmProblem:
-    """A generated problem: uneven and odd extents, empty groups, operands in rows, offsets on the device."""
+    """A random problem: uneven and odd extents, empty groups, operands in row-major order, offsets on the device."""
     from multigemm.testing.own_kernels import random_problem
 
     return random_problem(**request.param)

@@ -66,7 +66,7 @@ class Quantized(NamedTuple):
 
 
 def decode(x: Tensor, packed: str = "") -> Tensor:
-    """The elements in float32, before any scale; bytes that are `packed` hold two along the second last direction."""
+    """Elements as float32, before any scale. A `packed` byte holds two elements along the second last dimension."""
     if not packed:
         return x.to(torch.float32)
     codes = x.view(torch.uint8)
@@ -80,7 +80,8 @@ def decode(x: Tensor, packed: str = "") -> Tensor:
 
 
 def decode_scale(x: Tensor) -> Tensor:
-    """Scales in float32. Code 0 of e8m0 is 2^-127 and 255 is NaN, which shifting alone would get wrong."""
+    """Scales as float32. In e8m0, code 0 is 2^-127 and code 255 is NaN, which shifting the bits alone would get
+    wrong."""
     if x.dtype is not torch.float8_e8m0fnu:
         return x.to(torch.float32)
     codes = x.view(torch.uint8).to(torch.int32)
@@ -89,7 +90,7 @@ def decode_scale(x: Tensor) -> Tensor:
 
 
 def _encode(quotients: Tensor, format: str, zero: Tensor | None) -> Tensor:
-    """Elements in their own dtype, or as codes of four bits in bytes."""
+    """Converts elements to the format: to its dtype, or to four-bit codes in bytes."""
     top = LARGEST[format]
     if format in FLOATS:
         bits = quotients.clamp(-top, top).to(FLOATS[format]).view(torch.uint8)
@@ -128,7 +129,8 @@ def _group_of(offsets: Tensor, extent: int) -> Tensor:
 
 
 def _block_of(offsets: Tensor, extent: int, block: int) -> Tensor:
-    """The entry of each position of a jagged K: offsets[g] // block + g + j; the one past the last for no group's."""
+    """The grid entry of each position of a jagged K: offsets[g] // block + g + j. Positions that no group owns get the
+    entry past the last."""
     groups, at = len(offsets) - 1, torch.arange(extent, device=offsets.device)
     group = _group_of(offsets, extent)
     start = offsets[group.clamp(max=max(groups - 1, 0))]
@@ -136,8 +138,8 @@ def _block_of(offsets: Tensor, extent: int, block: int) -> Tensor:
 
 
 class _Entries(NamedTuple):
-    """Which entry of a grid each line and each column (of K) has, and how many of them count; a last one is thrown
-    away, which positions have that no group owns. `merged`: all groups share them. `vector`: one for each group."""
+    """Which grid entry each line and each column (of K) has, and how many entries count. One more entry, for positions
+    that no group owns, is dropped. `merged`: all groups share the entries. `vector`: one entry per group."""
 
     row: Tensor
     rows: int
@@ -173,7 +175,7 @@ def _entries(x: Tensor, scale: str, jagged: str, offsets: Tensor | None) -> _Ent
 
 
 def _reduced(x: Tensor, at: _Entries, how: str, start: float) -> Tensor:
-    """The largest or smallest element of each entry, beginning with `start`."""
+    """The largest or smallest element of each grid entry, starting from `start`."""
     kept = x.new_full((x.shape[0], x.shape[1], at.columns + 1), start)
     kept.scatter_reduce_(2, at.column.expand(x.shape), x, how)
     found = x.new_full((x.shape[0], at.rows + 1, at.columns + 1), start)
@@ -186,7 +188,7 @@ def _reduced(x: Tensor, at: _Entries, how: str, start: float) -> Tensor:
 
 
 def _spread(entries: Tensor, at: _Entries) -> Tensor:
-    """One number for each element."""
+    """Broadcasts one number per grid entry to its elements."""
     return entries[:, at.row][:, :, at.column]
 
 
@@ -249,7 +251,7 @@ def quantize(
 
 
 def _check_words(format: Any, scale: Any, side: Any, scale_dtype: Any, zero: Any) -> torch.dtype:
-    """The keywords that do not depend on the operand; returns the dtype of scales."""
+    """Checks the keywords that do not depend on the operand. Returns the dtype of the scales."""
     one_of(format, "format", tuple(LARGEST))
     one_of(scale, "scale", GRANULARITIES)
     one_of(side, "side", ("a", "b"))
@@ -269,7 +271,7 @@ def _check_words(format: Any, scale: Any, side: Any, scale_dtype: Any, zero: Any
 
 
 def _as_lines(x: Tensor, side: str) -> Tensor:
-    """An operand as [.., lines, K]."""
+    """Reshapes an operand to [.., lines, K]."""
     if not x.dtype.is_floating_point or x.dtype.itemsize == 1:
         raise InvalidProblem(f"x has dtype {dtype_name(x.dtype)}: quantize takes floats of 16 bits or more")
     if x.dim() not in (2, 3):
@@ -279,7 +281,7 @@ def _as_lines(x: Tensor, side: str) -> Tensor:
 
 @cache  # finding a package takes as long as a launch
 def _kernels() -> Any:
-    """The kernel in Triton, or None where it is not installed."""
+    """The module of Triton kernels, or None if Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         return None
     from multigemm import quantize_kernels
@@ -288,7 +290,8 @@ def _kernels() -> Any:
 
 
 def _by_kernel(x: Tensor, format: Format, scale: str, side: str, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """Data and scales of a stack [groups, lines, K] of floats, by the kernel; None where it does not take them."""
+    """Data and scales of a stack [groups, lines, K] of floats, computed by the Triton kernel. None if the kernel
+    cannot."""
     if x.device.type != "cuda" or type(x) is not Tensor or torch.compiler.is_compiling():
         return None
     if dtype not in (torch.float32, E8M0) or (kernels := _kernels()) is None or not kernels.takes(x, scale):
@@ -300,7 +303,7 @@ def _by_kernel(x: Tensor, format: Format, scale: str, side: str, dtype: torch.dt
 def blockwise(
     x: Tensor, format: Format, scale: str, side: str, dtype: torch.dtype, kernels: Any
 ) -> tuple[Tensor, Tensor]:
-    """As `quantize`, by the kernel: data [groups, lines, K] and scales [groups, entries, blocks]."""
+    """Like `quantize`, by the Triton kernel: data [groups, lines, K] and scales [groups, entries, blocks]."""
     groups, lines, k = x.shape
     block = k if scale == "row" else int(scale.partition("x")[2])
     entries = -(-lines // block) if scale == "128x128" else lines
@@ -320,7 +323,8 @@ def _check_packing(format: str, axis: str, k: int) -> None:
 
 
 def _check_coverage(scale: str, jagged: str, axis: str, is_cut: bool, is_shared: bool) -> None:
-    """Whether one number may cover what `scale` says, of an operand cut along `axis` or shared by all groups."""
+    """Refuses a `scale` that does not go with the cut: a jagged K without boundaries, a scale per group of a shared
+    operand, 128 rows across groups."""
     if axis == "k" and not is_cut and scale not in ("tensor", "row"):
         raise InvalidProblem(f"scale={scale!r} of a jagged K: pass offsets, sizes or ends")
     if scale == "group" and is_shared:
@@ -330,7 +334,7 @@ def _check_coverage(scale: str, jagged: str, axis: str, is_cut: bool, is_shared:
 
 
 def _jagged_axis(side: str, jagged: Any, dim: int) -> str:
-    """The axis of an operand [.., lines, K] that a cut along `jagged` cuts: "rows", "k" or "" for none."""
+    """Which axis of an operand [.., lines, K] a cut along `jagged` divides: "rows", "k" or "" for neither."""
     one_of(jagged, "jagged", ("m", "n", "k"))
     if dim == 3:
         return ""
@@ -338,7 +342,7 @@ def _jagged_axis(side: str, jagged: Any, dim: int) -> str:
 
 
 def _cut(offsets: Any, sizes: Any, ends: Any, jagged: str, x: Tensor, axis: str, side: str) -> Grouping | None:
-    """Where groups begin and end along an axis of x; None where nothing cuts it."""
+    """The group boundaries along an axis of x; None if no group cuts that axis."""
     if not axis or (offsets is None and sizes is None and ends is None):
         return None
     along = x.shape[-1] if (axis == "k") == (side == "a") else x.shape[-2]
@@ -348,7 +352,7 @@ def _cut(offsets: Any, sizes: Any, ends: Any, jagged: str, x: Tensor, axis: str,
 def _scales(
     x: Tensor, at: _Entries, format: str, dtype: torch.dtype, zero: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Scales in their dtype and in float32, and zero points in uint8, for each entry."""
+    """The scales in their dtype and in float32, and the uint8 zero points, one per grid entry."""
     top = LARGEST[format]
     finite = torch.where(x.isfinite(), x, 0)
     high = _reduced(finite if zero else finite.abs(), at, "amax", 0.0)
@@ -379,13 +383,13 @@ def _scales(
 
 
 def _outward(x: Tensor, dim: int, side: str) -> Tensor:
-    """[groups or 1, lines, K] as the operand that was given."""
+    """Reshapes [groups or 1, lines, K] to the shape of the given operand."""
     x = x if dim == 3 else x[0]
     return x if side == "a" else x.mT
 
 
 def _grid(entries: Tensor, at: _Entries, dim: int, side: str) -> Tensor:
-    """The entries that count, in the shape that the problem reads."""
+    """The entries that count, in the shape in which `GroupedGemmProblem` takes them."""
     kept = entries[:, : at.rows, : at.columns]
     if at.merged:
         return kept.reshape(())
@@ -440,7 +444,8 @@ def dequantize(
 
 
 def _packed_format(dtype: torch.dtype, side: str, format: str | None) -> str:
-    """What bytes of data hold, "" for data that are not packed; raises where dtype, side and format do not fit."""
+    """The format of packed bytes, "" for data that are not packed. Raises if dtype, side and format contradict each
+    other."""
     held = [name for name in HOLDS.get(dtype, ()) if side == "b" or name in FLOATS]
     if not held:
         wanted = "float8_e4m3fn or float8_e5m2" if side == "a" else "float8, int8 or bytes"
@@ -459,7 +464,7 @@ def _packed_format(dtype: torch.dtype, side: str, format: str | None) -> str:
 def dequantized(
     q: Quantized, side: str, packed: str, *, offsets: Any = None, sizes: Any = None, ends: Any = None, jagged: str = "m"
 ) -> Tensor:
-    """`dequantize` of tensors, which need no memory where nothing is cut: a trace may hold it."""
+    """`dequantize` on tensors alone. Without a cut it works on tensors without memory, so that a trace can hold it."""
     data, scale, zero = q
     values = decode(scales.as_bytes(data), packed)
     if values.dim() not in (2, 3):
@@ -491,7 +496,7 @@ def _is_half(x: Tensor | None) -> bool:
 
 
 def _of_elements(read: scales.Scale, operands: scales.Operands, side: str, axis: str, offsets: Tensor | None) -> Tensor:
-    """A scale as one number for each element, or as what broadcasts against the operand; 1 where no group owns it."""
+    """A scale that broadcasts against the operand, or one number per element. Elements that no group owns get 1."""
     assert isinstance(read.grid, Tensor)
     grid = decode_scale(read.grid) if side == "a" else decode_scale(read.grid).mT  # [groups or 1, lines, K]
     shape = operands.a_shape if side == "a" else operands.b_shape

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""`quantize` to float8 as one Triton kernel, for scales that no group cuts: the bits of quantize.py."""
+"""The Triton kernel of `quantize` to float8, for scales that no group cuts. It gives the same bits as quantize.py."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def quantize_kernel(x, data, scale, lines, k, x_group, x_line, x_k, data_group, 
 
 
 def takes(x: torch.Tensor, scale: str) -> bool:
-    """Whether the kernel quantises this stack [groups, lines, K] with scales of that kind."""
+    """Whether the kernel can quantise this stack [groups, lines, K] with scales of this kind."""
     if scale == "row":
         return 0 < x.shape[2] <= LONGEST_ROW and x.numel() > 0
     return scale in ("1x32", "1x64", "1x128", "128x128") and x.numel() > 0

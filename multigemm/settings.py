@@ -1,7 +1,7 @@
-"""Every MULTIGEMM_* variable: typed, documented, validated. `multigemm info` prints them.
+"""The MULTIGEMM_* environment variables: types, defaults, descriptions, validation. `multigemm info` prints them.
 
-Read once, at first use; `settings.cache_clear()` reads again (for tests). An unknown MULTIGEMM_*
-variable is an error with the nearest name, so that a typing slip is never silent.
+They are read once, at first use; `settings.cache_clear()` reads them again (for tests). An unknown MULTIGEMM_* variable
+is an error that names the nearest known one, so that a misspelt name is never ignored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _doc(text: str, default: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The variables, lower-cased and without the prefix."""
+    """One field per variable: its name in lower case without the prefix MULTIGEMM_."""
 
     backend: tuple[str, ...] = _doc("what backend='auto' may choose from, best first; empty: all that are here", ())
     emulate: bool = _doc("let the triton and numba backends run on CPU tensors in their emulators", False)
@@ -74,7 +74,7 @@ def _parse(name: str, kind: str, text: str) -> Any:
 
 
 def parse(environ: Mapping[str, str]) -> Settings:
-    """Settings out of an environment; raises InvalidSetting for an unknown name or a bad value."""
+    """Reads settings from an environment. Raises InvalidSetting for an unknown name or a bad value."""
     known = {PREFIX + f.name.upper(): f for f in fields(Settings)}
     values = {}
     for name, text in environ.items():

@@ -1,8 +1,8 @@
-"""Every private name of torch that the package uses, from torch 2.11 to 2.13, each with a public stand-in.
+"""Every private name of torch that the package uses, from torch 2.11 to 2.13, each with a public replacement.
 
-A call of the front door asks torch the same few questions each time, and the public functions take up to twenty times
-as long as what stands behind them. A torch without one of these names gets the public way, which is slower and says the
-same. No other file names torch's internals.
+Each call of `grouped_gemm` asks torch a few questions, for which the public functions take up to twenty times as long
+as the private ones. With a torch that lacks a private name the slower public function answers. No other file names
+torch's internals.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ has_matrix_unit: Callable[[], bool] = getattr(torch.cpu, "_is_amx_tile_supported
 
 
 def forward_mode() -> bool:
-    """Whether forward-mode differentiation is going on in this thread, so that tensors may carry tangents."""
+    """Whether forward-mode differentiation is active in this thread, so that tensors may carry tangents."""
     return getattr(forward_ad, "_current_level", 0) >= 0
 
 
@@ -96,25 +96,25 @@ _traced: Callable[[], bool] = getattr(_C, "_is_tracing", lambda: _C._get_tracing
 
 
 def without_autocast() -> Any:
-    """A context in which operators are not cast."""
+    """A context that switches autocast off."""
     return _C._ExcludeDispatchKeyGuard(_AUTOCAST)
 
 
 def in_transform() -> bool:
-    """Whether a mode, a transform such as one of torch.func, or a trace of this thread has to see what operators are
-    called."""
+    """Whether a mode, a transform (such as those of torch.func) or a trace of this thread has to see each operator
+    call."""
     return bool(_transforms() or dispatch_modes() or _traced())
 
 
 def is_watched() -> bool:
-    """Whether somebody has to see a call of an operator as such: besides transforms a cast or a profiler."""
+    """Whether something has to see each operator call: autocast or a profiler, besides what `in_transform` names."""
     return bool(_function_modes() or _any_autocast() or _profiled() or in_transform())
 
 
 def take_calls(packet: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Has calls of an operator (`torch.ops.x.y`) made by a function; returns what torch's dispatcher did of them.
+    """Replaces `torch.ops.x.y.__call__` by a function. Returns the original call through torch's dispatcher.
 
-    The dispatcher takes 5 us to read 22 arguments, about as long as all that a call like an earlier one needs.
+    The dispatcher takes 5 us to read 22 arguments, about as long as the rest of a warm call.
     """
     dispatched: Any = type(packet)
     packet.__class__ = type("TakenCalls", (dispatched,), {"__call__": staticmethod(call)})
@@ -122,8 +122,8 @@ def take_calls(packet: Any, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def dispatch_keys(*tensors: Tensor | None) -> Any:
-    """The keys that torch's dispatcher goes by in a call with these tensors. A kernel that asks for them at each call
-    (`with_keyset`) takes longer in every call."""
+    """The dispatch keys of a call with these tensors. A kernel registered `with_keyset` would make every call
+    slower."""
     keys = _C._dispatch_tls_local_include_set()
     for x in tensors:
         if x is not None:
@@ -132,7 +132,7 @@ def dispatch_keys(*tensors: Tensor | None) -> Any:
 
 
 def only_result_wanted(*tensors: Tensor | None) -> bool:
-    """Whether nothing but the plain result is wanted of a call: no gradient, mode, transform, cast or trace."""
+    """Whether a call needs only its result: no gradient, mode, transform, autocast or trace is active."""
     if (grad_enabled() and any_requires_grad(*tensors)) or forward_mode() or in_transform():
         return False
     return not _any_autocast() and not _function_modes()
@@ -157,7 +157,7 @@ PAUSE_CYCLES = 10_000
 
 
 def group_timeout(group: Any, device: torch.device) -> float:
-    """The seconds after which a collective of a process group gives up; torch's usual ones where it does not tell."""
+    """The seconds after which a collective of a process group times out; torch's default if the group does not tell."""
     try:
         found: float = group._get_backend(device).options._timeout.total_seconds()
         return found
@@ -166,7 +166,7 @@ def group_timeout(group: Any, device: torch.device) -> float:
 
 
 def pause_stream(device: torch.device) -> None:
-    """Keeps the current stream of a GPU busy for some microseconds, so that what waits on another one begins first."""
+    """Keeps the current GPU stream busy for some microseconds, so that work waiting on another stream starts first."""
     if device.type == "cuda":
         torch.cuda._sleep(PAUSE_CYCLES)  # type: ignore[no-untyped-call]
 
@@ -180,12 +180,11 @@ UNTRACEABLE = (
 
 
 def no_dynamo(function: Function) -> Function:
-    """Marks a function of which torch.compile traces nothing; calling it costs what it did before.
+    """Excludes a function, and everything that it calls, from tracing by torch.compile, at no cost per call.
 
-    Problems, plans and the reference look at addresses, call libraries by address and compute in NumPy. Dynamo would
-    trace all of it, and either fail far from the caller's line or put its own NumPy in the place of the real one. A
-    marked function ends the graph before its call, and runs as it is, with everything that it calls.
-    `torch.compiler.disable` does as much, but has to load Dynamo.
+    Problems, plans and the reference read addresses, call libraries by address and compute in NumPy. Dynamo would trace
+    all of that, and either fail far from the caller's line or substitute its own NumPy. A call of a marked function
+    breaks the graph. `torch.compiler.disable` does the same, but has to load Dynamo.
     """
     marked: Any = function
     marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, UNTRACEABLE
@@ -196,9 +195,9 @@ def no_dynamo(function: Function) -> Function:
 
 
 def run_while_tracing(function: Function) -> Function:
-    """Lets Dynamo call a function instead of tracing it, and a graph keep what it returned.
+    """Lets Dynamo call a function while tracing, and keep the returned value in the graph as a constant.
 
-    `torch.compiler.assume_constant_result` does as much, but has to load Dynamo.
+    `torch.compiler.assume_constant_result` does the same, but has to load Dynamo.
     """
     marked: Any = function
     marked._dynamo_marked_constant = True

@@ -1,7 +1,7 @@
-"""`multigemm.grouped_gemm` inside torch.compile: a graph holds the torch operator, not our Python.
+"""`multigemm.grouped_gemm` inside torch.compile: the graph holds the torch operator, not the package's Python code.
 
-Problems, choices and plans look at addresses, which a trace does not have. So while torch traces, a
-call turns into `torch.ops.multigemm.grouped_gemm` here, and the choice is made when the graph runs.
+Problems, choices and plans read addresses, which do not exist while torch traces. So a traced call becomes
+`torch.ops.multigemm.grouped_gemm` here, and the backend is chosen when the graph runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from multigemm.torch_internals import run_while_tracing
 
 
 def _register() -> None:
-    """Registers the operator, which takes a second that calls outside of a graph need not wait."""
+    """Registers the operator. That takes about a second, so calls outside of a graph do not wait for it."""
     from multigemm.integrations import torch_op as torch_op
 
 
@@ -29,7 +29,7 @@ run_while_tracing(unknown_keyword_text)  # nor difflib
 def grouped_gemm(
     a: Any, b: Any, *, backend: Any = "auto", config: Any = None, out: Any = None, check: str = "host", **keywords: Any
 ) -> Tensor:
-    """The call as an operator; refuses what a graph cannot hold."""
+    """Makes the traced call as an operator. Refuses what a graph cannot hold."""
     if isinstance(a, list | tuple) or isinstance(b, list | tuple) or out is not None or config is not None:
         raise InvalidProblem(
             "lists, out= and config= cannot be compiled: pass packed tensors, or keep the call out of torch.compile"
@@ -55,7 +55,7 @@ def grouped_gemm(
 
 
 def _as_tensors(keywords: dict[str, Any], device: torch.device) -> None:
-    """Numbers of rows that are given as lists become tensors on the operands' device; `combine` two arguments."""
+    """Turns lists of sizes into tensors on the operands' device, and `combine` into two arguments."""
     if (combine := keywords.get("combine")) is not None:
         keywords["combine"], keywords["combine_weights"] = combine
     for name in ("a_rows", "b_rows", "combine", "out_rows"):

@@ -1,4 +1,4 @@
-"""bf16 and fp16 in NumPy, and the one rounding that the reference trusts.
+"""bfloat16 and float16 in NumPy, and the rounding function of the reference.
 
 Why not the libraries' own casts: torch's float64 -> bfloat16 and float64 -> float16 and ml_dtypes'
 float64 -> bfloat16 go through float32 and so round twice (1 + 2^-8 + 2^-40 becomes 1.0, not
@@ -49,7 +49,7 @@ def largest(dtype: torch.dtype) -> float:
 
 
 def to_numpy(value: Any) -> Array:
-    """A contiguous NumPy copy or view of any array: torch on any device, NumPy, CuPy, DLPack."""
+    """A contiguous NumPy copy or view of a torch tensor on any device, or of a NumPy, CuPy or DLPack array."""
     if isinstance(value, np.ndarray):
         return value
     tensor = value if isinstance(value, torch.Tensor) else from_dlpack(value)
@@ -69,7 +69,7 @@ def widen(value: Any) -> Array:
 
 
 def round_to_odd(values: Array) -> npt.NDArray[np.float32]:
-    """float32 toward zero, with the last bit set wherever anything was cut off."""
+    """Rounds to float32 toward zero and sets the last bit wherever the value was not exact."""
     with np.errstate(over="ignore", under="ignore"):
         near = values.astype(np.float32)
     inexact = (near != values) & ~np.isnan(values)

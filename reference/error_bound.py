@@ -106,7 +106,7 @@ _SMALLEST_NORMAL = {torch.float64: 2.0**-1022}
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Which values are right: low <= x <= high, both already in the output's dtype."""
+    """The right values: low <= x <= high, both already rounded to the output's dtype."""
 
     low: Array
     high: Array
@@ -141,7 +141,8 @@ def _reference_unit(compute: torch.dtype) -> float:
 
 
 def _is_exact(problem: GroupedGemmProblem, total: GroupSum, compute: torch.dtype) -> bool:
-    """Whole numbers whose partial sums all fit the accumulator's significand (tf32: and its 11-bit inputs)."""
+    """Whether all values are whole numbers whose partial sums fit the accumulator's significand (for tf32 also the
+    11-bit inputs)."""
     if compute == torch.int8:
         return True
     if not total.integral:
@@ -217,7 +218,7 @@ def sum_error(problem: GroupedGemmProblem, total: GroupSum, k: int) -> Array:
 
 
 def unjudged(problem: GroupedGemmProblem, total: GroupSum, error: Array) -> Array:
-    """Elements whose magnitudes reach the accumulator's largest number."""
+    """The elements whose magnitudes reach the accumulator's largest number."""
     compute = compute_dtype(problem)
     if compute == torch.int8:
         return np.zeros(total.value.shape, bool)
@@ -250,7 +251,7 @@ def _widened(x: Array, activation: str, acc: torch.dtype) -> tuple[Array, Array]
 def image(
     low: Array, high: Array, activation: str | None, acc: torch.dtype, value: Array
 ) -> tuple[Array, Array, Array]:
-    """What the activation makes of the interval [low, high], with its own evaluation error, and of a value in it."""
+    """The activation of the interval [low, high], widened by the error of its evaluation, and of the value in it."""
     return *_image(low, high, activation, acc), activate(value, activation)
 
 

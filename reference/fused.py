@@ -42,7 +42,7 @@ PLAIN = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": 
 
 @dataclass(frozen=True, slots=True)
 class Enclosed:
-    """Exact values, the interval that a right kernel's values lie in, and where nothing can be demanded."""
+    """Exact values, the intervals of right values, and where nothing is judged."""
 
     value: Array
     low: Array
@@ -50,7 +50,7 @@ class Enclosed:
     free: Array
 
     def map(self, function: Callable[[Array], Array]) -> Enclosed:
-        """The same function of all four arrays: a part of them, or another shape."""
+        """Applies a function to all four arrays: a selection, or another shape."""
         return Enclosed(function(self.value), function(self.low), function(self.high), function(self.free))
 
     @property
@@ -60,19 +60,19 @@ class Enclosed:
 
 
 def exactly(x: Array) -> Enclosed:
-    """Numbers that are known."""
+    """Known numbers as intervals of one value."""
     return Enclosed(x, x, x, np.zeros(x.shape, bool))
 
 
 def widened(x: Enclosed, amount: Array, acc: torch.dtype) -> Enclosed:
-    """The interval grown at both ends, but where it is one whole number that the accumulator holds exactly."""
+    """The interval widened at both ends, unless it is one whole number that the accumulator holds exactly."""
     exact = (x.low == x.high) & (x.low == np.rint(x.low)) & (np.abs(x.low) < 1 / unit(acc))
     grown = np.where(exact | ~np.isfinite(amount), 0, amount)
     return Enclosed(x.value, x.low - grown, x.high + grown, x.free)
 
 
 def times(x: Enclosed, y: Enclosed, acc: torch.dtype) -> Enclosed:
-    """The product of two intervals; free where 0 may meet an infinity, or where a factor may have overflowed."""
+    """The product of two intervals. Not judged where 0 may meet an infinity, or a factor may have overflowed."""
     corners = np.stack([x.low * y.low, x.low * y.high, x.high * y.low, x.high * y.high])
     found = Enclosed(x.value * y.value, corners.min(axis=0), corners.max(axis=0), x.free | y.free)
     nan = np.isnan(found.value) & np.isnan(found.low) & np.isnan(found.high)
@@ -184,7 +184,7 @@ def _swish(g: Enclosed, alpha: float, acc: torch.dtype) -> Enclosed:
 
 
 class Rows:
-    """The rows of all groups [T, N] before they are summed; those that no group owns are not `there`."""
+    """The rows of all groups [T, N] before they are summed. `there` is False for rows that no group owns."""
 
     def __init__(self, problem: GroupedGemmProblem) -> None:
         assert problem.fused is not None and problem.extents is not None
@@ -251,7 +251,7 @@ class Rows:
             return Enclosed(total.value, total.low - amount, total.high + amount, free)
 
     def _rounded(self, y: Enclosed) -> Enclosed:
-        """The row, whether or not it is rounded to the operands' dtype."""
+        """The hull of a row with and without rounding to the operands' dtype."""
         narrow = compute_dtype(self._problem)
         if narrow.itemsize == 1:
             narrow = torch.bfloat16

@@ -1,4 +1,4 @@
-"""The definition of the answer: a loop over groups in NumPy, written to be read, not to be fast.
+"""The definition of the answer: a loop over groups in NumPy, written for clarity, not for speed.
 
 Integers are exact. Floats of up to 32 bits are summed in float64; float64 in longdouble (64 bits
 of significand on x86-64, 113 on aarch64), so the reference is better than what it judges. Where a
@@ -78,7 +78,7 @@ def _finite_part(x: Array) -> Array:
 
 
 def _special_spread(a: Array, b: Array) -> Array:
-    """[m, n] of 0, NaN, inf, -inf: what the special entries alone make of each sum."""
+    """[m, n] of 0, NaN, inf, -inf: the contribution of the special entries alone to each sum."""
 
     def meets(left: Array, right: Array) -> Array:
         return (left.astype(np.float64) @ right.astype(np.float64)) > 0
@@ -102,7 +102,7 @@ def _is_whole(x: Array) -> bool:
 
 
 def _product(a: Array, b: Array, products: Array, wide: bool) -> Array:
-    """A@B of finite entries; longdouble only where float64 is asked for and its own sum would not be exact."""
+    """A @ B of finite entries; in longdouble if the result is float64 and float64 sums would not be exact."""
     if wide and not (_is_whole(a) and _is_whole(b) and products.max(initial=0.0) < 2.0**53):
         return a.astype(np.longdouble) @ b.astype(np.longdouble)
     return (a @ b).astype(np.longdouble if wide else np.float64)
@@ -153,7 +153,7 @@ def _integer_sum(view: GroupView, alpha: float, beta: float) -> GroupSum:
 
 
 def group_sum(problem: GroupedGemmProblem, view: GroupView) -> GroupSum:
-    """One group's exact sum, before its activation and rounding."""
+    """One group's exact sum, before activation and rounding."""
     compute = compute_dtype(problem)
     alpha, beta = float(problem.alpha), product_beta(problem)
     with np.errstate(all="ignore"):

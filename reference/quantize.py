@@ -1,4 +1,5 @@
-"""The definition of quantised operands in NumPy: what stored numbers mean, and how `multigemm.quantize` makes them.
+"""The definition of quantised operands in NumPy: the meaning of stored numbers, and how `multigemm.quantize` makes
+them.
 
 Written as a loop over blocks, to be read and not to be fast. The torch operations of
 `multigemm.quantize` give the same bits.
@@ -30,7 +31,7 @@ class Quantized(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What one entry of a grid covers: its place in the grid and, of the operand [groups, lines, K], the elements."""
+    """One grid entry: its position in the grid, and the elements of the operand [groups, lines, K] that it covers."""
 
     entry: tuple[int, ...]
     groups: slice

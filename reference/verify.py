@@ -1,4 +1,4 @@
-"""Judges a result against the definition, and says what is wrong in words that a person can act on.
+"""Judges a result against the definition, and describes what is wrong.
 
 `answer(problem)` computes once what every right result must satisfy; `judge(answer, result)` is then
 cheap, so that one answer serves many backends and many runs. `verify` is both in one call. Where `out`
@@ -52,7 +52,7 @@ class Block:
 
 @dataclass(slots=True)
 class Answer:
-    """What a right result must satisfy, computed once per problem."""
+    """The condition that a right result must satisfy, computed once per problem."""
 
     problem: GroupedGemmProblem
     blocks: list[Block]
@@ -135,7 +135,7 @@ def expected(problem: GroupedGemmProblem) -> Any:
 
 
 def is_finished_by_intervals(problem: GroupedGemmProblem) -> bool:
-    """Whether more follows the products than the plain epilogue."""
+    """Whether more than the plain epilogue follows the products."""
     fused = problem.fused
     return fused is not None and any(
         x is not None for x in (fused.gate, fused.preact, fused.row_scale, fused.combine, fused.out_rows)
@@ -163,7 +163,7 @@ def answer(problem: GroupedGemmProblem) -> Answer:
 
 
 def _fused_answer(problem: GroupedGemmProblem) -> Answer:
-    """The same where activation, gate, row_scale or sums of rows follow the products."""
+    """`answer` for problems whose products are followed by activation, gate, row_scale or sums of rows."""
     fused = problem.fused
     assert fused is not None
     found = Answer(problem, [_empty_block(array) for array in blank(problem)], [])
@@ -193,7 +193,8 @@ def _fused_answer(problem: GroupedGemmProblem) -> Answer:
 
 
 def _put(block: Block, index: Any, x: Enclosed, dtype: torch.dtype) -> None:
-    """Values and intervals at an index of a block, rounded. A usual error is taken to be half of the widest."""
+    """Writes rounded values and intervals at an index of a block. A typical error is taken as half of the widest
+    interval."""
     low, high = round_once(x.low, dtype), round_once(x.high, dtype)
     block.expected[index] = round_once(x.value, dtype)
     block.low[index], block.high[index], block.free[index] = _comparable(low), _comparable(high), x.free
@@ -203,7 +204,7 @@ def _put(block: Block, index: Any, x: Enclosed, dtype: torch.dtype) -> None:
 
 
 def _fill(found: Answer, arrays: list[Array], places: list[Any], sums: list[tuple[GroupSum, int]]) -> None:
-    """What holds element by element is computed for all groups at once: most problems have many small ones."""
+    """Fills all groups at once with element-wise results, because most problems have many small groups."""
     problem = found.problem
     compute = compute_dtype(problem)
     u = unit(accumulator(compute))
@@ -302,7 +303,7 @@ def _owner(found: Answer, number: int, coordinate: tuple[int, ...]) -> tuple[int
 
 
 def _worst(found: Answer, results: list[Array], masks: list[Array]) -> tuple[int, tuple[int, ...]]:
-    """The bad element that is farthest outside its interval; NaN, infinities and unowned ones come first."""
+    """The bad element farthest outside its interval; NaN, infinities and unowned elements come first."""
     best = -1.0
     chosen: tuple[int, tuple[int, ...]] = (0, ())
     for number, (block, got, bad) in enumerate(zip(found.blocks, results, masks, strict=True)):
@@ -348,7 +349,7 @@ def _describe(found: Answer, results: list[Array], masks: list[Array], bad: int,
 
 
 def _read(x: Any) -> Array:
-    """A result on the host; raises InvalidProblem for what no backend returns."""
+    """A result as a host array. Raises InvalidProblem for anything that no backend returns."""
     if isinstance(x, np.ndarray) or (hasattr(x, "__dlpack__") and not isinstance(x, torch.Tensor)):
         return to_numpy(x)
     return to_numpy(adopt(x, "result").tensor)
@@ -406,7 +407,7 @@ def verify(problem: GroupedGemmProblem, result: Any) -> Verdict:
 
 
 def _refuse_lost_c(problem: GroupedGemmProblem, result: Any) -> None:
-    """C is a part of the answer, and a result in its memory has replaced it."""
+    """Refuses a result in the memory of c, because c is part of the answer and was overwritten."""
     if problem.out is None or problem.c is None:
         return
     given = list(result) if isinstance(result, list | tuple) else [result]

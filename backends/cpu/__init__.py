@@ -1,4 +1,4 @@
-"""The embedded default: every form, dtype and epilogue on the CPU, with torch and NumPy alone."""
+"""The default backend without a GPU: every form, dtype and epilogue on the CPU, with torch and NumPy alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choices of the cpu backend: which kernel forms the products."""
+"""The configs of the cpu backend: which kernel computes the products."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ def has_fast_bf16() -> bool:
 
 
 def _is_bf16_only(spec: ProblemSpec) -> bool:
-    """Whether torch's own bfloat16 product is this spec's answer."""
+    """Whether torch's bfloat16 product is the whole result of this spec."""
     return is_plain(spec) and spec.compute == spec.out.dtype == torch.bfloat16
 
 
 def _keeps_rows_apart(spec: ProblemSpec) -> bool:
-    """Whether rows of A cannot meet in oneDNN's product, or a launch looks through them: see launch.py."""
+    """Whether oneDNN's product cannot mix rows of A, or a launch checks them: see launch.py."""
     if spec.form == "jagged_k":  # K differs from group to group
         return spec.a.order == "col" and spec.out.order == "row"
     return spec.form != "per_group" or (spec.k is not None and spec.k % STEP == 0)
 
 
 def _is_too_large_to_copy(spec: ProblemSpec) -> bool:
-    """Whether `blas` would widen whole operands beyond 2^31 elements, of which groups may own a few."""
+    """Whether `blas` would widen whole operands of more than 2^31 elements, of which groups may own a few."""
     dtype = torch.float32 if spec.acc is torch.int32 else spec.acc
     return any(x.wide and x.dtype is not dtype for x in (spec.a, spec.b))
 
 
 def _prefers_bf16(spec: ProblemSpec) -> bool:
-    """With matrix units bfloat16 products are several times as fast as float32 ones; without, they read less."""
+    """Whether bfloat16 products are likely faster: with matrix units several times, without because they read less."""
     rows = spec.m if spec.form == "jagged_k" and spec.m is not None else spec.total / max(1, spec.groups)
     return has_matrix_unit() or rows <= FEW_ROWS
 

@@ -62,14 +62,14 @@ PICKS = frozenset(("a_rows", "b_rows"))
 
 
 def is_plain(spec: ProblemSpec) -> bool:
-    """Whether the product itself is the answer, up to rounding."""
+    """Whether the product itself is the result, except for rounding."""
     if spec.fused is not None and not set(spec.fused.keywords) <= PICKS:
         return False
     return spec.alpha == "one" and spec.c is None and spec.bias is None and spec.activation is None
 
 
 def finish(acc: Tensor, spec: ProblemSpec, alpha: float, beta: float, c: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Scales, adds and activates in the accumulator's precision, in place; `bias` must broadcast."""
+    """Scales, adds and activates in place, in the accumulator's precision. `bias` must broadcast."""
     integer = acc.dtype == torch.int32
     if spec.alpha == "any":
         acc.mul_(_wrapped(alpha) if integer else alpha)
@@ -106,21 +106,21 @@ def store(acc: Tensor, out: Tensor) -> None:
 
 
 def accumulator(product: Tensor, integer: bool) -> Tensor:
-    """Products of int8 come as exact floats; their sums wrap as int32 does."""
+    """Converts products of int8, which come as exact floats, to int32 sums, which wrap."""
     if not integer:
         return product
     return (product.to(torch.int64) if product.dtype == torch.float64 else product).to(torch.int32)
 
 
 def finisher(ops: Operands, target: Any) -> Callable[[Sizes], None]:
-    """What turns the products in `target`, which is laid out as `ops.out`, into that."""
+    """The function that turns the products in `target`, which has the layout of `ops.out`, into `ops.out`."""
     form, out, c, bias = ops.spec.form, cast(Any, ops.out), cast(Any, ops.c), cast(Any, ops.bias)
     by_group = isinstance(bias, Tensor) and bias.dim() == 2
     if by_group and form in ("batched", "jagged_k"):
         bias = bias[:, None]
 
     def parts(sizes: Sizes) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None, Tensor]]:
-        """Products, c, bias and out of what is finished at once."""
+        """The products, c, bias and out that one pass of the epilogue takes."""
         if form == "per_group":
             none = [None] * len(target)
             yield from zip(target, c or none, bias or none, out, strict=True)

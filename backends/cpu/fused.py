@@ -1,4 +1,4 @@
-"""What is fused round the products of a problem, step by step.
+"""Fused problems on the CPU, step by step.
 
 1. Rows are picked into copies of the operands.
 2. A kernel of this backend forms the products with alpha, bias and, where it belongs to them, C: into `out` if picking
@@ -51,7 +51,7 @@ def _picked(x: Tensor, rows: Tensor, axis: int, absent: int = 0) -> Tensor:
 
 
 def _laid_out_like(x: Tensor, shape: list[int]) -> Tensor:
-    """Memory for a matrix with the order of another one, and the distance between elements of its lines."""
+    """Memory for a matrix with the order of another one and the same distance between elements of a line."""
     turned = x.stride(0) < x.stride(1)
     lines, length = reversed(shape) if turned else shape
     step = max(1, min(x.stride()))
@@ -60,7 +60,7 @@ def _laid_out_like(x: Tensor, shape: list[int]) -> Tensor:
 
 
 class _Picks:
-    """Operands whose rows are picked, and scales that go with them, as copies that each launch fills anew."""
+    """Operands whose rows are picked, and their scales, as copies that each launch refills."""
 
     def __init__(self, ops: Operands, fused: Fused) -> None:
         self._steps: list[Callable[[], object]] = []
@@ -73,7 +73,8 @@ class _Picks:
         self.ops = replace(ops, **self._changes)
 
     def _pick_scales(self, ops: Operands, name: str, rows: Index) -> None:
-        """A row of zeros is 0 times a scale that all rows share, but not 0 less a zero point that they share."""
+        """Copies the picked rows' scales. A row of zeros is 0 times a scale that all rows share, but not 0 minus a zero
+        point that all rows share."""
         of = ops.spec.a.scale if name == "a" else ops.spec.b.scale
         if of is None or (of.rows != 1 and of.zero is None):
             return
@@ -88,7 +89,7 @@ class _Picks:
             self._changes["spec"] = replace(ops.spec, b=replace(ops.spec.b, scale=replace(of, rows=1)))
 
     def _copy(self, x: Tensor, rows: Index, axis: int, absent: int = 0) -> Tensor:
-        """A copy whose lines lie as those of the operand, by which libraries pick their kernels, and so the bits."""
+        """A copy with the operand's order, by which libraries choose their kernels, and so the bits."""
         shape = list(x.shape)
         shape[axis] = rows.values.shape[0]
         made = torch.empty(shape, dtype=x.dtype) if x.dim() == 3 else _laid_out_like(x, shape)
@@ -138,7 +139,7 @@ def _finished(ops: Operands, sums: Tensor, scale: Tensor | None, ordered: bool) 
 
 
 def _combined(rows: Tensor, there: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
-    """Sums of rows by index [R, k], j ascending; only rows that are there count."""
+    """Sums of rows by index [R, k], j ascending; only existing rows count."""
     total = torch.zeros((index.shape[0], rows.shape[1]), dtype=rows.dtype)
     if not rows.shape[0]:
         return total
@@ -155,7 +156,7 @@ def _combined(rows: Tensor, there: Tensor, index: Tensor, weights: Tensor | None
 
 
 def _scattered(rows: Tensor, there: Tensor, places: Tensor, count: int) -> Tensor:
-    """Sums of rows by where they go, s ascending: first the first row of each place, then the second, and so on."""
+    """Sums of rows by destination, s ascending: first each destination's first row, then its second, and so on."""
     total = torch.zeros((count, rows.shape[1]), dtype=rows.dtype)
     source = torch.nonzero((places >= 0) & (places < count) & there).view(-1)
     if not source.shape[0]:
@@ -175,7 +176,7 @@ def _scattered(rows: Tensor, there: Tensor, places: Tensor, count: int) -> Tenso
 
 
 class FusedLaunch:
-    """One bound problem. `ordered`: with bits that no neighbour of a row changes."""
+    """One bound problem. `ordered`: a row's bits do not depend on its neighbours."""
 
     def __init__(self, ops: Operands, bind: Callable[[Operands], Launch], ordered: bool) -> None:
         fused = cast(Fused, ops.fused)
@@ -211,7 +212,7 @@ class FusedLaunch:
             store(self._rows(where), out[where])
 
     def _rows(self, where: Any) -> Tensor:
-        """The part of the rows, after `preact_out` has received its own."""
+        """Computes rows of the result, after writing `preact_out`."""
         fused, sums = self._fused, self._sums[where]
         if fused.preact is not None:
             store(sums, cast(Any, fused.preact)[where])
@@ -237,7 +238,7 @@ class FusedLaunch:
 
 
 def _like(spec: Any, x: Any) -> Any:
-    """The class of an operand, or of the copy of its rows."""
+    """The `OperandSpec` of an operand, or of the copy of its rows."""
     if not isinstance(x, Tensor):
         return spec
     found = classify(x, spec.shared)

@@ -1,8 +1,7 @@
-"""The forms as lists of matrices: which rows and columns belong to which group, read at each launch.
+"""The groups of each form as lists of matrices, with sizes read at each launch.
 
-Sizes on the CPU are host memory, so an iteration over groups starts from their current contents. The
-clamps are the contract's: start to [0, T], end to [start, T], so offsets that lie stay inside the
-operands.
+Sizes on the CPU are host memory, so an iteration over groups starts from their current contents. They are clamped like
+on a GPU: start to [0, T], end to [start, T], so that invalid offsets stay inside the operands.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Sizes:
         self._jagged, self._seen = ops.spec.jagged is not None, b""
 
     def changed(self) -> bool:
-        """Reads; says whether anything differs from the last call (always, the first time)."""
+        """Reads the sizes. Returns whether anything differs from the last call (True at the first)."""
         seen = b"" if self._source is None else self._source.tobytes()
         if self._head is not None:
             seen += self._head.tobytes()
@@ -89,13 +88,13 @@ class Sizes:
 
     @property
     def owned(self) -> tuple[int, int]:
-        """The range of rows or columns that the groups of an honest jagged form cover."""
+        """The range of rows or columns that the groups cover, if the ends of a jagged form are in order."""
         start, end = cast(Index, self.start), cast(Index, self.end)
         return (int(start[0]), int(end[-1])) if len(end) else (0, 0)
 
 
 def rows_of(sizes: Sizes) -> Tensor:
-    """The group of each owned row of an honest jagged form."""
+    """The group of each owned row, if the ends of a jagged form are in order."""
     start, end = cast(Index, sizes.start), cast(Index, sizes.end)
     return torch.from_numpy(np.repeat(np.arange(len(end)), end - start))
 
@@ -111,7 +110,7 @@ def empty_products(ops: Operands, start: Index | None, end: Index | None) -> lis
 
 
 def bare(operand: Any) -> Any:
-    """The same memory without a graph behind it, so that writing into `out` is not recorded."""
+    """A detached tensor over the same memory, so that writing into `out` is not recorded."""
     if operand is None:
         return None
     return operand.detach() if isinstance(operand, Tensor) else [matrix.detach() for matrix in operand]
@@ -139,7 +138,7 @@ def _jagged_groups(ops: Operands, start: list[int], end: list[int]) -> Iterator[
 
 
 def each_group(ops: Operands, start: Index | None, end: Index | None) -> Iterator[Group]:
-    """All groups. `end` of a masked problem holds its valid rows; other dense forms take None."""
+    """All groups. `end` of a masked problem holds its valid rows; None for other dense forms."""
     if ops.spec.jagged:
         yield from _jagged_groups(ops, cast(Index, start).tolist(), cast(Index, end).tolist())
         return
@@ -168,7 +167,7 @@ def unowned(ops: Operands, start: Index | None, end: Index | None) -> list[Tenso
 
 
 def owned(ops: Operands, sizes: Sizes) -> list[Any]:
-    """Indices that take what groups own of anything laid out as the products are, and of a list its matrices."""
+    """Indices of what groups own, for anything with the layout of the products; for a list its matrices."""
     form, start, end = ops.spec.form, sizes.start, sizes.end
     if form == "per_group":
         return list(range(ops.spec.groups))

@@ -1,4 +1,4 @@
-"""Spec and config to a launch: reads the sizes, forms the products, finishes and stores them."""
+"""Plans and launches: reads the sizes, computes the products, applies the epilogue and stores."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _as_list(operand: Any) -> list[Tensor]:
 
 
 def _product_dtype(ops: Operands, native: bool) -> torch.dtype:
-    """What the operands are widened to, exactly: torch's product has the dtype of its operands."""
+    """The dtype to which the operands are widened exactly, because torch's product has its operands' dtype."""
     spec = ops.spec
     if native:
         return spec.compute
@@ -43,13 +43,13 @@ def _product_dtype(ops: Operands, native: bool) -> torch.dtype:
 
 
 def _exact_float32() -> bool:
-    """Whether torch's float32 products are that: a global switch may turn them into bfloat16 ones."""
+    """Whether torch's float32 products are exact float32: a global switch may turn them into bfloat16 ones."""
     mkldnn: Any = torch.backends.mkldnn
     return mkldnn.matmul.fp32_precision in ("none", "ieee")
 
 
 def _finite_heads(a: Tensor) -> bool:
-    """Whether no row of A (a matrix or a stack) starts with an infinity or a NaN that the row above could read."""
+    """Whether no row of A (a matrix or a stack) starts with an infinity or a NaN that the row before could read."""
     width = min(a.shape[-1], -a.shape[-1] % STEP)
     bits = a.view(torch.int16)[..., :width]
     return not bits.numel() or int((bits & _MAGNITUDE).max()) < _INFINITY
@@ -114,7 +114,7 @@ class ProductLaunch:
         return work
 
     def _apart(self, a: Tensor) -> Tensor:
-        """A, whose rows read nothing but other rows of A."""
+        """A in a layout in which a product reads nothing but rows of A."""
         apart = not reads_into_next_row(a) or a.is_contiguous() or a.stride(-2) == 1
         return a if apart else self._copy_of(a, a.dtype)
 

@@ -1,5 +1,5 @@
-"""The kernels `loop` and `ordered`: one product after another, which is right for every strided, empty or overlapping
-corner, for quantised operands and for bits that no neighbour of a row may change.
+"""The kernels `loop` and `ordered`: one product after another, for every strided, empty or overlapping operand, for
+quantised operands, and for results in which a row's bits do not depend on its neighbours.
 
 `ordered` sums each element over k in order. BLAS picks its kernel by the shape of a product, so it cannot be used.
 NumPy adds one k after the other to all elements of some rows, a product and a sum, each rounded, or each exact up to
@@ -7,8 +7,8 @@ NumPy adds one k after the other to all elements of some rows, a product and a s
 some functions, other bits than whole vectors. So its epilogue works on pieces that are padded to whole vectors, lie in
 contiguous memory and are taken by one thread.
 
-Quantised operands are multiplied some K at a time, in float64, where every element times its scale is exact. float32
-would be twice as fast, but an element times its scale can be beyond its range where the product is not.
+Quantised operands are multiplied in blocks of K in float64, in which every element times its scale is exact. float32
+would be twice as fast, but an element times its scale can overflow float32 where the product does not.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ QUANTISED_K = 1024
 
 
 def bind_loop(ops: Operands, ordered: bool = False) -> Launch:
-    """A launch that goes from group to group; `ordered`: with bits that no neighbour of a row changes."""
+    """The loop over groups, right for every strided, empty or overlapping operand. `ordered`: a row's bits do not
+    depend on its neighbours."""
     spec, sizes = ops.spec, Sizes(ops)
     quantised = QuantisedProducts(ops) if spec.quantised else None
 
@@ -67,7 +68,7 @@ def bind_loop(ops: Operands, ordered: bool = False) -> Launch:
 
 
 def _matmul32(a: Tensor, b: Tensor) -> Tensor:
-    """Through NumPy, which knows nothing of the precision that torch's float32 products may be lowered to."""
+    """A float32 product by NumPy, which does not obey torch's switches of lower precision."""
     out = torch.empty((a.shape[0], b.shape[1]), dtype=torch.float32, device="cpu")
     with np.errstate(all="ignore"):
         np.matmul(numpy_view(a.contiguous()), numpy_view(b.contiguous()), out=out.numpy())
@@ -94,7 +95,7 @@ def product(a: Tensor, b: Tensor, acc: torch.dtype) -> Tensor:
 
 
 def ordered_product(a: Tensor, b: Tensor, acc: torch.dtype) -> Tensor:
-    """a @ b in the accumulator's precision, in a fresh tensor; each element is summed in the order of k."""
+    """a @ b in the accumulator's precision, in a fresh tensor, with each element summed in the order of k."""
     out = torch.zeros((a.shape[0], b.shape[1]), dtype=acc, device="cpu")
     left, right, sums = numpy_view(a.to(acc)), numpy_view(b.to(acc).contiguous()), out.numpy()
     height = max(1, AT_ONCE // max(1, b.shape[1]))
@@ -161,7 +162,7 @@ def _along_k(scale: Tensor, ks: slice, axis: int) -> Tensor:
 
 
 def finish_in_pieces(acc: Tensor, group: Group, ops: Operands) -> None:
-    """The epilogue of one product, whose elements are all computed by the same code wherever they lie."""
+    """The epilogue of one product, with every element computed by the same code wherever it lies."""
     c, bias = group.c, group.bias
     old = None if c is None else c.to(acc.dtype)
     added = None if bias is None else bias.to(acc.dtype).expand(acc.shape)
@@ -173,7 +174,8 @@ def finish_in_pieces(acc: Tensor, group: Group, ops: Operands) -> None:
 
 
 def in_pieces(function: Callable[..., Tensor], dtype: torch.dtype, first: Tensor, *more: Tensor | None) -> Tensor:
-    """An element-wise function of tensors of one shape, rounded to `dtype`; an element's bits do not depend on others.
+    """An element-wise function of tensors of one shape, rounded to `dtype`. An element's bits do not depend on
+    others.
 
     The function may overwrite its arguments.
     """
@@ -190,7 +192,7 @@ def in_pieces(function: Callable[..., Tensor], dtype: torch.dtype, first: Tensor
 
 
 def _padded(x: Tensor) -> Tensor:
-    """All elements one after the other, and zeros up to whole vectors."""
+    """All elements in one line, padded with zeros to whole vectors."""
     made = torch.zeros(-(-x.numel() // VECTOR) * VECTOR, dtype=x.dtype, device="cpu")
     made[: x.numel()].view(x.shape).copy_(x)
     return made

@@ -34,7 +34,8 @@ HEIGHTS = (8, 16, 32, 64, 128, 256)
 
 
 class Costs(NamedTuple):
-    """What calls cost on two cores of a server processor; only the proportions matter, to within a factor."""
+    """The costs of calls, in microseconds on two cores of a server processor. Only their ratios matter, to within a
+    factor."""
 
     single_us: float
     batch_us: float
@@ -66,7 +67,7 @@ class _Partition(NamedTuple):
 
 
 def _partition(sizes: Index, highest: int) -> _Partition:
-    """Runs of neighbours of at most `highest` rows; a larger group is a run of its own."""
+    """Runs of neighbouring groups of at most `highest` rows. A larger group is a run of its own."""
     large = sizes > highest
     starts = np.flatnonzero(np.concatenate(([True], large[1:] | large[:-1])))
     stops = np.append(starts[1:], len(sizes))
@@ -74,7 +75,7 @@ def _partition(sizes: Index, highest: int) -> _Partition:
 
 
 def _cost_us(runs: _Partition, k: int, n: int, bytes_each: int, costs: Costs) -> float:
-    """Microseconds, roughly."""
+    """A rough estimate in microseconds."""
     count = runs.last - runs.first
     single = (count == 1) & (runs.height > 0)
     batch = (count > 1) & (runs.height > 0)
@@ -89,7 +90,7 @@ def _cost_us(runs: _Partition, k: int, n: int, bytes_each: int, costs: Costs) ->
 
 
 def segments(sizes: Index, k: int, n: int, dtype: torch.dtype) -> list[Segment]:
-    """The cheapest of a few partitions; runs without any row are left out."""
+    """The cheapest of a few partitions. Runs without rows are left out."""
     if not len(sizes) or not sizes.any():
         return []
     highest = int(sizes.max())
@@ -110,14 +111,14 @@ def reads_into_next_row(a: Tensor) -> bool:
 
 
 def _is_small(a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """Whether NumPy, which wakes no thread for it, is the faster way to this product."""
+    """Whether NumPy is faster for this product, because it wakes no threads."""
     if a.dim() == 3 or a.dtype == torch.bfloat16 or out.numel() * a.shape[1] > SMALL:
         return False
     return all(1 in x.stride() for x in (a, b, out))
 
 
 def product_call(a: Tensor, b: Tensor, out: Tensor) -> Call:
-    """One product. torch swaps the operands of a column-major `out`, and then columns of B could meet."""
+    """One product. For a column-major `out` torch swaps the operands, and then columns of B could mix."""
     if _is_small(a, b, out):
         x, y, z = numpy_view(a), numpy_view(b), numpy_view(out)
         return lambda: np.matmul(x, y, out=z)
@@ -134,7 +135,7 @@ def product_call(a: Tensor, b: Tensor, out: Tensor) -> Call:
 
 
 class _Scratch:
-    """Buffers of one bound problem that grow with its sizes and are used by one call at a time."""
+    """Buffers of one bound problem, which grow with its sizes and are used by one call at a time."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
@@ -154,7 +155,7 @@ def _stacked(matrix: Tensor, lo: int, count: int, height: int) -> Tensor:
 
 
 class ProductCalls:
-    """The calls of one bound problem for sizes that may change. A jagged n is a jagged m, transposed."""
+    """The calls of one bound problem, whose sizes may change. A jagged n is computed as a transposed jagged m."""
 
     def __init__(self, ops: Operands) -> None:
         self._ops, self._scratch = ops, _Scratch()
@@ -198,7 +199,7 @@ class ProductCalls:
         return self._padded(s, start[s.first : s.last], end[s.first : s.last])
 
     def _padded(self, s: Segment, start: Index, end: Index) -> Call:
-        """Gather rows, multiply the stack, gather the rows that count back into their order."""
+        """Gathers rows, multiplies the stack, gathers the owned rows back into their order."""
         a, b, out = self._a, self._b[s.first : s.last], self._out[int(start[0]) : int(end[-1])]
         place = np.arange(s.height)
         last = np.maximum(end - 1, 0)
@@ -221,7 +222,7 @@ class ProductCalls:
         return run
 
     def _masked(self, end: Index) -> list[Call]:
-        """The stack as far down as the fullest group reaches; only the rows that count are kept."""
+        """Multiplies the stack down to the last row of the fullest group; only valid rows are kept."""
         a, b, out = (cast(Tensor, x) for x in (self._ops.a, self._ops.b, self._ops.out))
         top = int(end.max(initial=0))
         if top == 0 or a.shape[-1] == 0 or b.shape[-1] == 0:

@@ -1,4 +1,4 @@
-"""What the cpu backend can do, declared without doing it: everything, as long as the memory is the host's."""
+"""What the cpu backend supports: everything, if the operands are in host memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from multigemm.problem.spec import ACTIVATIONS, FLOAT8, GATES, INPUT_DTYPES, Pro
 
 
 def availability() -> Availability:
-    """Always: torch is there."""
+    """Always available, because torch is."""
     return Availability(ok=True, version=torch.__version__)
 
 
 def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
-    """Every reason against this problem on this device; empty when it runs."""
+    """The reasons against this problem on this device; empty if it runs."""
     reasons = quantised_reasons(spec, takes=("float8", "weights"))
     if device.type != "cpu":
         reasons.append(

@@ -1,7 +1,7 @@
-"""cuBLAS as torch carries it: every way that the vendor offers, behind one name.
+"""cuBLAS as torch ships it: every way of calling it for groups, behind one name.
 
-It decides by the sizes where the host has them, and planning costs nothing: `decides_at_bind`. Float8 operands with
-scales of rows go to torch's scaled_grouped_mm; other quantised operands are refused.
+If the sizes are on the host, it chooses the call by them, and planning costs nothing: `decides_at_bind`. Float8
+operands with scales of rows go to torch's scaled_grouped_mm; other quantised operands are refused.
 """
 
 from __future__ import annotations

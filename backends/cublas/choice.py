@@ -1,4 +1,4 @@
-"""Which configs are valid for a spec on a device, the best guess first; and which variant runs where sizes are known.
+"""Lists the valid configs of a spec, the best guess first, and chooses the variant once sizes are known.
 
 Equal products go in one batched call. For unequal ones three estimates are compared, in microseconds:
 
@@ -31,8 +31,8 @@ from multigemm.planning.fused_steps import product_spec, taken_in_steps
 from multigemm.problem.spec import ProblemSpec
 
 # Fitted numbers, last changed on 2026-11-21: bfloat16 and float32 on an H100 (33 cases of mixtures of experts) and an
-# H200 (20 of other models; it has the same processors). `python benchmarks/cublas.py` times every variant of such
-# cases, which is how to fit them anew; docs/notes/cublas.md has its tables.
+# H200 (20 of other models; it has the same processors). `multigemm bench --suite moe,wgrad --backends cublas --configs
+# 12` times every variant of such cases, which is how to fit them anew; docs/notes/cublas.md has tables.
 
 TILE = 64, 128
 """Rows and columns of the tiles that the library's kernels for a single product are made of."""
@@ -91,7 +91,7 @@ def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
 
 
 def problem_with(config: Config, spec: ProblemSpec, device: torch.device) -> str:
-    """Why a config, which may be given by hand, cannot run a supported spec; '' if it can."""
+    """Why a config, which a user may have given, cannot run a supported spec; "" if it can."""
     if config.variant not in VARIANTS:
         return f"variant {config.variant!r} is unknown: use one of {', '.join(VARIANTS)}"
     if (config.variant == "streams") != (config.streams > 0):
@@ -104,7 +104,7 @@ def problem_with(config: Config, spec: ProblemSpec, device: torch.device) -> str
 
 
 def why(spec: ProblemSpec, config: Config, syncs: bool, grouped_mm: bool) -> str:
-    """What a plan says of its calls before any size is known; `grouped_mm` if they may be that."""
+    """The calls of a plan as text, before sizes are known; `grouped_mm` if they may be that."""
     parts = []
     if config.variant == "auto":
         parts.append("the calls are chosen per problem, by its sizes")
@@ -131,7 +131,7 @@ Column = npt.NDArray[np.float64]
 
 
 class Work:
-    """Extents of products as columns, one number for each product, and what their spec says of rate and bytes."""
+    """The extents of products as columns with one number per product, and the rate and bytes of their spec."""
 
     __slots__ = ("itemsize", "k", "longest", "m", "n", "rate", "traffic", "transposed")
 
@@ -146,7 +146,7 @@ class Work:
 
 
 def choose(spec: ProblemSpec, products: Products, grouped: bool, grouped_mm: bool) -> Config:
-    """The variant expected to be fastest for these products; the flags say which of the grouped calls can run them."""
+    """The variant expected to be fastest for these products. The flags say which grouped calls can run them."""
     if len(products) < 2:
         return Config("loop")
     if len(products.shapes) == 1:
@@ -162,9 +162,9 @@ def choose(spec: ProblemSpec, products: Products, grouped: bool, grouped_mm: boo
 
 
 def apart_in_a_graph(spec: ProblemSpec, products: Products) -> bool:
-    """Whether a CUDA graph should hold one call per product where the grouped call is chosen otherwise.
+    """Whether a CUDA graph should hold one call per product although the grouped call was chosen.
 
-    There, calls cost the host nothing, and the library's best kernel for each makes up for their number.
+    In a graph calls cost the host nothing, and the library's best kernel for each product outweighs their number.
     """
     if not 2 <= len(products) <= MOST_APART:
         return False
@@ -173,7 +173,7 @@ def apart_in_a_graph(spec: ProblemSpec, products: Products) -> bool:
 
 
 def _together(work: Any, traffic: Any, power: int) -> Any:
-    """The larger of both or more: neither hides the other wholly."""
+    """The time of overlapping work: at least the larger part, and more, because neither hides the other completely."""
     return (work**power + traffic**power) ** (1 / power)
 
 
@@ -182,12 +182,12 @@ def _tiles(extents: Column, tile: int) -> Column:
 
 
 def slow_to_read(s: Shape) -> bool:
-    """Whether the weights of this product are transposed, and all its time is spent on reading them."""
+    """Whether a product's weights are transposed and reading them takes all of its time."""
     return s.n <= FEW_ROWS and s.op_first == TRANSPOSE
 
 
 def separately(work: Work) -> float:
-    """One call per product, on several streams."""
+    """The time of one call per product, on several streams."""
     rows, columns = TILE
     area = _tiles(work.m, columns) * columns * (_tiles(work.n, rows) * rows)
     slowness = np.where((work.n <= 2 * FEW_ROWS) & (work.m <= NARROW), SLOWER, 1.0)
@@ -196,7 +196,7 @@ def separately(work: Work) -> float:
 
 
 def by_grouped_mm(spec: ProblemSpec, work: Work) -> float:
-    """torch's grouped_mm. The result lies by rows, so a product's n counts its rows."""
+    """The time of torch's grouped_mm. The result is row-major, so a product's n counts its rows."""
     average = work.n.sum() // spec.groups if spec.form == "jagged_m" else work.n[0]
     small = average <= 128 or work.m[0] <= 128
     rows, cols, step, alone, each = SMALL_TILE if small else LARGE_TILE
@@ -207,7 +207,7 @@ def by_grouped_mm(spec: ProblemSpec, work: Work) -> float:
 
 
 def by_grouped(work: Work) -> float:
-    """cublasGemmGroupedBatchedEx."""
+    """The time of cublasGemmGroupedBatchedEx."""
     rate = work.rate / (GROUPED_SLOWDOWN if work.itemsize == 2 else GROUPED_SLOWDOWN_WIDE)
     cols, rows = GROUPED_TILE
     step = 2.0 * cols * rows * PROCESSORS / rate * (GROUPED_TRANSPOSED if work.transposed else 1.0)

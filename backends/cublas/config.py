@@ -1,4 +1,5 @@
-"""The ways to call the library, as configs; what each writes and reads; and what its two grouped calls cannot run.
+"""The variants of calling the library, as configs: what each writes and reads, and what its grouped calls cannot
+run.
 
 `auto` decides when sizes are known: two problems of one spec, one with even groups and one with
 skewed ones, want different calls. Every other variant is forced. `scaled_grouped_mm` is the one for float8 operands,
@@ -23,24 +24,25 @@ SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """`streams` is how many streams the variant `streams` uses, the current one among them; 0 for every other."""
+    """A variant. `streams` is the number of streams of the variant `streams`, including the current one; 0 for other
+    variants."""
 
     variant: Variant = "auto"
     streams: int = 0
 
 
 def library_out(spec: ProblemSpec) -> torch.dtype:
-    """The result type nearest to out's that the library can write from this compute type."""
+    """The result dtype nearest to `out`'s that the library can write from this compute type."""
     if spec.compute in SIXTEEN_BIT:
         return spec.out.dtype if spec.out.dtype in (spec.compute, torch.float32) else torch.float32
     return spec.acc
 
 
 def plain(spec: ProblemSpec) -> bool:
-    """Whether the library alone can finish the answer: no activation, one rounding, and at most one summand.
+    """Whether the library alone can finish the result: no activation, one rounding, and at most one summand.
 
-    It adds what lies in the result already: c, or a bias that is written there first without a loss. Not to
-    16-bit results: some of its kernels round the product before they add.
+    The library adds to what is in the result: c, or a bias that is written there first without rounding. For 16-bit
+    results it cannot, because some of its kernels round the product before they add.
     """
     if spec.activation is not None or spec.out.dtype != library_out(spec):
         return False
@@ -57,12 +59,12 @@ def result_type(spec: ProblemSpec) -> torch.dtype:
 
 
 def whole(spec: ProblemSpec) -> bool:
-    """Whether all groups use one weight, so that the packed operand is a single product."""
+    """Whether all groups use one weight, so that the packed operands are a single product."""
     return (spec.form == "jagged_m" and spec.b.shared) or (spec.form == "jagged_n" and spec.a.shared)
 
 
 def reads_sizes(spec: ProblemSpec, variant: Variant) -> bool:
-    """Whether the library's own calls have to fetch sizes that only the device knows."""
+    """Whether the library's own calls have to read sizes back from the device."""
     if not spec.device_sizes or spec.alpha == "zero":
         return False
     everything = spec.form == "masked" or whole(spec)
@@ -83,12 +85,13 @@ def grouped_reasons(spec: ProblemSpec) -> list[str]:
 
 
 def aligned(operand: OperandSpec) -> bool:
-    """Whether base and strides are aligned, and a leading dimension expresses them."""
+    """Whether base and strides are aligned and a leading dimension can express them."""
     return operand.align >= GROUPED_ALIGNMENT and operand.dense and operand.order != "strided"
 
 
 def steady(spec: ProblemSpec) -> bool:
-    """Whether every group's matrices start at aligned addresses, wherever the groups are cut; packed copies may not."""
+    """Whether every group's matrices start at aligned addresses wherever groups are cut. For packed copies they may
+    not."""
     along = {"jagged_m": (("row",), "", ("row",)), "jagged_n": ("", ("col",), ("col",)),
              "jagged_k": (("col",), ("row",), "")}.get(spec.form, ("", "", ""))  # fmt: skip
     if spec.form == "jagged_n" and result_type(spec) != spec.out.dtype:

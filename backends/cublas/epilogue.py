@@ -1,4 +1,4 @@
-"""The two small kernels that the library lacks, bound to one problem: kernels/finish.cu and kernels/clamp_offsets.cu.
+"""Binds the two kernels for what the library lacks: kernels/finish.cu and kernels/clamp_offsets.cu.
 
 `Finish` writes whatever the library cannot write itself. It serves four needs: bias, activation and output types after
 a wide intermediate; groups with K = 0; elements that no group owns; c laid into out before a product is added to it.
@@ -64,9 +64,9 @@ class _Task(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Which elements to write, and out of what. `bare` leaves bias and activation out: c alone, scaled by 1.
+    """Which elements to write, and from what. `bare` leaves out bias and activation: c alone, times 1.
 
-    `only_headed`: nothing at all unless there are rows before the first group.
+    `only_headed`: write only if there are rows before the first group.
     """
 
     acc: Tensor | list[Tensor] | None = None
@@ -78,7 +78,7 @@ class Need:
 
 
 class Finish(MovableStep):
-    """One bound launch of the kernel, which follows its operands: but not those of a list, which are in a table."""
+    """One bound launch of the kernel. It follows its operands, except those of a list, which are in a table."""
 
     __slots__ = ("_fields", "_launch")
 
@@ -95,13 +95,13 @@ class Finish(MovableStep):
         self._launch(stream)
 
     def move(self, addresses: Addresses) -> None:
-        """The driver copies the argument at each launch, so its fields may change between two."""
+        """Sets other addresses. The driver copies the argument at each launch, so its fields may change between two."""
         for part, name, operand in self._fields:
             setattr(part, name, addresses[operand])
 
 
 def _blocks(task: _Task) -> int:
-    """Few where only the edges of a packed result are written: as a rule nothing is there."""
+    """The number of blocks: few if only the edges of a packed result are written, which are usually empty."""
     runs: int = -(-task.tiles // task.run)
     return max(1, min(runs, MOST_BLOCKS // 8 if _only_edges(task) else MOST_BLOCKS))
 
@@ -151,12 +151,12 @@ def _task(ops: Operands, need: Need) -> tuple[Any, Tensor | None]:
 
 
 def _lanes(fast: int) -> int:
-    """Threads along a line of `fast` elements, eight for each: a power of two, a warp at least."""
+    """The threads along a line of `fast` elements, eight elements each: a power of two, at least a warp."""
     return min(THREADS, max(32, 1 << max(0, -(-fast // EIGHT) - 1).bit_length()))
 
 
 def _tiles(slow: Any, fast: Any, lanes: int) -> Any:
-    """Tiles of a matrix with `slow` lines of `fast` elements (numbers or arrays)."""
+    """The tiles of a matrix with `slow` lines of `fast` elements (numbers or arrays)."""
     return -(-slow // (THREADS // lanes)) * -(-fast // SLAB)
 
 
@@ -239,14 +239,14 @@ class ClampedEnds:
         (self._launches.get(ZEROING_BLOCKS) or self._bound(ZEROING_BLOCKS, bounds))(stream)
 
     def _bound(self, blocks: int, bounds: Bounds) -> nvrtc.Step:
-        """The launch of so many blocks, which say whether it comes before or after; its argument may change."""
+        """The launch of this many blocks, which know whether it comes before or after. Its argument may change."""
         made = self._kernel.bound(blocks, CLAMP_THREADS, (bounds,), self._memory, overlap=True)
         self._launches[blocks] = made
         return made
 
 
 def _name_rows(bounds: Any, rows: Tensor) -> None:
-    """Where the rows lie; their length and distance, which no call changes, are told once."""
+    """Writes the address of the rows. Their length and distance are the same in all calls and written once."""
     if not bounds.width:
         bounds.row_bytes, bounds.width = rows.stride(0) * rows.element_size(), rows.shape[1]
     bounds.out = rows.data_ptr()

@@ -1,9 +1,8 @@
-"""spec + config -> Recipe: binds operands to library calls and runs them on the current stream.
+"""Plans a spec with a config: binds operands to library calls and runs them on the current stream.
 
-A bound launch is a short list of steps, each of which enqueues work: refresh packed copies, lay c
-under the result, the library calls, the epilogue. Sizes that only the device knows are read back
-where a call needs them, by `SizesLater`, which refuses to run inside a CUDA graph.
-What a spec and a config decide is decided once (`Method`); a bind looks at addresses and sizes.
+A bound launch is a short list of steps, each of which enqueues work: refresh packed copies, write c into the result,
+the library calls, the epilogue. Sizes on the device are read back if a call needs them, by `SizesLater`, which refuses
+to run inside a CUDA graph. `Method` holds what a spec and a config decide; a bind looks at addresses and sizes.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ FEW_ZEROS = 8
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """What a spec and a config say of every problem.
+    """What a spec and a config decide for every problem.
 
     `grouped`, `grouped_mm`: the library's grouped call and torch's may be chosen; torch's takes sizes that only the
     device knows; `cut`: sizes cut the groups; `plain`: the library alone can finish the answer, given a result that it
@@ -76,7 +75,7 @@ class Method:
 
 
 def method(spec: ProblemSpec, config: Config, device: torch.device) -> Method:
-    """Decides once for all problems of the spec."""
+    """Makes the `Method` for all problems of the spec."""
     auto, written = config.variant == "auto", result_type(spec)
     grouped = auto and not grouped_reasons(spec)
     grouped_mm = config.variant == "grouped_mm" or (auto and not grouped_mm_reasons(spec, device))
@@ -87,7 +86,7 @@ def method(spec: ProblemSpec, config: Config, device: torch.device) -> Method:
 
 
 def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
-    """A recipe for every problem of the spec; raises BackendUnsupported for a config that cannot run it."""
+    """A recipe for every problem of the spec. Raises BackendUnsupported for a config that cannot run it."""
     if taken_in_steps(spec):
         return plan_in_steps(spec, plan(product_spec(spec), config, device), index_of(device))
     if problem := problem_with(config, spec, device):
@@ -101,7 +100,7 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
 
 
 def _tell(ops: Operands, how: Method) -> str:
-    """Which variant the sizes lead to."""
+    """The variant that the sizes lead to, as text."""
     if how.syncs and ops.host_offsets is None and ops.host_valid_rows is None:
         return "the variant is chosen at each launch, by the sizes that it reads"
     nothing = not isinstance(ops.a, list) and not isinstance(ops.b, list) and not (ops.a.numel() and ops.b.numel())
@@ -125,7 +124,7 @@ def _bind(ops: Operands, how: Method) -> Launch:
 
 
 class SizesLater:
-    """Reads the sizes at every launch, then binds and runs: for calls that take them from the host."""
+    """Reads the sizes at every launch, then binds and runs, for calls that take sizes from the host."""
 
     __slots__ = ("_how", "_ops")
 
@@ -155,8 +154,8 @@ def fetched(ops: Operands) -> tuple[Ints | None, Ints | None]:
 
 
 def bound(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) -> Launch:
-    """The bound launch, on the current device. `offsets` and `valid` are what the host knows of the groups: both None
-    where only the device knows, or nothing is cut."""
+    """The bound launch, on the current device. `offsets` and `valid` are on the host; both None if only the device
+    knows them, or nothing is cut."""
     spec, a, b = ops.spec, ops.a, ops.b
     if spec.alpha == "zero" or not (isinstance(a, list) or isinstance(b, list) or (a.numel() and b.numel())):
         return Steps(ops.device, [Finish(ops, Need(unowned=spec.zero_unowned))])
@@ -188,7 +187,7 @@ def _general(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | Non
 
 
 def _origins(products: Products, direct: bool) -> Origins | None:
-    """Where the packed operands of the products lie: the addresses that calls follow, if none was copied."""
+    """The addresses of the packed operands, which calls follow; None if one was copied."""
     if products.bases is None:
         return None
     operands = (*((B, A) if products.by_rows else (A, B)), OUT if direct else -1)
@@ -199,7 +198,8 @@ def _origins(products: Products, direct: bool) -> Origins | None:
 def _laid_out(
     ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None, in_place: bool
 ) -> tuple[Products, Side, list[Step]]:
-    """The products as the library reads and writes them, what it writes into, and the step that refreshes copies."""
+    """The products as the library reads and writes them, the memory it writes into, and the step that refreshes
+    copies."""
     if in_place and (given := _as_given(ops, how, offsets, valid)) is not None:
         return given, ops.out, []
     copies, target = Copies(), ops.out
@@ -211,7 +211,7 @@ def _laid_out(
 
 
 def _as_given(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) -> Products | None:
-    """The products of packed operands that the library reads and writes as they lie; None if it does not."""
+    """The products of packed operands that the library can read and write in place; None if it cannot."""
     if ops.spec.form == "per_group" or ops.spec.compute is torch.int8:
         return None
     p = packed(ops)
@@ -220,9 +220,10 @@ def _as_given(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | No
 
 
 def _scalars(ops: Operands, how: Method, direct: bool) -> tuple[float, float, Operands]:
-    """alpha and beta of the library's calls, and the operands with those that are left to the epilogue.
+    """alpha and beta of the library's calls, and the operands with the factors that the epilogue applies.
 
-    A 16-bit result that was written aside is rounded already; any other gets its alpha where it is rounded.
+    A 16-bit result in scratch memory is already rounded, so the library applies alpha; otherwise the step that rounds
+    does.
     """
     if direct:
         return ops.alpha, 1.0 if ops.bias is not None else ops.beta if ops.c is not None else 0.0, ops
@@ -232,7 +233,8 @@ def _scalars(ops: Operands, how: Method, direct: bool) -> tuple[float, float, Op
 
 
 def _laid(ops: Operands, unknown: bool) -> Step | None:
-    """Puts what the library is to add into the result: c, or a bias and at once all that `_last` would write."""
+    """Writes into the result what the library is to add: c, or a bias. With a bias it also writes the zeros that
+    `_last` would."""
     if ops.bias is not None:
         return Finish(ops, Need(unowned=ops.spec.zero_unowned and not unknown))
     if ops.c is None or _same(ops.c, ops.out):
@@ -246,7 +248,7 @@ def _same(c: Side | None, out: Side) -> bool:
 
 
 def _products(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) -> Products:
-    """The products of operands that the library can read and write as they lie."""
+    """The products of operands that the library can read and write in place."""
     if ops.spec.form == "per_group":
         return list_products(group_table(ops), how.size)
     p = packed(ops)
@@ -282,7 +284,7 @@ def _calls(
 
 
 def _last(ops: Operands, offsets: Ints | None, unowned: bool, unknown: bool) -> Step | None:
-    """What is left to write behind a library that wrote into the result: zeros."""
+    """The zeros to write after a library that wrote into the result."""
     if ops.bias is not None:  # all but the unknown was written before the product
         return Finish(ops, Need(owned=False, unowned=True)) if unowned and unknown else None
     empty = _empty_results(ops, offsets) if ops.spec.form in ("per_group", "jagged_k") else []
@@ -303,7 +305,7 @@ def _has_unowned(ops: Operands, offsets: Ints | None, valid: Ints | None) -> boo
 
 
 def _empty_results(ops: Operands, offsets: Ints | None) -> list[Tensor]:
-    """The results of products with K = 0, which the library is never asked for."""
+    """The results of products with K = 0, which the library does not compute."""
     if ops.spec.form == "per_group":
         return [out.detach() for a, out in zip(ops.a, ops.out, strict=True) if a.shape[1] == 0 and out.numel()]
     if offsets is None:

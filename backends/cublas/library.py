@@ -1,11 +1,10 @@
-"""The cuBLAS that torch has loaded, called directly: torch's own wrappers obey process-wide switches.
+"""Calls the cuBLAS that torch has loaded directly, because torch's functions obey process-wide switches.
 
-`torch.backends.cuda.matmul.*` decide, for every thread, whether torch.mm may use tf32 or round
-partial sums to 16 bits. A direct call says so in its own compute type and in the math mode of the
-handle, which belongs to one thread: it is set for the length of a launch and put back. Handle,
-stream and workspace are torch's. The 64-bit entry points carry any extent or leading dimension.
-Products become calls in one of three ways: one each, one per shape, one for all. All scalars, extents
-and addresses are converted once; a launch passes them on as they are.
+`torch.backends.cuda.matmul.*` decide for every thread whether torch.mm may use tf32 or round partial sums to 16 bits. A
+direct call decides by its compute type and by the math mode of the handle, which belongs to one thread: it is set for
+the length of a launch and restored. Handle, stream and workspace are torch's. The 64-bit entry points take any extent
+or leading dimension. Products become calls in one of three ways: one each, one per shape, one for all. Scalars, extents
+and addresses are converted to ctypes once; a launch passes them on.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ Call = tuple[Status, tuple[Any, ...], str]
 
 
 class Cublas:
-    """The entry points that this backend uses; a missing one raises AttributeError at construction."""
+    """The entry points that this backend uses. Raises AttributeError for a missing one."""
 
     def __init__(self, path: str) -> None:
         library, brief = ctypes.CDLL(path, mode=NO_LOAD), ctypes.PyDLL(path, mode=NO_LOAD)
@@ -86,25 +85,25 @@ class Cublas:
 
 @lru_cache(maxsize=1)
 def cublas() -> Cublas:
-    """The loaded library; OSError or AttributeError where torch carries none that can be called."""
+    """The loaded library. Raises OSError or AttributeError if torch ships none that can be called."""
     if torch.version.cuda is None:
         raise OSError("this torch was built without CUDA")
     return Cublas(f"libcublas.so.{torch.version.cuda.split('.')[0]}")
 
 
 def check(status: int, name: str) -> None:
-    """A status other than success raises, with the call and the code."""
+    """Raises LibraryError with the call and the status code, unless the status is success."""
     if status:
         raise LibraryError(f"{name} returned {STATUS.get(status, 'unknown status')} ({status})")
 
 
 def handle() -> ctypes.c_void_p:
-    """torch's handle for this thread and device, set by torch to its current stream and workspace."""
+    """torch's handle for this thread and device, set to torch's current stream and workspace."""
     return ctypes.c_void_p(torch_internals.blas_handle())
 
 
 def make(blas: ctypes.c_void_p, calls: Sequence[Call]) -> None:
-    """Makes the calls; the first that fails raises."""
+    """Makes the calls. Raises at the first that fails."""
     for function, args, name in calls:
         status = function(blas, *args)
         if status:
@@ -112,7 +111,7 @@ def make(blas: ctypes.c_void_p, calls: Sequence[Call]) -> None:
 
 
 class ExactMath:
-    """For the length of a `with`: a handle whose calls use neither tf32 nor 16-bit partial sums."""
+    """A context in which a handle uses neither tf32 nor 16-bit partial sums."""
 
     __slots__ = ("_blas", "_library", "_mode")
 
@@ -132,7 +131,7 @@ class ExactMath:
 
 
 def aim(library: Cublas, blas: ctypes.c_void_p, stream: ctypes.c_void_p, space: Tensor) -> None:
-    """Turns a handle to a stream and a workspace; the library forgets the workspace whenever the stream is set."""
+    """Sets a handle's stream and workspace. The library forgets the workspace whenever the stream is set."""
     at, size = ctypes.c_void_p(space.data_ptr()), ctypes.c_size_t(space.numel())
     if status := library.set_stream(blas, stream) or library.set_workspace(blas, at, size):
         check(status, "cublasSetStream or cublasSetWorkspace")
@@ -156,7 +155,7 @@ LARGEST_BATCH = 65535
 
 
 class Types:
-    """What one call computes, as ctypes arguments: element types, compute type, references to both scalars."""
+    """The types of a call as ctypes arguments: element types, compute type, references to both scalars."""
 
     __slots__ = ("alpha", "beta", "compute", "operand", "out", "tail")
 
@@ -174,7 +173,7 @@ Origins = tuple[Origin, Origin, Origin]
 
 
 class AddressTable:
-    """Addresses of many products on the device, for a call that reads them there: a row for each operand."""
+    """The addresses of many products on the device, for a call that reads them there: one row per operand."""
 
     __slots__ = ("_addresses", "_device", "_memory", "pointers")
 
@@ -212,7 +211,7 @@ class Batch:
         self._steps: list[int] | None = [0, 0, 0]
 
     def move(self, addresses: Addresses) -> None:
-        """Tells the calls where the operands lie now."""
+        """Sets the operands' addresses."""
         assert self.origins is not None, "products of a list do not move"
         if self._direct is None:
             self._direct = self._first_addresses()
@@ -238,7 +237,8 @@ class Batch:
 
 
 def compute_type(spec: ProblemSpec) -> int:
-    """float32 means IEEE unless the problem asks for tf32; the 16-bit types add up in float32."""
+    """The library's compute type. float32 means IEEE unless the problem asks for tf32; 16-bit types are summed in
+    float32."""
     if spec.compute is torch.float64:
         return COMPUTE_64F
     if spec.compute is torch.int8:
@@ -265,7 +265,7 @@ def _batch_arguments(
 
 
 def one_each(library: Cublas, products: Products, t: Types) -> Batch:
-    """One cublasGemmEx per product. This loop is most of what a bind costs, so it calls nothing but constructors."""
+    """One cublasGemmEx per product. This loop is most of the cost of a bind, so it calls only constructors."""
     address, extent, op, function = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, library.gemm
     alpha, beta, found = ctypes.byref(t.alpha), ctypes.byref(t.beta), list[Call]()
     shapes = [(op(first), op(second), *map(extent, extents)) for first, second, *extents in products.shapes]
@@ -311,7 +311,7 @@ def _batched(
 
 
 def _strides(same: Ints, size: Bytes) -> tuple[int, int, int] | None:
-    """Elements from each operand to the next, where they are constant and cuBLAS counts so far; else None."""
+    """The elements from each operand to the next, if constant and within cuBLAS's limit; else None."""
     steps = even_steps(same)
     if steps is None:
         return None
@@ -321,10 +321,10 @@ def _strides(same: Ints, size: Bytes) -> tuple[int, int, int] | None:
 
 
 def aligned(addresses: Ints) -> bool:
-    """Whether every address is one that a call by addresses may be given.
+    """Whether every address may be passed to a call that reads addresses from the device.
 
-    The library cannot see addresses that lie on the device; it takes them to be as aligned as the
-    leading dimensions let it hope, and faults on others.
+    The library cannot see addresses on the device. It assumes the largest alignment that the leading dimensions allow,
+    and faults on others.
     """
     return not (addresses % ADDRESS_ALIGNMENT).any()
 

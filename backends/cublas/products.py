@@ -28,19 +28,19 @@ for every operand and every dtype, whichever kernel the library picks."""
 
 
 def countable(distance: int, itemsize: int) -> bool:
-    """Whether cuBLAS may be given lines, or matrices of a strided batch, that lie so many elements apart."""
+    """Whether cuBLAS accepts lines, or matrices of a strided batch, that lie this many elements apart."""
     return distance < FARTHEST_ELEMENTS and distance * itemsize < FARTHEST_BYTES
 
 
 class Leading(NamedTuple):
-    """A matrix that BLAS can read: stored by rows or by columns, with that leading dimension."""
+    """A matrix that BLAS can read: row-major or column-major, with a leading dimension."""
 
     by_rows: bool
     ld: int
 
 
 class Shape(NamedTuple):
-    """What two calls must have in common to be one batched call: extents, transposes, leading dimensions.
+    """What two calls must share to be one batched call: extents, transposes, leading dimensions.
 
     In the library's order: `m` is the contiguous extent of the result.
     """
@@ -77,7 +77,7 @@ def leading(rows: int, cols: int, row: int, col: int, itemsize: int) -> Leading 
 
 
 def shape_of(m: int, n: int, k: int, a: Leading, b: Leading, out: Leading) -> Shape:
-    """The call's shape; for a result by rows the library's first operand is B, else it is A."""
+    """The shape of a call. For a row-major result the library's first operand is B, else A."""
     if out.by_rows:
         first = NO_TRANSPOSE if b.by_rows else TRANSPOSE
         second = NO_TRANSPOSE if a.by_rows else TRANSPOSE
@@ -110,7 +110,7 @@ class Products:
         return len(self.kinds)
 
     def groups(self) -> list[tuple[Shape, list[int]]]:
-        """Products of one shape together, the largest work first; each by its place."""
+        """The products of one shape together, by position, the largest work first."""
         same: list[list[int]] = [[] for _ in self.shapes]
         for place, kind in enumerate(self.kinds.tolist()):
             same[kind].append(place)
@@ -138,7 +138,7 @@ def joined(extent: int, group: int, stride: int) -> int | None:
 
 
 def _as_one(p: Packed) -> Packed | None:
-    """A batch that shares one operand, as one product of stacked rows (or columns); None if it is not one."""
+    """A batch that shares one operand as one product of stacked rows (or columns); None if it is not one."""
     if p.groups < 2:
         return None
     if p.b.group == 0 and p.a.group:
@@ -157,7 +157,7 @@ def _as_one(p: Packed) -> Packed | None:
 
 
 def packed_forms(p: Packed, size: Bytes) -> Forms:
-    """The BLAS forms of a, b and out of a packed problem; None where a copy is needed."""
+    """The BLAS forms of a, b and out of a packed problem; None for one that needs a copy."""
     return (
         leading(p.m, p.k, p.a.row, p.a.col, size.operand),
         leading(p.k, p.n, p.b.row, p.b.col, size.operand),
@@ -186,7 +186,8 @@ def packed_products(p: Packed, size: Bytes, offsets: Ints | None, valid: Ints | 
 
 
 def _cut(p: Packed, size: Bytes, forms: Forms, axis: str | None, starts: Ints, lengths: Ints) -> Products:
-    """The products of groups that start there along `axis` and are so long; of whole matrices where it is None."""
+    """The products of groups with these starts along `axis` and these lengths; of whole matrices if the axis is
+    None."""
     of_a, of_b, of_out = forms
     assert of_a is not None and of_b is not None and of_out is not None, "operands that are not expressible are staged"
     by_rows, whole = of_out.by_rows, shape_of(p.m, p.n, p.k, of_a, of_b, of_out)
@@ -209,7 +210,7 @@ def _cut(p: Packed, size: Bytes, forms: Forms, axis: str | None, starts: Ints, l
 
 
 def _steps(p: Packed, axis: str | None) -> tuple[int, int, int]:
-    """How far a, b and out move per element of the direction that is cut."""
+    """The distance that a, b and out move per element of the cut direction."""
     if axis == "m":
         return p.a.row, 0, p.out.row
     if axis == "n":

@@ -1,4 +1,4 @@
-"""Enqueues bound work: library calls on torch's handle, on one stream or spread over several.
+"""Runs bound work: library calls on torch's handle, on one stream or spread over several.
 
 Side streams are our own, made by the driver, each with a workspace, and lent to one launch after another.
 torch hands out a few streams in turn: a caller's capture that forks onto one of those would catch work that somebody
@@ -43,18 +43,18 @@ class Step(ABC):
 
 
 class MovableStep(Step):
-    """A step that can follow its operands where they are `movable`: packed ones, of which nothing was copied."""
+    """A step that can follow its operands if they are `movable`: packed ones that were not copied."""
 
     __slots__ = ("movable",)
     movable: bool
 
     @abstractmethod
     def move(self, addresses: Addresses) -> None:
-        """Gives the step other addresses of the operands, and replaces every one that it holds."""
+        """Replaces all operand addresses of the step."""
 
 
 class Function(Step):
-    """A function of the stream, on tensors of its own: it does not move."""
+    """A function of the stream, on tensors of its own. It does not move."""
 
     __slots__ = ("_function",)
 
@@ -91,7 +91,7 @@ class Steps:
             step(stream)
 
     def move(self, addresses: Addresses) -> None:
-        """Gives every step other addresses of the operands; all have to be movable (`stays_behind`)."""
+        """Sets other operand addresses in every step. All steps must be movable (`stays_behind`)."""
         for step in self._steps:
             step.move(addresses)  # type: ignore[attr-defined]
 
@@ -100,16 +100,16 @@ class Steps:
         return not all(isinstance(step, MovableStep) and step.movable for step in self._steps)
 
     def workspace_bytes(self) -> int:
-        """Device memory of intermediate results."""
+        """The device memory of intermediate results in bytes."""
         return sum(x.nbytes for x in self._workspace)
 
     def can_resize(self, before: int, after: int) -> bool:
-        """Whether it follows another number of tokens: never, since calls and the choice among them depend on it."""
+        """Always False: the calls, and the choice among them, depend on the number of tokens."""
         return False
 
 
 class Calls(MovableStep):
-    """Library calls one after the other on the current stream; others where a graph captures them, if given."""
+    """Library calls in order on the current stream; in a capture other calls, if given."""
 
     __slots__ = ("_batch", "_captured", "_library")
 
@@ -133,7 +133,7 @@ class Calls(MovableStep):
 
 
 class Zeros(MovableStep):
-    """Fills a few whole results, at the speed of the memory; the epilogue would look at all the others too.
+    """Zeroes a few whole results at the speed of memory; the epilogue kernel would look at all results.
 
     They are matrices of one result `of`, which may move, or of a list (None).
     """
@@ -150,12 +150,12 @@ class Zeros(MovableStep):
             zero_lines(self._device, stream, self._base + distance, *rest)
 
     def move(self, addresses: Addresses) -> None:
-        """Goes to where the result lies now."""
+        """Sets the address of the result."""
         self._base = addresses[OPERANDS.index("out")]
 
 
 def _lines(t: Tensor, base: int) -> tuple[int, int, int, int]:
-    """A matrix as lines: bytes from `base` to the first, from one to the next, in each; and how many there are."""
+    """A matrix as lines: bytes from `base` to the first line, bytes between lines, bytes per line, number of lines."""
     s, size = strides_of(t), t.element_size()
     form = leading(t.shape[0], t.shape[1], s.row, s.col, size)
     assert form is not None, "the library writes into this result"
@@ -164,8 +164,8 @@ def _lines(t: Tensor, base: int) -> tuple[int, int, int, int]:
 
 
 def zero_lines(device: int, stream: int, address: int, step: int, width: int, lines: int) -> None:
-    """Fills `lines` of `width` bytes, `step` bytes apart, with zeros. torch would refuse memory that was made in its
-    inference mode."""
+    """Zeroes `lines` of `width` bytes, `step` bytes apart. torch refuses memory that was allocated in its inference
+    mode."""
     cuda, at = driver.library(), ctypes.c_uint64(address)
     if lines == 1 or step == width:
         fill = partial(cuda.cuMemsetD8Async, at, 0, ctypes.c_size_t(width * lines), ctypes.c_void_p(stream))
@@ -186,16 +186,16 @@ DEFAULT_WORKSPACE = 32 << 20
 
 @cache
 def workspace_bytes() -> int:
-    """As torch sizes the workspace of its own handle, so that the same kernels are chosen for every stream.
+    """The size of torch's own workspace, so that the same kernels are chosen for every stream.
 
-    Each stream has one of its own: in a shared one the split sums of two streams would mix.
+    Each stream has its own workspace: in a shared one the split sums of two streams would mix.
     """
     pools = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     return sum(int(kib) * int(count) << 10 for kib, count in pools) or DEFAULT_WORKSPACE
 
 
 class Event:
-    """A driver event without timing; torch's own would pass through more of Python at each record and wait."""
+    """A driver event without timing. torch's event takes more Python for each record and wait."""
 
     __slots__ = ("_device", "_raw")
 
@@ -205,19 +205,19 @@ class Event:
         driver.check(driver.library().cuEventCreate(ctypes.byref(self._raw), WITHOUT_TIMING), "cuEventCreate")
 
     def record(self, stream: ctypes.c_void_p) -> None:
-        """Marks what is enqueued on the stream by now."""
+        """Marks the work that is enqueued on the stream so far."""
         mark = partial(driver.library().cuEventRecord, self._raw, stream)
         if status := mark():
             driver.settle(status, self._device, mark, "cuEventRecord")
 
     def hold(self, stream: ctypes.c_void_p) -> None:
-        """What is enqueued on the stream from now on waits for what was marked."""
+        """Makes later work on the stream wait for the marked work."""
         if status := driver.library().cuStreamWaitEvent(stream, self._raw, 0):
             driver.check(status, "cuStreamWaitEvent")
 
 
 class Side:
-    """A stream that nobody else knows of, the event at its end, and memory for the library's calls there."""
+    """A side stream that nothing else uses, an event at its end, and a workspace for the library's calls."""
 
     __slots__ = ("done", "raw", "space")
 
@@ -231,7 +231,7 @@ class Side:
 
 
 class Kit:
-    """Sides for one launch at a time, and the event that they fork at."""
+    """The side streams of one launch at a time, and the event at which they fork."""
 
     __slots__ = ("_device", "_home", "captured", "fork", "sides")
 
@@ -240,17 +240,17 @@ class Kit:
         self.fork, self.sides = Event(device), list[Side]()
 
     def at_least(self, count: int) -> None:
-        """Makes the sides that are missing."""
+        """Creates missing side streams."""
         while len(self.sides) < count:
             self.sides.append(Side(self._device))
 
     def open_to(self, capture: int) -> bool:
-        """Whether a launch in that capture (or in none, 0) may use it: a side that a capture has used belongs to
-        that one until it ends, and work of others would become part of it."""
+        """Whether a launch in that capture (0 for none) may use the kit. A side that a capture has used belongs to the
+        capture until it ends, and other work on it would be captured."""
         return not self.captured or capture_of(self.sides[0].raw) in (0, capture)
 
     def give_back(self) -> None:
-        """What is still on its way there stays in front of the next borrower's work."""
+        """Returns the kit. Its unfinished work stays in front of the next borrower's."""
         self._home.append(self)
 
 
@@ -259,7 +259,7 @@ _kits: dict[tuple[int, int], list[Kit]] = {}
 
 
 def borrow(device: int, stream: int, count: int, capture: int = 0) -> Kit:
-    """A kit with so many sides; `capture` is the number of the capture that `stream` is part of, or 0."""
+    """A kit with this many side streams. `capture` is the number of the capture of which `stream` is part, or 0."""
     idle, taken = _kits.setdefault((device, stream), []), list[Kit]()
     while True:
         try:
@@ -276,7 +276,7 @@ def borrow(device: int, stream: int, count: int, capture: int = 0) -> Kit:
 
 
 def workspace(device: int, stream: ctypes.c_void_p | None = None) -> Tensor:
-    """Memory that torch's allocator takes to belong to that stream (or to the current one)."""
+    """Memory that torch's allocator associates with that stream (or with the current one)."""
     where = torch.device("cuda", device)
     user = None if stream is None else torch.cuda.ExternalStream(stream.value, device=where)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(user):
@@ -297,7 +297,7 @@ def capture_of(stream: ctypes.c_void_p) -> int:
 
 
 def shares(work: Sequence[int], streams: int) -> list[list[int]]:
-    """Indices per stream: the largest piece of work first, each to the stream with the least so far."""
+    """The products of each stream, as indices: the largest work first, each to the stream with the least so far."""
     heap = [(0, i) for i in range(max(1, streams))]
     split: list[list[int]] = [[] for _ in range(max(1, streams))]
     for index in sorted(range(len(work)), key=work.__getitem__, reverse=True):
@@ -356,7 +356,7 @@ class Streamed(MovableStep):
         self._batch.move(addresses)
 
     def _kit(self, stream: int, capture: int = 0) -> Kit | None:
-        """Sides for a launch from that stream. Short products do without where there is no memory for them."""
+        """Side streams for a launch from that stream; none for short products if there is no memory."""
         try:
             return borrow(self._device, stream, len(self._shares), capture)
         except (torch.OutOfMemoryError, LibraryError):
@@ -366,7 +366,7 @@ class Streamed(MovableStep):
             return None
 
     def _own_spaces(self) -> list[Tensor]:
-        """Workspaces that nobody else uses: torch's too belongs to whatever runs on this stream later."""
+        """Workspaces of this launch alone: torch's workspace also serves other work on the stream."""
         while len(self._spaces) <= len(self._shares):
             self._spaces.append(workspace(self._device))
         return self._spaces

@@ -1,4 +1,4 @@
-"""torch's scaled_grouped_mm, bound to a problem: float8 x float8 with scales of rows and columns, on Hopper.
+"""Binds torch's scaled_grouped_mm: float8 x float8 with scales of rows and columns, on Hopper.
 
 torch's kernel wants both operands contiguous along K, one number in float32 for each row and each column of every
 group, and groups that begin at multiples of 16 bytes: scales that cover more, or lie otherwise, are spread by a step
@@ -32,7 +32,7 @@ from multigemm.torch_internals import redispatched_scaled_grouped_mm
 def scaled_grouped_mm_into(
     a: Tensor, b: Tensor, scales: Sequence[Tensor], ends: Tensor, fast: bool, out: Tensor
 ) -> None:
-    """torch's operation, written into `out`."""
+    """torch's scaled_grouped_mm, written into `out`."""
     given: tuple[Any, ...] = (a, b, *scales, ends, None, None, torch.bfloat16, fast)
     if redispatched_scaled_grouped_mm is None:
         with torch.no_grad():
@@ -61,8 +61,8 @@ def _bind(ops: Operands) -> Launch:
 
 
 def _jagged_m(ops: Operands, a: Tensor, b: Tensor) -> Steps:
-    """Ends on the device, which may lie, are clamped. The head's rows, multiplied with the first group's, become zeros
-    afterwards, or are kept out of the caller's buffer."""
+    """jagged m. Ends on the device, which may be invalid, are clamped. The head's rows, which are multiplied with the
+    first group's, are zeroed afterwards, or kept out of the caller's buffer."""
     spec, out, copies = ops.spec, cast(Tensor, ops.out), Copies()
     scales = (
         _spread(_lines(ops.scale_a, "a"), (a.shape[0],), ops.device, copies),
@@ -114,7 +114,7 @@ def _jagged_k(ops: Operands, a: Tensor, b: Tensor) -> Steps:
 
 
 def _padded(a: Tensor, b: Tensor, bounds: Any, copies: Copies) -> tuple[Tensor, Tensor, Any]:
-    """Copies of which every group's K is filled up with zeros, and where groups end in them."""
+    """Copies in which every group's K is padded with zeros, and the groups' ends in them."""
     widths = -(-np.diff(bounds) // FLOAT8_STEP) * FLOAT8_STEP
     ends = widths.cumsum()
     left = torch.zeros(a.shape[0], int(ends[-1]), dtype=torch.uint8, device=a.device).view(a.dtype)
@@ -132,7 +132,7 @@ def _lines(scale: Any, side: str) -> Tensor | None:
 
 
 def _spread(lines: Tensor | None, shape: tuple[int, ...], device: torch.device, copies: Copies) -> Tensor:
-    """One number in float32 for each line, in order; what lies otherwise is copied before each launch."""
+    """One float32 number per line, in order; other layouts are copied before each launch."""
     if lines is None:
         return torch.ones(shape, device=device)
     wanted = (lines[0] if len(shape) == 1 else lines).expand(shape)

@@ -1,4 +1,4 @@
-"""Operands as cuBLAS can count them: the given ones wherever a leading dimension expresses them, else compact copies.
+"""Operands that cuBLAS can address: the given ones if a leading dimension expresses them, else compact copies.
 
 A copy is made at every launch, because operands may change in place; its memory is taken at bind. A result that the
 library cannot write where it lies goes into compact memory too, and the epilogue carries it over.
@@ -24,7 +24,7 @@ Side = Tensor | list[Tensor]
 
 
 class Copies(Step):
-    """Compact copies to refresh before each launch: (destination, source) pairs."""
+    """Compact copies that are refreshed before each launch: (destination, source) pairs."""
 
     __slots__ = ("pairs",)
 
@@ -44,13 +44,13 @@ class Copies(Step):
 
 
 def readable(t: Tensor) -> bool:
-    """Whether BLAS can read (or write) the matrix, or every matrix of the stack, as it lies."""
+    """Whether BLAS can read (or write) the matrix, or every matrix of the stack, in place."""
     s = strides_of(t)
     return leading(t.shape[-2], t.shape[-1], s.row, s.col, t.element_size()) is not None
 
 
 def writable(out: Side) -> bool:
-    """Whether a library call can write its result straight into `out`."""
+    """Whether a library call can write its result directly into `out`."""
     return all(readable(t) for t in out) if isinstance(out, list) else readable(out)
 
 
@@ -67,7 +67,8 @@ def by_columns(t: Tensor) -> bool:
 
 
 def compact(like: Tensor, dtype: torch.dtype, device: torch.device, rows: bool = False) -> Tensor:
-    """Memory for such a matrix or stack, each line at a multiple of 16 bytes: in the order of `like`, or by `rows`."""
+    """Memory for a matrix or stack with each line at a multiple of 16 bytes, in the order of `like` or row-major
+    (`rows`)."""
     if not rows and by_columns(like):
         return compact(like.transpose(-1, -2), dtype, device).transpose(-1, -2)
     step = ALIGNMENT // dtype.itemsize
@@ -76,21 +77,21 @@ def compact(like: Tensor, dtype: torch.dtype, device: torch.device, rows: bool =
 
 
 def _lines(like: Tensor, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for the rows of `like`, `width` elements each; raises where cuBLAS cannot count such rows either."""
+    """Memory for the rows of `like`, `width` elements each. Raises if cuBLAS cannot address such rows either."""
     if like.shape[-2] > 1 and not countable(width, dtype.itemsize):
         raise BackendUnsupported({"cublas": [line_reason(width, dtype)]})
     return torch.empty((*like.shape[:-1], width), dtype=dtype, device=device)
 
 
 def stage(ops: Operands, copies: Copies) -> tuple[Side, Side]:
-    """a and b as BLAS reads them; whatever has to be copied for that is added to `copies`."""
+    """a and b in a form that BLAS reads. Required copies are added to `copies`."""
     if ops.spec.compute is torch.int8:
         return _stage_int8(ops, copies)
     return stage_side(ops.a, copies), stage_side(ops.b, copies)
 
 
 def stage_side(side: Side, copies: Copies) -> Side:
-    """One operand as BLAS reads it."""
+    """One operand in a form that BLAS reads."""
     if isinstance(side, list):
         return [cast(Tensor, stage_side(t, copies)) for t in side]
     if readable(side):
@@ -101,14 +102,14 @@ def stage_side(side: Side, copies: Copies) -> Side:
 
 
 def _memory(t: Tensor, device: torch.device) -> Tensor:
-    """Memory for a copy: tight; but in the given order and aligned where only a distance is in the way, since calls
-    that rely on both are not refused then."""
+    """Memory for a copy: compact. If only a distance is too large, the given order and alignment are kept, so that
+    calls that need both are not refused."""
     near = countable(max(t.stride()[-2:]), t.element_size())
     return torch.empty(t.shape, dtype=t.dtype, device=device) if near else compact(t, t.dtype, device)
 
 
 def scratch(out: Side, dtype: torch.dtype, rows: bool) -> Side:
-    """Memory for an intermediate result, each line of it on an address that every call may write to."""
+    """Memory for an intermediate result, with each line at an address that every call may write to."""
     if isinstance(out, list):
         return [compact(t, dtype, t.device, rows) for t in out]
     return compact(out, dtype, out.device, rows)

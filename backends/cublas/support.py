@@ -1,4 +1,4 @@
-"""What this backend can run, and in words why not: pure Python, no GPU needed to ask."""
+"""What this backend can run, and the reasons why not. Pure Python; needs no GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def availability() -> Availability:
 
 
 def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
-    """Each limit that this spec breaks, with the value seen and the remedy; empty if it can run."""
+    """Each limit that this spec exceeds, with the value seen and the remedy; empty if the backend can run it."""
     if reasons := quantised_reasons(spec, takes=("float8",)) + fused_reasons_in_steps(spec):
         return reasons
     if taken_in_steps(spec):
@@ -66,9 +66,9 @@ def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
 
 
 def _line_reasons(spec: ProblemSpec) -> list[str]:
-    """Operands whose lines are too long for cuBLAS to count from one to the next, where the spec knows their length.
+    """Refuses operands whose lines are too long for cuBLAS to address, if the spec knows their length.
 
-    Lines that merely lie so far apart are copied (`staging`), but a copy of these would be no closer.
+    Lines that are short but lie far apart are copied (`staging`); a copy of long lines would not be closer.
     """
     written = torch.promote_types(spec.out.dtype, result_type(spec))
     extents: dict[str | None, int | None] = {"m": spec.m, "n": spec.n, "k": spec.k}
@@ -142,7 +142,7 @@ def scaled_grouped_mm_reasons(spec: ProblemSpec, device: torch.device) -> list[s
 
 
 def _scale_reasons(spec: ProblemSpec) -> list[str]:
-    """Scales that are not one number for each row of each group, or for more than that."""
+    """Refuses scales that cover anything but a row of each group, a group, or more."""
     reasons = []
     for name, operand in (("scale_a", spec.a), ("scale_b", spec.b)):
         scale = operand.scale

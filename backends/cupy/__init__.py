@@ -1,4 +1,4 @@
-"""CUDA C++ kernels, compiled by NVRTC through CuPy when first needed: one for every problem, fast ones for Hopper.
+"""CUDA C++ kernels, compiled by NVRTC through CuPy at first use: one for every problem, and fast ones for Hopper.
 
 Importing this package imports neither CuPy nor a GPU library.
 """

@@ -50,12 +50,12 @@ TYPES = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3, torch.float64: 4
 
 
 def table_of(ops: Operands) -> Tensor | None:
-    """The table of a list on the device; None for the packed forms."""
+    """The table of a list's groups on the device; None for packed forms."""
     return to_device(group_table(ops), ops.device) if ops.spec.form == "per_group" else None
 
 
 def problem_bytes(ops: Operands, table: Tensor | None, view: Packed) -> Fields:
-    """The argument of every kernel."""
+    """The bytes of `Problem` (kernels/common.cuh), the first argument of every kernel."""
     spec, a, b, out, c, bias = ops.spec, view.a, view.b, view.out, view.c or ABSENT, view.bias or ABSENT
     ends, end_bytes = _sizes(ops.ends, "ends")
     valid_rows, valid_bytes = _sizes(ops.valid_rows, "valid_rows")
@@ -72,7 +72,7 @@ def problem_bytes(ops: Operands, table: Tensor | None, view: Packed) -> Fields:
 
 
 def _sizes(tensor: Tensor | None, operand: str) -> tuple[int, int]:
-    """Where a tensor of sizes lies, and the bytes of an element; zeros for none."""
+    """The address of a tensor of sizes and the bytes of an element; zeros without one."""
     return (0, 0) if tensor is None else (Address(tensor.data_ptr(), operand), tensor.itemsize)
 
 
@@ -89,7 +89,7 @@ BLANK_ROWS = bytes(SIZE * 15)
 
 
 class Side(NamedTuple):
-    """An operand as its role sees it: `mn` is its row or column extent, strides in bytes."""
+    """One operand in its role: `mn` is its row or column extent; strides are in bytes."""
 
     ptr: int
     mn: int
@@ -117,12 +117,12 @@ def _boxes(line: int, heights: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def plain_map(side: Side, rows: int) -> Fields:
-    """A map with boxes of `rows` of mn where k is contiguous, else of as many mn by as many k as a line holds."""
+    """A map with boxes of `rows` of mn if k is contiguous, else boxes of one line of mn by as many k."""
     return _plain_maps(side, (rows,))
 
 
 def _plain_maps(side: Side, heights: tuple[int, ...]) -> Fields:
-    """A map for each of the heights where k is contiguous, else one of a line's mn by as many k."""
+    """One map per box height if k is contiguous, else a single map with boxes of one line of mn by as many k."""
     if side.mn == 0 or side.k == 0 or side.groups == 0:
         return join([BLANK] * (len(heights) if side.k_contiguous else 1))  # nothing will ever be loaded through it
     strides = side.step if side.step > 16 else 16, side.group if side.group > 16 else 16
@@ -134,7 +134,7 @@ def _plain_maps(side: Side, heights: tuple[int, ...]) -> Fields:
 
 
 def stacked_maps(side: Side, height: int, count: int) -> Fields:
-    """The maps of `count` matrices of a stack, each as if it stood alone: with the boxes of `plain_map`."""
+    """The maps of `count` matrices of a stack, each of a single matrix, with the boxes of `plain_map`."""
     alone = plain_map(side._replace(groups=1, group=0), height)
     if side.mn == 0 or side.k == 0:
         return join([alone] * count)
@@ -142,7 +142,7 @@ def stacked_maps(side: Side, height: int, count: int) -> Fields:
 
 
 def row_maps(side: Side) -> tuple[bytes, ...]:
-    """Of the row side 16 maps: one for each box height, or one and 15 blank ones where mn is contiguous."""
+    """The 16 maps of the row side: one per box height, or one and 15 blank ones if mn is contiguous."""
     return (_plain_maps(side, HEIGHTS),) if side.k_contiguous else (_plain_maps(side, HEIGHTS), BLANK_ROWS)
 
 
@@ -163,7 +163,7 @@ def gate_map(side: Side, interleaved: bool) -> Fields:
 
 
 def ragged_map(side: Side) -> Fields:
-    """A map for jagged k (see the module docstring); mn is contiguous."""
+    """A map for jagged k with mn contiguous (see the module docstring)."""
     if side.mn == 0 or side.k == 0:
         return BLANK
     step, line = max(side.step, 16), LINE_BYTES // side.dtype.itemsize
@@ -172,7 +172,7 @@ def ragged_map(side: Side) -> Fields:
 
 
 def result_map(side: Side) -> Fields:
-    """A map for stores of boxes of 64 rows by 64 columns (`mn`), or of 32 by 32 of 4 bytes, that stop at any row.
+    """A map for stores that stop at any row, in boxes of 64 rows by 64 columns (`mn`), or 32 by 32 of 4 bytes.
 
     Dims (mn, rows', end, wrap, group); as in `ragged_map`, rows' = FAR - left lies inside the extent while rows are
     left.
@@ -186,10 +186,11 @@ def result_map(side: Side) -> Fields:
 
 
 def weight_maps(lines: Lines, inner: int, height: int) -> tuple[Fields, ...]:
-    """Eight maps with boxes of `inner` elements by `height` lines: one for the lines of each residue modulo 8.
+    """Eight maps with boxes of `inner` elements by `height` lines, one for the lines of each residue modulo 8.
 
-    Lines eight apart are a multiple of 16 bytes apart whatever their pitch. Each map begins at the aligned address
-    before its first line. A residue without any line gets the first one's: what it reads belongs to no column and no k.
+    Lines eight apart are a multiple of 16 bytes apart, whatever their pitch. Each map starts at the aligned address
+    before its first line. A residue without lines gets the first map: what is read through it belongs to no column and
+    no k.
     """
     if lines.number == 0 or lines.length == 0:
         return (BLANK,) * 8
@@ -205,12 +206,12 @@ def weight_maps(lines: Lines, inner: int, height: int) -> tuple[Fields, ...]:
 
 
 def piece_height(rows: int, most: int) -> int:
-    """Rows of a group's pieces: as few pieces as `most` allows, equal, rounded up to 8 (schedule.cuh)."""
+    """The rows of a group's pieces: as few equal pieces as `most` allows, rounded up to 8 (schedule.cuh)."""
     pieces = max(-(-rows // most), 1)
     return max((-(-rows // pieces) + 7) // 8 * 8, 8)
 
 
 def list_box(rows: int, most: int, cluster: int) -> int:
-    """Rows that each block of a cluster loads at once from a list's matrix (schedule.cuh)."""
+    """The rows that each block of a cluster loads at once from a list's matrix (schedule.cuh)."""
     height = piece_height(rows, most)
     return -(-height // (8 * cluster)) * 8

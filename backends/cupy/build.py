@@ -1,8 +1,7 @@
-"""From CUDA C++ to a loaded function: NVRTC through CuPy, and a cache on disk in between.
+"""From CUDA C++ to a loaded function: NVRTC through CuPy, with a disk cache.
 
-A kernel is a source file and a list of definitions. The cache key holds every byte of every source,
-the options, the architecture and the compiler's version, so an entry can never be stale. Compiling
-needs no GPU; loading does.
+A kernel is a source file and a list of definitions. The cache key holds every byte of every source, the options, the
+architecture and the compiler's version, so that no entry is ever stale. Compiling needs no GPU; loading does.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ counts: Counter[str] = Counter()
 
 
 class Source(NamedTuple):
-    """One kernel to be compiled: its file, its entry, its definitions in a fixed order; `shared` is the dynamic shared
-    memory that its launches ask for."""
+    """A kernel to compile: its file, its entry function, its definitions in a fixed order. `shared` is the dynamic
+    shared memory of its launches in bytes."""
 
     file: str
     entry: str
@@ -43,14 +42,14 @@ class Source(NamedTuple):
     shared: int = 0
 
     def options(self, arch: str) -> list[str]:
-        """The compiler options, complete."""
+        """All compiler options."""
         extra = ["-lineinfo"] if settings().lineinfo else []
         return [f"-arch={arch}", "-std=c++17", *extra, *(f"-D{name}={value}" for name, value in self.defines)]
 
 
 @lru_cache(maxsize=1)
 def headers() -> tuple[tuple[str, str], ...]:
-    """Name and text of every header."""
+    """The name and text of every header."""
     written = [(path.name, path.read_text()) for path in sorted(SOURCES.glob("*.cuh"))]
     made = (
         (MMA_HEADER, mma_header), (FRAGMENT_HEADER, fragment_header), (FP8_HEADER, fp8_header),
@@ -60,12 +59,12 @@ def headers() -> tuple[tuple[str, str], ...]:
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """The target for a device: Hopper's own instructions need the suffix."""
+    """The compiler target for a device. Instructions that only Hopper has need the suffix "a"."""
     return "sm_90a" if capability == (9, 0) else f"sm_{capability[0]}{capability[1]}"
 
 
 def compile_source(source: Source, arch: str, *extra: str) -> tuple[bytes, str]:
-    """Cubin and compiler log, without any cache. Raises CompileError with the log."""
+    """Returns cubin and compiler log without any cache. Raises CompileError with the log."""
     from cupy.cuda import nvrtc
 
     options = [*source.options(arch), *extra]
@@ -103,7 +102,7 @@ def _dump(source: Source, arch: str, text: str, cubin: bytes, ptx: Any) -> None:
 
 
 def cubin_of(source: Source, arch: str) -> bytes:
-    """The machine code, from the disk cache if it is there."""
+    """The cubin of a source, from the disk cache if it is there."""
     from cupy.cuda import nvrtc
 
     cache = DiskCache("cupy")
@@ -128,7 +127,7 @@ _loading = RLock()  # a finaliser that calls may run while it is held
 
 
 def load(source: Source, index: int) -> Kernel:
-    """A kernel on a device: one module for all threads, for the life of the process."""
+    """Loads a kernel on a device: one module for all threads, until the process ends."""
     found = _loaded.get((source, index))
     if found is None:
         arch = architecture(torch.cuda.get_device_capability(index))
@@ -142,7 +141,8 @@ def load(source: Source, index: int) -> Kernel:
 
 
 def load_all(sources: Iterable[Source], index: int) -> None:
-    """Compiles and loads what is not loaded yet, in threads: the compiler works outside Python's lock."""
+    """Compiles and loads the kernels that are not loaded yet, in threads: the compiler runs outside of Python's
+    lock."""
     missing = [source for source in dict.fromkeys(sources) if (source, index) not in _loaded]
     if not missing:
         return
@@ -161,7 +161,7 @@ WIDTHS = range(8, 257, 8)
 
 
 def _guarded(one: Callable[[int], str], most: str = "ROWS") -> str:
-    """The instructions of the widths that a kernel has."""
+    """The instructions for the widths that a kernel has, in preprocessor conditions."""
     return "".join(f"#if {n} <= {most} && {n} % STEP == 0\n{one(n)}#endif\n" for n in WIDTHS)
 
 
@@ -196,7 +196,7 @@ ELEMENTS = (
 
 
 def _of_each(elements: tuple[Element, ...], code: Callable[[Element], str]) -> str:
-    """The code for the element that a kernel is compiled for, the last one if it names none."""
+    """The code for the element type of a kernel; the code of the last type if the kernel defines none."""
     parts = []
     for i, element in enumerate(elements):
         parts.append("#else" if not element.condition else f"#{'el' if i else ''}if {element.condition}")
@@ -205,18 +205,18 @@ def _of_each(elements: tuple[Element, ...], code: Callable[[Element], str]) -> s
 
 
 def _mma(element: Element, n: int) -> str:
-    """The instruction, up to its accumulators."""
+    """The text of the instruction up to its accumulators."""
     registers = ", ".join(f"%{i}" for i in range(n // 2))
     return f"wgmma.mma_async.sync.aligned.{element.instruction.format(n=n)} {{{registers}}}"
 
 
 def _accumulators(n: int, first: str = "", letter: str = "f") -> str:
-    """The operands that an instruction adds to."""
+    """The accumulator operands of an instruction."""
     return ", ".join(f'"+{letter}"(d[{first}{i}])' for i in range(n // 2))
 
 
 def _fragment(n: int) -> str:
-    """The four registers of weights, behind the accumulators."""
+    """The four registers of weights after the accumulators."""
     return ", ".join(f"%{n // 2 + i}" for i in range(4))
 
 
@@ -224,7 +224,8 @@ FRAGMENT_OPERANDS = '"r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])'
 
 
 def _product(element: Element, n: int, first: str, weights: str, operands: str, across: tuple[str, ...]) -> str:
-    """An instruction that adds: `weights` and `operands` name those of W, `across` says which may lie across k."""
+    """The text of an instruction that accumulates: `weights` and `operands` name W's operands, `across` says which
+    operands may be contiguous across k."""
     x = n // 2 + operands.count("(w")
     if element.across:
         flags = f", 1, 1, 1, {', '.join(f'%{x + 1 + i}' for i in range(len(across)))}"
@@ -250,7 +251,7 @@ def _from_shared(n: int) -> str:
 
 
 def _cases() -> str:
-    """CASES: one CASE(n, products) for each width that this kernel has."""
+    """The macro CASES: one CASE(n, products) for each width that this kernel has."""
     lines = []
     for step in (8, 16, 32, 64):
         cases = " ".join(f"CASE({n}, products)" for n in range(step, 257, step))
@@ -282,7 +283,7 @@ def _from_registers(n: int) -> str:
 
 
 def fragment_header() -> str:
-    """The header for weights in registers, where they cannot lie in shared memory as the tensor cores read it."""
+    """The header for weights in registers, for layouts that the tensor cores cannot read from shared memory."""
     return FRAGMENT_HEAD + _guarded(_from_registers)
 
 
@@ -314,7 +315,7 @@ def _of_weights(n: int) -> str:
 
 
 def weights_header() -> str:
-    """The header for quantised weights, which become numbers in registers."""
+    """The header for quantised weights, which are converted in registers."""
     return WEIGHTS_HEAD + _guarded(_of_weights)
 
 

@@ -1,8 +1,9 @@
-"""Which config fits a problem best without measuring: rules in order of preference, of which the first that holds wins.
+"""Chooses a config without measuring, by rules in order of preference. The first rule that applies wins.
 
-The numbers of tokens and groups change from call to call, and compiling a kernel when they first ask for it would stall
-that call for seconds. So the rules take them as integers, for one problem, or as arrays, for all sizes that may come:
-`first_choices` gives every config that any of them would pick, which the first call of a layout compiles together.
+Numbers of tokens and groups change from call to call, and compiling a kernel at that moment would stall the call for
+seconds. So the rules take these numbers as integers, for one problem, or as arrays, for all sizes that may come:
+`first_choices` returns every config that any of them would choose, and the first call of a layout compiles these
+together.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ Rule = tuple[Condition, tuple[Config, ...]]
 
 
 class Layout(NamedTuple):
-    """What is known of a problem apart from its numbers of tokens and groups, which `spec` has not."""
+    """What is known of a problem without its numbers of tokens and groups, beyond `spec`."""
 
     spec: ProblemSpec
     small: bool
@@ -173,7 +174,7 @@ class Layout(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Numbers of tokens and groups, and tokens per group."""
+    """Numbers of tokens, numbers of groups, and tokens per group."""
 
     total: Number
     groups: Number
@@ -182,7 +183,7 @@ class Counts(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _layout(spec: ProblemSpec) -> Layout:
-    """Of a spec with neither tokens nor groups."""
+    """The layout of a spec."""
     columns = max(-(-((spec.m if is_swapped(spec) else spec.n) or spec.largest) // COLUMNS), 1)
     return Layout(
         spec, not small_reasons(spec), not small_list_reasons(spec), not hopper_reasons(spec), has_odd_lines(spec),
@@ -195,13 +196,13 @@ def _without_counts(spec: ProblemSpec) -> ProblemSpec:
 
 
 class Judge:
-    """Says which configs are valid for a spec, as `is_valid`, and asks each kernel once; not those that are known."""
+    """Decides which configs are valid for a spec, like `is_valid`, but asks each kernel's module only once."""
 
     def __init__(self, spec: ProblemSpec, capability: tuple[int, int], known: Mapping[str, bool] | None = None) -> None:
         self._spec, self._capability, self._runs = spec, capability, dict(known or {})
 
     def accepts(self, config: Config) -> bool:
-        """Whether the config runs the spec on the device."""
+        """Whether the config can run the spec on the device."""
         runs = self._runs.get(config.kernel)
         if runs is None:
             runs = self._runs[config.kernel] = not reasons_against(config.kernel, self._spec)
@@ -209,7 +210,7 @@ class Judge:
 
 
 def _order(spec: ProblemSpec) -> Iterator[Config]:
-    """All configs, the best guess first, some of them more than once."""
+    """All configs, the best guess first; some occur more than once."""
     counts = Counts(spec.total, spec.groups, spec.total // max(spec.groups, 1))
     stages = _rules(_layout(_without_counts(spec)), counts)
     return (config for rules in stages for holds, some in rules if holds for config in some)
@@ -234,7 +235,7 @@ def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
 
 
 def first_choices(spec: ProblemSpec, capability: tuple[int, int]) -> tuple[Config, ...]:
-    """The heuristic's choices for the spec's layouts and extents, whatever the number of tokens and groups."""
+    """The heuristic's choices for the spec's layouts and extents, over all numbers of tokens and groups."""
     spec = replace(products_spec(spec), total=0, groups=1, largest=0)
     total, groups = (x.ravel() for x in np.meshgrid(np.array(TOTALS, float), np.array(GROUPS, float)))
     layout = _layout(spec)
@@ -255,7 +256,7 @@ def first_choices(spec: ProblemSpec, capability: tuple[int, int]) -> tuple[Confi
 
 
 def _takes(config: Config, spec: ProblemSpec, total: Number, groups: Number) -> Condition:
-    """Whether a config that is valid for a layout is so for these numbers, as `is_valid` says."""
+    """Whether a config that is valid for a layout is also valid for these numbers, as `is_valid` says."""
     if config.kernel == "generic":
         return True
     if config.kernel == "small":
@@ -269,9 +270,9 @@ def _takes(config: Config, spec: ProblemSpec, total: Number, groups: Number) -> 
 
 
 def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
-    """In order of preference: pieces as high as the average group; copies only where they pay.
+    """The rules in order of preference: pieces as high as the average group; copies only where they pay.
 
-    In stages, since the later ones need not be worked out where an earlier one decides for all.
+    They come in stages, because later ones need not be computed if an earlier one decides for all sizes.
     """
     if layout.spec.quantised:
         yield _quantised_rules(layout, counts)
@@ -294,7 +295,7 @@ def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
 
 
 def _quantised_rules(layout: Layout, counts: Counts) -> list[Rule]:
-    """Of quantised operands: high tiles, which skewed sizes need, but for few rows per group.
+    """The rules for quantised operands: high tiles, which skewed sizes need, except for few rows per group.
 
     Fitted to times on an H200. Scales that cover all of k, 2026-11-22: e4m3, the 11 shapes of the suite `moe`, sizes
     balanced, zipf and with empty groups: a block alone takes 0.93 to 1.03 of the time of a cluster of two. Rows by
@@ -314,7 +315,7 @@ def _quantised_rules(layout: Layout, counts: Counts) -> list[Rule]:
 
 
 def _fill_broad_tiles(layout: Layout) -> bool:
-    """Whether tiles of 192 columns cover at most 8 % more of them than tiles of 128."""
+    """Whether tiles of 192 columns pad the columns by at most 8 % more than tiles of 128."""
     columns = (layout.spec.m if is_swapped(layout.spec) else layout.spec.n) or layout.spec.largest
     return -(-columns // FP8_BROAD.columns) * FP8_BROAD.columns <= 1.08 * layout.columns * COLUMNS
 
@@ -384,12 +385,12 @@ def _most(x: Number, y: Number) -> Number:
 
 
 def _rows(layout: Layout, counts: Counts) -> Number:
-    """Rows per group: a whole tile where the jagged direction is another."""
+    """Rows per group; a whole tile if another direction is jagged."""
     return counts.mean if layout.spec.form != "jagged_k" else WIDE.rows
 
 
 def _generic_rules(layout: Layout, counts: Counts) -> Iterator[Rule]:
-    """What runs nowhere else: the tile with which the busiest processor has least to do."""
+    """The rules for the generic kernel: the tile that gives the busiest processor the least work."""
     tiles = shapes_of(layout.spec)
     alone = tiles[128].resident == 1
     here = [c for c in (GENERIC if alone else GENERIC_PAIR, GENERIC_64, GENERIC_32) if c.tile in tiles]
@@ -408,7 +409,8 @@ def _generic_rules(layout: Layout, counts: Counts) -> Iterator[Rule]:
 
 
 def _small_list_rules(layout: Layout, counts: Counts) -> list[Rule]:
-    """A block for each tile, where few rounds of blocks take all of them; lists may hide larger columns than rows."""
+    """The rules for `small_list`: a block for each tile, if few rounds of blocks hold all tiles. Members of a list may
+    have longer columns than rows."""
     if not layout.small_list:
         return []
     total, groups, rows = counts.total, counts.groups, _rows(layout, counts)
@@ -423,7 +425,7 @@ def _small_list_rules(layout: Layout, counts: Counts) -> list[Rule]:
 
 
 def _most_tiles(layout: Layout, counts: Counts, side: int) -> Number:
-    """As many as any sizes could need; 0 where there are none, or some extent of a list differs."""
+    """An upper bound on the tiles of any sizes; 0 if there are none, or if some extent of a list differs."""
     spec = layout.spec
     if spec.form != "jagged_k" and spec.k is None:
         return 0 * counts.total
@@ -437,10 +439,11 @@ def _fits_small(layout: Layout, counts: Counts) -> Condition:
 
 
 def _few_tiles_rules(layout: Layout, counts: Counts) -> list[Rule]:
-    """The small kernel where one wave of its tiles is enough and k is short, the larger tile for the longer k.
+    """The rules for few tiles: the small kernel if one wave holds all tiles and k is short, with the larger tile for
+    the longer k.
 
-    Else for jagged k that one round of low tiles covers: the small kernel for one block of k, which is all start and
-    end, or the Hopper kernel's low tiles, which leave fewer processors idle than its tall ones and end sooner.
+    Else, for jagged k that one round of low tiles covers: the small kernel for one block of k, which is all start and
+    end, or the Hopper kernel's low tiles, which leave fewer processors idle than tall ones and end sooner.
     """
     if not layout.small:
         return []
@@ -467,13 +470,13 @@ def _few_tiles_rules(layout: Layout, counts: Counts) -> list[Rule]:
 
 
 def _result_tiles(spec: ProblemSpec, counts: Counts, side: int) -> Number:
-    """Of jagged k, whose results are all of one size."""
+    """The number of result tiles of jagged k, whose results all have one size."""
     return counts.groups * -(-(spec.m or 0) // side) * -(-(spec.n or 0) // side)
 
 
 def _odd_rules(layout: Layout, counts: Counts) -> list[Rule]:
-    """The small kernel where lines begin anywhere and it is clearly faster; more blocks of k in flight where there are
-    more, if all tiles still run at once."""
+    """The rules for lines that start at any address: the small kernel if it is clearly faster, with more blocks of k in
+    flight for longer k, if all tiles still run at once."""
     if not layout.small or not layout.odd_lines:
         return []
     blocks, tiles = (
@@ -487,7 +490,7 @@ def _odd_rules(layout: Layout, counts: Counts) -> list[Rule]:
 
 
 class Ladder(NamedTuple):
-    """The Hopper kernel's configs, the best one first, and those that multiply copies of the operands."""
+    """The Hopper kernel's configs, the best first, and those that multiply copies of the operands."""
 
     configs: tuple[Config, ...]
     copied_many: Config
@@ -516,7 +519,7 @@ COPIED_WIDE = replace(WIDE, kernel="packed")
 
 
 def _other_rules(layout: Layout, counts: Counts, ladders: list[tuple[Condition, Ladder]]) -> list[Rule]:
-    """Where TMA cannot read the operands: the kernels that shift or copy them, or the generic one."""
+    """The rules for operands that TMA cannot read: the kernels that shift or copy them, or the generic one."""
     spec, total, rows = layout.spec, counts.total, _rows(layout, counts)
     heavy, few = total * (spec.n or 256) * (spec.k or 256) >= WORTH_COPYING, counts.mean <= SHIFTED_ROWS
     shifted = [(heavy & (rows <= SPARSE_ROWS), (SHIFT_B_MIDDLE,)), (heavy & (rows > SPARSE_ROWS), (SHIFT_B,))]
@@ -536,7 +539,7 @@ def _other_rules(layout: Layout, counts: Counts, ladders: list[tuple[Condition, 
 
 
 def _copied(layout: Layout, counts: Counts, holds: Condition, ladder: Ladder) -> list[tuple[Condition, Config, Config]]:
-    """Where copies are multiplied by which configs, the best and another one."""
+    """The best and the second config for multiplying copies."""
     many = holds & (_rows(layout, counts) > SHIFTED_ROWS)
     found = [(holds & (many ^ True), ladder.copied_few, ladder.copied_few)]
     if ladder.high:
@@ -547,12 +550,12 @@ def _copied(layout: Layout, counts: Counts, holds: Condition, ladder: Ladder) ->
 
 
 def _sends(layout: Layout, counts: Counts) -> Condition:
-    """As support.sends."""
+    """`support.sends` for a layout."""
     return layout.sends & ((counts.total <= MAX_ROWS) | (layout.spec.form not in ("jagged_m", "jagged_n")))
 
 
 def _hopper_rules(layout: Layout, counts: Counts) -> list[tuple[Condition, Ladder]]:
-    """The Hopper kernel's configs: each rule where none before it holds."""
+    """The rules for the Hopper kernel; each applies if none before it does."""
     spec, total, rows = layout.spec, counts.total, _rows(layout, counts)
     found, left = list[tuple[Condition, Ladder]](), True
     pieces = -(-rows // WIDE.rows) * counts.groups if spec.form != "jagged_k" else PROCESSORS + 1

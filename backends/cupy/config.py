@@ -1,4 +1,4 @@
-"""The choices that a kernel leaves open, as frozen values, and the one predicate that judges them."""
+"""The configs of all kernels as frozen values, and the predicate `is_valid`, which says what each can run."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Config:
     columns: int = COLUMNS
 
     def shared_bytes(self, plain: bool) -> int:
-        """Dynamic shared memory of the Hopper kernel, and of the one that shifts its weights."""
+        """The dynamic shared memory of the Hopper kernel and of `hopper_shift_b`, in bytes."""
         line = CODE_LINE if self.kernel == "hopper_weights" else 128
         weights = self.stages * self.columns * line
         if self.kernel == "hopper_shift_b":
@@ -99,7 +99,7 @@ class Config:
 
     @property
     def _scales(self) -> int:
-        """Bytes of the scales of stages, which are as many as there can be of the lowest tile (pipeline.cuh)."""
+        """The bytes of the scales of all stages, of which the lowest tile has the most (pipeline.cuh)."""
         if self.kernel != "hopper_fp8":
             return 0
         places = self.stages * (self.rows + self.columns) // (self.columns + self.step) + 1
@@ -107,20 +107,20 @@ class Config:
 
     @property
     def _bookkeeping(self) -> int:
-        """Bytes of the schedule, of tiles and barriers."""
+        """The bytes of schedule, tiles and barriers."""
         picked = 4 * self.rows if self.kernel == "hopper_gather" else 0
         more = 256 if self.kernel == "hopper_weights" else picked  # of more stages, which are smaller
         return 16 * self.groups_at_most + 1024 + 768 + more
 
     @property
     def weight_stages(self) -> int:
-        """Stages of weights in a ring of their own (hopper_shift_b.cu): as many as fit beside those of the rows."""
+        """The stages of weights in a ring of their own (hopper_shift_b.cu): as many as fit beside those of the rows."""
         left = SHARED_LIMIT - self.stages * self.rows * 128 - 2 * 9216 - self._bookkeeping
         return min(left // ODD_WEIGHTS, self.stages)
 
     @property
     def groups_at_most(self) -> int:
-        """What its share of the shared memory lets the schedule hold."""
+        """The number of groups that the schedule can hold in its shared memory."""
         high = self.kernel == "hopper_shift_b" and self.rows == SHIFT_B.rows
         return TURNS_GROUPS if self.pingpong or self.columns != COLUMNS or high else MAX_GROUPS
 
@@ -135,9 +135,10 @@ PLACE_BYTES = 1024
 
 
 class Shape(NamedTuple):
-    """What a tile's side leaves open: k of a stage, stages, threads, and blocks that a multiprocessor must hold.
+    """The parameters of a tile besides its side: k of a stage, stages, threads, and resident blocks of a
+    multiprocessor.
 
-    `cost` is what a product takes, relative to the kind's other tiles where all processors are busy.
+    `cost` is the time of a product relative to the kind's other tiles, if all processors are busy.
     """
 
     depth: int
@@ -158,26 +159,27 @@ SHAPES = {
 
 
 def kind_of(spec: ProblemSpec) -> int:
-    """Which arithmetic the kernel is compiled for."""
+    """The arithmetic for which the kernel is compiled."""
     if spec.compute == torch.float32:
         return TF32 if spec.precision == "tf32" else F32
     return {torch.float16: F16, torch.bfloat16: BF16, torch.float64: F64, torch.int8: I8}[spec.compute]
 
 
 def shapes_of(spec: ProblemSpec) -> dict[int, Shape]:
-    """The tiles of a problem's arithmetic."""
+    """The tiles for a problem's arithmetic."""
     kind = kind_of(spec)
     return SHAPES[F16 if kind == BF16 else kind]
 
 
 def _lines(kind: int, depth: int, side: int) -> tuple[int, int]:
-    """Elements of an operand's stage, padding included: in lines of k, and in lines across it (mma_tile.cuh)."""
+    """The elements of an operand's stage with padding: in lines along k, or across k (mma_tile.cuh)."""
     along, across = {F64: (4, 4), F32: (0, 4)}.get(kind, (16 // SIZES[kind], 8))
     return side * (depth + along), depth * (side + across)
 
 
 def generic_bytes(spec: ProblemSpec, side: int) -> int:
-    """Dynamic shared memory: the ring of k-blocks or the staging of results (generic.cu)."""
+    """The dynamic shared memory of the generic kernel in bytes: the ring of k-blocks or the staging of results
+    (generic.cu)."""
     kind, shape = kind_of(spec), shapes_of(spec)[side]
     along, across = _lines(kind, shape.depth, side)
     stage = 2 * (across if kind == F32 else max(along, across)) * SIZES[kind]
@@ -185,12 +187,12 @@ def generic_bytes(spec: ProblemSpec, side: int) -> int:
 
 
 def _place_bytes(spec: ProblemSpec, side: int) -> int:
-    """Static shared memory: fused problems have an address for each line of a tile (picked_load.cuh)."""
+    """The static shared memory in bytes: fused problems keep an address for each line of a tile (picked_load.cuh)."""
     return PLACE_BYTES + (0 if spec.fused is None else 2 * side * 9 + 256)
 
 
 def tile_fits(spec: ProblemSpec, side: int, capability: tuple[int, int]) -> bool:
-    """Whether there is such a tile, and a device has the shared memory for it."""
+    """Whether the tile exists and a device has the shared memory for it."""
     limit = SHARED_MEMORY.get(capability, LEAST_SHARED) - _place_bytes(spec, side)
     return side in shapes_of(spec) and generic_bytes(spec, side) <= limit
 
@@ -269,7 +271,7 @@ FOR_QUANTISED = ("quantised", "hopper_fp8", "hopper_weights")
 
 
 def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> bool:
-    """Whether `config` runs `spec` on a device: the limits of shared memory and registers included."""
+    """Whether `config` runs `spec` on a device, within the limits of shared memory and registers."""
     spec = products_spec(spec)
     return not reasons_against(config.kernel, spec) and shape_fits(config, spec, capability)
 
@@ -290,7 +292,7 @@ def summation_of(config: Config, spec: ProblemSpec) -> Summation:
 
 
 def variance(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> str:
-    """Why a config that runs a problem has not the bits that batch invariance demands, or ''."""
+    """Why a config does not have the bits that batch invariance demands; "" if it does."""
     if not spec.batch_invariant:
         return ""
     wanted = QUANTISED if spec.quantised else GENERIC_64
@@ -298,7 +300,7 @@ def variance(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> 
 
 
 def reasons_against(kernel: str, spec: ProblemSpec) -> list[str]:
-    """Why a kernel cannot run a spec, whatever its config; of plain operands the generic one runs all."""
+    """Why a kernel cannot run a spec with any config. The generic kernel runs all plain operands."""
     spec = products_spec(spec)
     if spec.fused is not None and kernel not in FOR_FUSED:
         return [f"rows picked by index, a gate, preact_out or row_scale: {', '.join(FOR_FUSED)} take them"]
@@ -310,7 +312,7 @@ def reasons_against(kernel: str, spec: ProblemSpec) -> list[str]:
 
 
 def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> bool:
-    """Whether a config is one of its kernel's, fits a device, and gives the bits that problems like this demand."""
+    """Whether a config belongs to its kernel, fits a device, and gives the bits that the problem demands."""
     if config.kernel == "quantised":
         return config == QUANTISED
     if config.kernel == "generic":
@@ -345,32 +347,32 @@ def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -
 
 
 def _fits_words(config: Config, spec: ProblemSpec) -> bool:
-    """Whether wgmma has the widths of a config for int8, and a thread registers for weights that it turns."""
+    """Whether wgmma has a config's widths for int8, and a thread has registers for weights that it transposes."""
     return config.step >= 16 and not (config.pingpong and turns_weights(spec))
 
 
 def most_gated_rows(spec: ProblemSpec) -> int:
-    """Rows of a tile with a gate, for which a thread has registers: fewer where g and u leave as well."""
+    """The largest number of rows of a tile with a gate, limited by registers: fewer if g and u are written too."""
     return 192 if spec.fused is None or spec.fused.preact is None else 128
 
 
 def stages_halves(spec: ProblemSpec) -> bool:
-    """Whether results lie in the staging in 16 bits, or as the copy engine stores them, not as for any epilogue."""
+    """Whether results are staged in 16 bits, as the copy engine stores them, rather than as for any epilogue."""
     return hopper_plain_kind(spec) > 0 or has_gate(spec)
 
 
 def most_weight_rows(spec: ProblemSpec) -> int:
-    """Rows of a tile of `hopper_weights`, at most: sums of a block of k take as many registers again."""
+    """The largest number of rows of a tile of `hopper_weights`: sums of a block of k take as many registers again."""
     scale = spec.b.scale
     return 128 if scale is not None and scale.k and not folds_scales(spec) else 256
 
 
 @cache
 def _runs_clusters(config: Config, plain: bool) -> bool:
-    """Whether a config is one of the kernels of resident clusters, and fits with results that are plain or not.
+    """Whether a config belongs to a kernel of resident clusters, and fits with plain results or without.
 
     A ring whose stages have many heights (`stage_bytes` in pipeline.cuh) leaves up to one stage unused where it wraps,
-    and consumers hold two: a block, and the one before it.
+    and consumers hold two: the current block and the one before it.
     """
     shifts = config.kernel == "hopper_shift_b"
     stages = config.weight_stages if shifts else config.stages
@@ -382,5 +384,6 @@ def _runs_clusters(config: Config, plain: bool) -> bool:
 
 @cache
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """A device's; Hopper's where there is none to ask, so that configs can be listed on a laptop."""
+    """The compute capability of a device; Hopper's for a device without one, so that configs can be listed on a
+    laptop."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else (9, 0)

@@ -1,4 +1,4 @@
-"""Fused problems: what the kernels of products are handed beside their problem, and the kernel that sums rows."""
+"""Fused problems: the additional arguments of the products' kernels, and the kernel that sums rows."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def _is_wide(x: Tensor | None) -> bool:
 
 
 def _packed(form: struct.Struct, *values: float) -> Fields:
-    """Values as a kernel's structure, whose first fields of 8 bytes are addresses."""
+    """Values as bytes of a kernel's structure, whose first fields are 8-byte addresses."""
     slots = [Slot(8 * i, x.operand, x - x.base) for i, x in enumerate(values) if isinstance(x, Address)]
     return fields(form.pack(*values), slots)
 
 
 def fused_bytes(ops: Operands) -> Fields:
-    """`Fused` in kernels/fused.cuh."""
+    """The bytes of `Fused` (kernels/fused.cuh)."""
     fused, spec = cast(Fused, ops.fused), ops.spec
     rows = [None if x is None else x.values for x in (fused.a_rows, fused.b_rows)]
     extents = [0, 0]
@@ -75,7 +75,7 @@ def fused_bytes(ops: Operands) -> Fields:
 
 
 def table_with_preacts(ops: Operands) -> Tensor | None:
-    """The table of a list on the device, with its matrices of `preact_out`; None for the packed forms."""
+    """The table of a list's groups on the device, with the matrices of `preact_out`; None for packed forms."""
     if ops.spec.form != "per_group":
         return None
     table: npt.NDArray[np.int64] = group_table(ops)
@@ -87,7 +87,7 @@ def table_with_preacts(ops: Operands) -> Tensor | None:
 
 
 def problem_argument(ops: Operands, table: Tensor | None, view: Packed) -> Argument:
-    """The first argument of a kernel of products: `Problem`, or `FusedProblem` in kernels/fused.cuh."""
+    """The first argument of a products' kernel: `Problem`, or `FusedProblem` (kernels/fused.cuh)."""
     if ops.fused is None:
         return problem_bytes(ops, table, view)
     plain = ops if ops.fused.gate is None else replace(ops, spec=replace(ops.spec, activation=None))
@@ -113,7 +113,7 @@ def sum_source(spec: ProblemSpec) -> Source:
 
 
 class SumOfRows:
-    """The kernel that sums rows, loaded behind the products that make them."""
+    """The kernel that sums rows, launched after the products."""
 
     def __init__(self, spec: ProblemSpec, products: Callable[[Operands], Launch], index: int) -> None:
         self._kernel, self._products, self._vector = load(sum_source(spec), index), products, _vector(spec)
@@ -144,6 +144,6 @@ class SumOfRows:
 
 
 def summed(spec: ProblemSpec, products: Any, index: int) -> Any:
-    """What binds a problem: the products alone, or with a sum of their rows behind them."""
+    """A function that binds a problem: the products alone, or with a sum of their rows after them."""
     fused = spec.fused
     return products if fused is None or not fused.scatters else SumOfRows(spec, products, index).bind

@@ -22,7 +22,7 @@ from multigemm.problem.spec import ProblemSpec
 
 
 def source(spec: ProblemSpec, config: Config) -> Source:
-    """The kernel's key: arithmetic, contiguous directions and the tile, no sizes."""
+    """The source of the kernel: arithmetic, contiguous directions and tile, without sizes."""
     shape = shapes_of(spec)[config.tile]
     defines: tuple[tuple[str, int], ...] = (
         ("KIND", kind_of(spec)), ("A_K", int(spec.a.order != "col")), ("B_K", int(spec.b.order == "col")),
@@ -35,12 +35,12 @@ def source(spec: ProblemSpec, config: Config) -> Source:
 
 
 def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
-    """All kernels that the spec's problems may launch under this config."""
+    """All kernels that problems of the spec may launch under this config."""
     return (source(spec, config),)
 
 
 class ResidentBlocks:
-    """How a kernel is launched whose resident thread blocks take one tile after another, all tiles squares."""
+    """Launches a kernel whose resident thread blocks process one square tile after another."""
 
     def __init__(self, kernel: Kernel, spec: ProblemSpec, config: Config, threads: int, shared: int = 0) -> None:
         self._kernel, self._tile, self._threads, self._shared = kernel, config.tile, threads, shared
@@ -49,14 +49,14 @@ class ResidentBlocks:
         self._least = processors(kernel.index) if zeroes else 1
 
     def bound(self, ops: Operands, more: Sequence[Argument] = (), keep: Sequence[object] = ()) -> Launch:
-        """A launch for one problem; `more`: what the kernel takes behind the problem."""
+        """A launch for one problem. `more`: the kernel's arguments after the problem."""
         table, view = table_of(ops), view_of(ops)
         return self.bound_as(ops, table, view, [problem_bytes(ops, table, view), *more], keep)
 
     def bound_as(
         self, ops: Operands, table: Tensor | None, view: Packed, given: Sequence[Argument], keep: Sequence[object] = ()
     ) -> Launch:
-        """A launch with these arguments, of a list with a table or of one formula."""
+        """A launch with these arguments, for a list with a table or for one formula."""
         most_tiles = most_tiles_by_rows(ops, view, self._tile, self._tile)
 
         def grid_for(tokens: int) -> int:

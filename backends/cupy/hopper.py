@@ -1,4 +1,4 @@
-"""Binds the Hopper kernel: tensor maps, a counter for its clusters, one launch; after copies, where TMA needs them.
+"""Binds the Hopper kernel: tensor maps, a tile counter, one launch; after copies if TMA cannot read the operands.
 
 The kernel computes C^T = W^T X^T. `W`, the weight side, gives the columns that lie contiguous in the
 result; `X` gives the rows. For jagged n, and where the result is stored by columns, A and B swap roles.
@@ -59,7 +59,7 @@ BUSY_ROWS = 208
 
 
 class Roles(NamedTuple):
-    """Which way round a spec is computed, and which of its sides have k contiguous."""
+    """How A and B take the roles W and X, and which of them have k contiguous."""
 
     swapped: bool
     x_k: bool
@@ -67,13 +67,13 @@ class Roles(NamedTuple):
 
 
 def roles(spec: ProblemSpec) -> Roles:
-    """A is the row side unless swapped."""
+    """The roles of a spec: A is the row side unless `swapped`."""
     swapped, a_k, b_k = is_swapped(spec), spec.a.order == "row", spec.b.order == "col"
     return Roles(swapped, b_k, a_k) if swapped else Roles(swapped, a_k, b_k)
 
 
 def source(spec: ProblemSpec, config: Config) -> Source:
-    """The kernel's key: what `defines` says, and who stores the results."""
+    """The source of the kernel: the definitions of `defines`, and how results are stored."""
     return _source(layout_of(spec), sends(spec), config)
 
 
@@ -88,7 +88,7 @@ IN_TWO_BOXES, SIDE_BY_SIDE = 1, 2
 
 
 class FusedLayout(NamedTuple):
-    """What a kernel for fused problems is compiled for."""
+    """The compile-time facts of a fused problem."""
 
     gathers: bool
     of_w: bool
@@ -101,7 +101,7 @@ class FusedLayout(NamedTuple):
 
 
 def fused_layout_of(spec: ProblemSpec) -> FusedLayout | None:
-    """Of a fused problem, what a kernel is compiled for besides its `Layout`."""
+    """The compile-time facts of a fused problem, in addition to its `Layout`."""
     if (fused := spec.fused) is None:
         return None
     apart = spec.b.order == "row" and fused.layout == "interleaved"
@@ -123,12 +123,12 @@ def _fused_defines(fused: FusedLayout | None) -> tuple[tuple[str, int], ...]:
 
 
 def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
-    """All kernels that the spec's problems may launch under this config."""
+    """All kernels that problems of the spec may launch under this config."""
     return (source(spec, config),)
 
 
 class Layout(NamedTuple):
-    """What a kernel is compiled for besides its config."""
+    """The compile-time facts of a kernel besides its config."""
 
     element: str
     """Of the operands: BFLOAT, TF32, INT8, or "" for float16."""
@@ -143,7 +143,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(spec: ProblemSpec) -> Layout:
-    """What a kernel for the problems of a spec is compiled for."""
+    """The compile-time facts of the problems of a spec."""
     element = words_of(spec) or ("BFLOAT" if spec.compute == torch.bfloat16 else "")
     ragged, listed = spec.form == "jagged_k", spec.form == "per_group"
     plain, staged = hopper_plain_kind(spec), stages_halves(spec)
@@ -151,7 +151,7 @@ def layout_of(spec: ProblemSpec) -> Layout:
 
 
 def defines(layout: Layout, config: Config) -> tuple[tuple[str, int], ...]:
-    """Dtype, layouts, whether the epilogue is plain, and the config."""
+    """The definitions of a kernel: dtype, layouts, whether the epilogue is plain, and the config."""
     element, role, ragged, listed, plain, staged, _, biased = layout
     operands = (element, 1) if element else ("BFLOAT", 0)
     return (
@@ -164,7 +164,7 @@ def defines(layout: Layout, config: Config) -> tuple[tuple[str, int], ...]:
 
 
 def shared_bytes(spec: ProblemSpec, config: Config) -> int:
-    """Dynamic shared memory, as hopper.cu lays it out (an upper bound for the bookkeeping)."""
+    """The dynamic shared memory in bytes, as hopper.cu lays it out (an upper bound for the bookkeeping)."""
     return config.shared_bytes(stages_halves(spec))
 
 
@@ -190,14 +190,14 @@ def sides_of(view: Packed, role: Roles, dtype: torch.dtype) -> tuple[Side, Side]
 
 
 def matrix_side(x: Tensor, mn_dim: int, k_contiguous: bool) -> Side:
-    """A matrix of a list, whose extent besides k is `mn_dim`."""
+    """One matrix of a list as a side. `mn_dim` is its dimension other than k."""
     stride = [s if n > 1 else 0 for n, s in zip(x.shape, x.stride(), strict=True)]
     step = stride[mn_dim if k_contiguous else 1 - mn_dim] * x.dtype.itemsize
     return Side(x.data_ptr(), x.shape[mn_dim], x.shape[1 - mn_dim], 1, step, 0, k_contiguous, x.dtype)
 
 
 class Clusters:
-    """How a kernel of resident clusters is launched: with a counter, and no more clusters than fit or have work."""
+    """Launches a kernel of resident clusters: with a counter, and at most as many clusters as fit or have work."""
 
     def __init__(self, kernel: Kernel, spec: ProblemSpec, config: Config) -> None:
         self._kernel, self._config, self._swapped = kernel, config, is_swapped(spec)
@@ -220,8 +220,8 @@ class Clusters:
         listed: Tensor | None = None,
         keep: Sequence[object] = (),
     ) -> BoundKernel:
-        """A launch for one problem. `columns`: of the weight side, 0 in a list, whose maps are `listed`; `more`: what
-        the kernel takes behind the problem and its options."""
+        """A launch for one problem. `columns`: those of the weight side, 0 for a list, whose maps are `listed`. `more`:
+        the kernel's arguments after the problem and its options."""
         table, counter = table_of(ops), Words(self._kernel.index, COUNTERS)
         options = LAUNCH.pack(
             0 if listed is None else listed.data_ptr(), counter.address,
@@ -285,7 +285,7 @@ class Hopper:
         return self._clusters.bound(ops, view, [tuple(maps)], columns=w.mn)
 
     def bound(self, ops: Operands, view: Packed) -> BoundKernel:
-        """The launch of one problem, whose packed formula may be that of copies."""
+        """The launch of one problem. Its packed formula may be that of copies."""
         if self._listed:
             return self._clusters.bound(ops, view, [NO_MAPS], listed=self._listed_maps(ops))
         x, w = sides_of(view, self._role, self._dtype)
@@ -294,7 +294,7 @@ class Hopper:
         return self._clusters.bound(ops, view, [maps], columns=w.mn)
 
     def _maps(self, view: Packed, x: Side, w: Side) -> tuple[bytes, ...]:
-        """One map of the weight side, 16 of the row side, and one of the results where the copy engine stores them."""
+        """One map of the weight side, 16 of the row side, and one of the results if the copy engine stores them."""
         if self._ragged and x.k_contiguous:
             padded = x._replace(k=padded_k(view, tile_side(self._dtype)))
             maps: tuple[bytes, ...] = (arguments.ragged_map(w), *arguments.row_maps(padded))
@@ -307,7 +307,7 @@ class Hopper:
         return maps
 
     def _listed_maps(self, ops: Operands) -> Tensor:
-        """[G, 2] maps in device memory: weight side, row side; a matrix that occurs twice is encoded once."""
+        """[G, 2] maps in device memory: weight side, row side. A matrix that occurs several times is encoded once."""
         role, made, parts = self._role, dict[tuple[Side, int], bytes](), list[bytes]()
         a_k, b_k = (role.w_k, role.x_k) if role.swapped else (role.x_k, role.w_k)
         with on_device(self._index):
@@ -337,7 +337,8 @@ COPY_THREADS, BAND, PIECE_BYTES, BLOCKS_PER_SM = 256, 32, 512, 8
 
 
 def tile_side(dtype: torch.dtype) -> int:
-    """Elements of a side of the squares that are turned; groups of a padded copy begin at multiples of it."""
+    """The side, in elements, of the squares in which a copy is transposed. Groups of a padded copy start at multiples
+    of it."""
     return 128 if dtype.itemsize == 1 else 64
 
 
@@ -356,7 +357,7 @@ def _workspace(elements: int, like: Tensor) -> Tensor:
 
 
 class _Copies:
-    """Collects the copies of one problem: where from, where to, and how many units of work each is."""
+    """Collects the copies of one problem: source, destination, and work units of each."""
 
     def __init__(self) -> None:
         self.records: list[bytes] = []
@@ -364,7 +365,7 @@ class _Copies:
         self.memory: list[Tensor] = []
 
     def add(self, x: Tensor, wanted: OperandSpec, operand: str | None) -> Tensor:
-        """A view of fresh memory with x's shape and the wanted contiguous direction. `operand`: as `strides_of`."""
+        """A view of fresh memory with x's shape and the wanted contiguous direction. `operand`: as in `strides_of`."""
         view, by_rows = strides_of(x, operand), wanted.order == "row"
         rows, cols = x.shape[-2:]
         outer, inner = (rows, cols) if by_rows else (cols, rows)
@@ -390,7 +391,8 @@ class _Copies:
         return memory.as_strided(x.shape, (*step, *((pitch, 1) if by_rows else (1, pitch))))
 
     def bound(self, kernel: Kernel, ops: Operands, tokens: bool) -> BoundKernel | None:
-        """One launch for all of them; None where there is nothing to copy. `tokens`: what has tokens is copied."""
+        """One launch for all copies; None without copies. `tokens`: the copied operands depend on the number of
+        tokens."""
         if not self.units:
             return None
         listed = None
@@ -406,20 +408,20 @@ class _Copies:
 
 
 class Copied(NamedTuple):
-    """A problem with copies in the place of some operands, its packed formula, and the launch that fills them."""
+    """A problem with copies in place of some operands, its packed formula, and the launch that fills the copies."""
 
     ops: Operands
     view: Packed
     launch: BoundKernel | None
 
     def then(self, product: MovableLaunch) -> Launch:
-        """The copies, if there are any, and then the product."""
+        """The copies, if there are any, followed by the product."""
         launch = product if self.launch is None else LaunchSequence((self.launch, product))
         return without_move(launch) if self.ops.spec.form == "per_group" else launch
 
 
 def with_copies(ops: Operands, view: Packed, spec: ProblemSpec, kernel: Kernel, also: str = "") -> Copied:
-    """The problem with copies of the operands that `spec` wants otherwise, and of `also`."""
+    """The problem with copies of the operands for which `spec` has another layout, and of `also`."""
     copies, operands = _Copies(), dict[str, Any]()
     for name in ("a", "b"):
         x, wanted = getattr(ops, name), getattr(spec, name)
@@ -436,7 +438,7 @@ def with_copies(ops: Operands, view: Packed, spec: ProblemSpec, kernel: Kernel, 
 
 
 class PaddedRows:
-    """Copies the row side of a jagged k, of 4 bytes or one, so that k is contiguous.
+    """Copies the row side of a jagged k, with elements of 4 bytes or 1 byte, so that k is contiguous.
 
     Every group begins at a multiple of `tile_side` and ends in zeros. Offsets are read on the device.
     """
@@ -446,7 +448,7 @@ class PaddedRows:
         self._kernel, self._side = load(padding_source(spec.compute), index), tile_side(spec.compute)
 
     def given(self, spec: ProblemSpec, copied: ProblemSpec) -> ProblemSpec:
-        """The copied spec, but for the rows, which this copies itself."""
+        """The copied spec, except for the rows, which this class copies."""
         return replace(copied, **{self._name: getattr(spec, self._name)})
 
     def bound(self, ops: Operands, view: Packed) -> tuple[Packed, BoundKernel]:
@@ -466,7 +468,7 @@ class PaddedRows:
 
 
 def padded_k(view: Packed, side: int) -> int:
-    """The k of a padded copy, whose group g begins `side` * (start // side + g) from its start (pipeline.cuh)."""
+    """The length of k in a padded copy. Group g starts at `side` * (start // side + g) (pipeline.cuh)."""
     return (int(view.k) // side + view.groups + 1) * side
 
 
@@ -477,7 +479,7 @@ def copied_sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
 
 
 class CopiedHopper:
-    """The copying kernel and the fast kernel for what the copies look like, loaded for the problems of one spec."""
+    """The copying kernel, and the Hopper kernel for the copies' layout, loaded for the problems of one spec."""
 
     def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
         self._spec = packed_spec(spec)
@@ -499,12 +501,12 @@ class CopiedHopper:
 
 
 def gathered_sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
-    """All kernels of this folder that the spec's problems may launch under this config."""
+    """All kernels of this folder that problems of the spec may launch under this config."""
     return (source(gathered_spec(spec), config),)
 
 
 class GatheredHopper:
-    """The step that copies picked rows, and the fast kernel on the copies, loaded for the problems of one spec."""
+    """The step that copies picked rows, and the Hopper kernel on the copies, loaded for the problems of one spec."""
 
     def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
         self._spec, self._index = gathered_spec(spec), index

@@ -37,7 +37,7 @@ def sides(spec: ProblemSpec) -> tuple[OperandSpec, OperandSpec]:
 
 
 def source(spec: ProblemSpec, config: Config) -> Source:
-    """The kernel's key: which float8, how results leave, where scales change, and the config."""
+    """The source of the kernel: float8 format, how results are stored, where scales change, and the config."""
     x, w = sides(spec)
     lines = w.scale is not None and w.scale.rows == 1
     e5m2 = tuple(s.dtype is torch.float8_e5m2 for s in (w, x))
@@ -84,7 +84,7 @@ def sides_of(view: Packed, swapped: bool) -> tuple[Side, Side]:
 
 
 def line_maps(side: Side, heights: tuple[int, ...]) -> Fields:
-    """Maps with boxes of 128 of k by so many lines."""
+    """Maps with boxes of 128 of k by this many lines."""
     if side.mn == 0 or side.k == 0 or side.groups == 0:
         return join([BLANK] * len(heights))
     boxes = tuple((LINE, height, 1) for height in heights)
@@ -93,7 +93,7 @@ def line_maps(side: Side, heights: tuple[int, ...]) -> Fields:
 
 
 def side_grids(ops: Operands, columns: int) -> Fields:
-    """The scales of the row side and of the weight side, and how many columns the latter has (`SideGrids`)."""
+    """The scales of the row side and the weight side, and the number of columns of the latter (`SideGrids`)."""
     given: Any = [("scale_a", ops.scale_a, ops.spec.a.scale), ("scale_b", ops.scale_b, ops.spec.b.scale)]
     jagged_k, ordered = ops.spec.form == "jagged_k", reversed(given) if is_swapped(ops.spec) else given
     grids = [grid_bytes(name, grid, of, jagged_k=jagged_k) for name, grid, of in ordered]
@@ -105,7 +105,7 @@ COPY_THREADS, COPIES_PER_SM = 256, 8
 
 
 class KMajorCopies:
-    """Copies of the operands of a jagged k, with k contiguous; their memory belongs to the bound problem."""
+    """Copies of the operands of a jagged k, with k contiguous. The bound problem owns their memory."""
 
     def __init__(self, view: Packed, ops: Operands) -> None:
         self.blocks = int(view.k) // LINE + view.groups
@@ -141,7 +141,7 @@ class HopperFp8:
         return in_turn([copies.launch(self._copy, ops, view), self._product(ops, view, copies.view)])
 
     def _product(self, ops: Operands, view: Packed, read: Packed) -> Launch:
-        """The launch of the products, which reads the operands of `read`."""
+        """The launch of the products, which reads the operands `read`."""
         x, w = sides_of(read, self._swapped)
         with on_device(self._index):
             maps = [line_maps(w, (self._columns,)), line_maps(x, HEIGHTS)]

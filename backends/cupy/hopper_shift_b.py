@@ -1,8 +1,9 @@
-"""Binds the Hopper kernel that reads weights of any alignment itself, and rows that TMA can read.
+"""Binds the Hopper kernel that reads weights of any alignment, and rows that TMA can read.
 
-The weights come by eight tensor maps (`arguments.weight_maps`). Rows that TMA cannot read are copied first: they are
-the smaller operand, and every block of a cluster would have to shift them anew. So are stacks of weights that do not
-lie a whole number of lines apart; of 2^31 elements or more the generic kernel reads them, since no copy is as large.
+The weights come through eight tensor maps (`arguments.weight_maps`). Rows that TMA cannot read are copied first: they
+are the smaller operand, and every block of a cluster would have to shift them again. Stacks of weights that do not lie
+a whole number of lines apart are copied too. With 2^31 elements or more, for which there is no copy, the generic kernel
+reads them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ NO_WEIGHT_MAPS = join([BLANK] * 8)
 
 
 def source(spec: ProblemSpec, config: Config) -> Source:
-    """The kernel's key: that of the Hopper kernel for the same layouts, and what its rings and its schedule hold."""
+    """The source of the kernel: that of the Hopper kernel for the same layouts, and the sizes of its rings and
+    schedule."""
     return _source(hopper.layout_of(shift_b_spec(spec)), config)
 
 
@@ -50,13 +52,13 @@ def _source(layout: Layout, config: Config) -> Source:
 
 
 def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
-    """The product, the copying kernel, and for weights that are too large to copy the generic one."""
+    """The product, the copying kernel, and the generic kernel for weights that are too large to copy."""
     other = (generic.source(spec, GENERIC),) if weights_of(spec).wide else ()
     return (source(spec, config), hopper.COPY_SOURCE, *other)
 
 
 class Weights(NamedTuple):
-    """The weight side of a packed form: where it is, elements from line to line and from group to group, extents."""
+    """The weight side of a packed form: address, elements from line to line and from group to group, extents."""
 
     operand: str
     ptr: int
@@ -67,7 +69,7 @@ class Weights(NamedTuple):
 
 
 def _weights(view: Packed, role: Roles) -> Weights:
-    """Lines along k, or across it."""
+    """The weights as lines along k, or across it."""
     name, x, mn = ("a", view.a, view.m) if role.swapped else ("b", view.b, view.n)
     along_k, across_k = (x.row, x.col) if role.swapped else (x.col, x.row)
     step = along_k if role.w_k else across_k
@@ -76,7 +78,7 @@ def _weights(view: Packed, role: Roles) -> Weights:
 
 
 def _stack(w: Weights, groups: int, dtype: torch.dtype) -> tuple[Lines, int]:
-    """All groups' lines as one run, and how many of them lie from group to group."""
+    """All groups' lines as one run, and the number of lines from group to group."""
     per_group = w.group // w.step
     return Lines(w.ptr, w.step * dtype.itemsize, (groups - 1) * per_group + w.number, w.length, dtype), per_group
 
@@ -87,7 +89,7 @@ def _weight_maps(lines: Lines, role: Roles) -> tuple[Fields, ...]:
 
 
 class HopperShiftB:
-    """The kernel that shifts its weights, and those beside it, loaded for the problems of one spec."""
+    """The kernel that shifts its weights, and the other kernels of its problems, loaded for one spec."""
 
     def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
         self._spec, self._config, self._index = shift_b_spec(spec), config, index
@@ -97,7 +99,8 @@ class HopperShiftB:
         self._other = generic.Generic(spec, GENERIC, index) if weights_of(spec).wide else None
 
     def bind(self, ops: Operands) -> Launch:
-        """Copies of what neither TMA nor eight maps can read, then the product; or the generic kernel."""
+        """Copies what neither TMA nor eight maps can read, then launches the product; or launches the generic
+        kernel."""
         view = view_of(ops)
         w = _weights(view, self._role)
         also = w.operand if w.group % w.step else ""

@@ -25,12 +25,12 @@ BLOCK_K = 64
 
 
 def deep_of(b: OperandSpec, config: Config) -> int:
-    """Pieces of a stage: two where the weights' halves of bytes and low tiles leave room for them."""
+    """The pieces of a stage: two if weights of half a byte and low tiles leave room for them."""
     return 2 if b.packed and config.rows == 64 else 1
 
 
 def source(spec: ProblemSpec, config: Config) -> Source:
-    """The kernel's key: what the weights and their scales are, how results leave, and the config."""
+    """The source of the kernel: formats of weights and scales, how results are stored, and the config."""
     even = -(-(spec.k or 0) // 32) % 2 == 0
     return _source(
         spec.b, even, spec.compute is torch.bfloat16, plain_kind(spec), sends(spec), folds_scales(spec), config
@@ -60,7 +60,7 @@ def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
 
 
 def code_map(view: Packed, packed: bool, deep: int) -> Fields:
-    """A map of the weights' bytes with boxes of what a stage holds of each column."""
+    """A map of the weights' bytes with boxes of one stage's part of each column."""
     k, b = view.k // 2 if packed else view.k, view.b
     groups = view.groups if b.group else 1
     if view.n == 0 or k == 0 or groups == 0:
@@ -72,7 +72,7 @@ def code_map(view: Packed, packed: bool, deep: int) -> Fields:
 
 
 def row_side(view: Packed, dtype: torch.dtype) -> Side:
-    """The activations, as maps of rows take them."""
+    """The activations as a `Side`, for maps of rows."""
     a, size = view.a, dtype.itemsize
     return Side(a.ptr, view.m, view.k, view.groups if a.group else 1, a.row * size, a.group * size, True, dtype)
 

@@ -1,4 +1,4 @@
-"""spec + config -> Recipe: compiles and loads the kernels, whose modules then bind problems."""
+"""Plans a spec with a config: compiles and loads kernels, whose modules then bind problems."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from multigemm.problem.spec import ProblemSpec
 
 
 class LoadedKernel(Protocol):
-    """A kernel, loaded for the problems of one spec."""
+    """A kernel loaded for the problems of one spec."""
 
     def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None: ...
 
@@ -42,7 +42,7 @@ class LoadedKernel(Protocol):
 
 
 class KernelFamily(NamedTuple):
-    """What a kernel's module offers: all sources that a spec and a config need, and the loaded kernel."""
+    """The interface of a kernel's module: the sources that a spec and a config need, and the loaded kernel."""
 
     sources: Callable[[ProblemSpec, Config], tuple[Source, ...]]
     loaded: type[LoadedKernel]
@@ -64,7 +64,7 @@ KERNELS: dict[str, KernelFamily] = {
 
 
 def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
-    """Compiles and loads what `spec` needs; sizes, strides and addresses come in at `bind`."""
+    """Compiles and loads the kernels of `spec`. Sizes, strides and addresses come in at `bind`."""
     given, spec = spec, products_spec(spec)
     index = index_of(device)
     capability = torch.cuda.get_device_capability(index)
@@ -79,7 +79,7 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
 
 
 def _obstacle(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> str:
-    """What the kernel of a config, or batch invariance, has against it, to end a sentence with."""
+    """Why the config's kernel, or batch invariance, rules the config out; the end of a sentence."""
     reasons = configs.reasons_against(config.kernel, spec)
     if not reasons and (config.kernel != "generic" or config.tile in configs.shapes_of(spec)):
         reasons = [configs.variance(config, spec, capability)]
@@ -88,16 +88,16 @@ def _obstacle(config: Config, spec: ProblemSpec, capability: tuple[int, int]) ->
 
 @lru_cache(maxsize=1024)
 def _load_layout(spec: ProblemSpec, capability: tuple[int, int], index: int) -> None:
-    """Compiles and loads all kernels that the heuristic may choose for a layout, whatever its tokens and groups.
+    """Compiles and loads every kernel that the heuristic may choose for a layout, whatever the tokens and groups.
 
-    Calls of other sizes would stall for seconds if each compiled what it is the first to need.
+    Otherwise each call with new sizes could stall for seconds to compile another kernel.
     """
     wanted = choice.first_choices(spec, capability)
     load_all([source for c in wanted for source in KERNELS[c.kernel].sources(spec, c)], index)
 
 
 def why(spec: ProblemSpec, config: Config) -> str:
-    """What the kernel is good for, and why not the fastest one."""
+    """What the kernel is good for, and why it is not the fastest one."""
     fastest = {"float8": support.fp8_reasons, "weights": support.weights_reasons}.get(
         spec.quantised, support.hopper_reasons
     )

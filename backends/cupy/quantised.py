@@ -1,4 +1,4 @@
-"""Binds the kernel for quantised operands of any kind: as the generic one, with the grids of scales and zero points."""
+"""Binds the kernel for all quantised operands: like the generic one, with grids of scales and zero points."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ NO_GRID = fields(GRID.pack(0, 0, 0, 0, 0, 0, WHOLE_K, 0), ())
 def grid_bytes(
     name: str, grid: Tensor | None, spec: ScaleSpec | None, jagged_k: bool = False, listed: bool = False
 ) -> Fields:
-    """A grid [groups or 1, lines, K] (of b: [.., K, lines]) as `Grid` in kernels/scales.cuh; `name`: its keyword.
+    """A grid [groups or 1, lines, K] (of b: [.., K, lines]) as bytes of `Grid` (kernels/scales.cuh). `name`: its
+    keyword.
 
     `listed`: the grid of a matrix in a list, whose address no launch follows.
     """
@@ -60,7 +61,7 @@ def grids_of(ops: Operands) -> tuple[Fields, Tensor | None]:
 
 
 def _list_table(ops: Operands) -> npt.NDArray[np.int64]:
-    """The three grids of each group, whose shapes say how much an entry covers: the matrices of a list may differ."""
+    """The three grids of each group. Their shapes say how much an entry covers, which may differ by matrix."""
     parts = list[bytes]()
     for g, (a, b) in enumerate(zip(ops.a, ops.b, strict=True)):
         (m, k), n = a.shape, b.shape[1]
@@ -74,7 +75,7 @@ def _list_table(ops: Operands) -> npt.NDArray[np.int64]:
 
 
 def source(spec: ProblemSpec, config: Config) -> Source:
-    """The kernel's key: what the operands hold, and their contiguous directions."""
+    """The source of the kernel: the operands' formats and their contiguous directions."""
     defines = (
         ("A_CODE", CODES[spec.a.dtype]), ("B_CODE", CODES[spec.b.packed or spec.b.dtype]),
         ("A_K", int(spec.a.order != "col")), ("B_K", int(spec.b.order == "col")),

@@ -1,4 +1,4 @@
-"""Binds the kernel for small problems: one thread block per tile, the grid laid out so that no block searches long."""
+"""Binds the kernel for small problems: one thread block per tile, in a grid in which a block finds its tile fast."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ HOPPER = (9, 0)
 
 
 def _plain(spec: ProblemSpec) -> bool:
-    """Whether results leave straight from the registers: alpha * A @ B, contiguous along its columns."""
+    """Whether results go straight from the registers: alpha * A @ B, contiguous along columns."""
     return plain_kind(spec) == (2 if is_swapped(spec) else 1)
 
 
 def shared_bytes(spec: ProblemSpec, config: Config) -> int:
-    """The ring of k-blocks, as small.cu lays it out."""
+    """The ring of k-blocks in bytes, as small.cu lays it out."""
     a_k, b_k, side = spec.a.order != "col", spec.b.order == "col", config.tile
     a = side * (BLOCK_K + 8) if a_k else BLOCK_K * (side + 8)
     b = side * (BLOCK_K + 8) if b_k else BLOCK_K * (side + 8)
@@ -35,7 +35,8 @@ def shared_bytes(spec: ProblemSpec, config: Config) -> int:
 
 
 def source(spec: ProblemSpec, config: Config) -> Source:
-    """The kernel's key: dtype, layouts, how lines begin, tile, where groups come from, if the epilogue is plain."""
+    """The source of the kernel: dtype, layouts, where lines start, tile, where groups come from, whether the epilogue
+    is plain."""
     defines = (
         ("BFLOAT", int(spec.compute == torch.bfloat16)), ("A_K", int(spec.a.order != "col")),
         ("B_K", int(spec.b.order == "col")), ("TILE_M", config.tile), ("TILE_N", config.tile),
@@ -68,7 +69,7 @@ def _listed(ops: Operands, side: int) -> tuple[bytes, int]:
 
 
 def _grid(view: Packed, rows: int, side: int, plain: bool) -> tuple[int, int, int]:
-    """Tiles across, down and groups; along a jagged direction as many as any offsets could need."""
+    """Tiles across, tiles down, and groups; along a jagged direction as many tiles as any offsets could need."""
     down, across = -(-rows // side), -(-view.n // side)
     if (
         view.jagged == "m" and plain and view.b.group == 0

@@ -1,4 +1,4 @@
-"""Binds the kernel for lists and batches of few tiles: maps, shapes and tiles of all groups are its argument."""
+"""Binds the kernel for lists and batches of few tiles: maps, shapes and tiles of all groups are in its argument."""
 
 from __future__ import annotations
 
@@ -71,25 +71,25 @@ class Groups(NamedTuple):
 
 
 def stage_bytes(x_k: bool, config: Config) -> int:
-    """Both operands of a block of k; rows that are contiguous come in boxes of 64."""
+    """The bytes of both operands of a block of k. Contiguous rows come in boxes of 64."""
     rows = config.rows if x_k else -(-config.rows // 64) * 64
     return (COLUMNS + rows) * 2 * BLOCK_K
 
 
 def stages_of(x_k: bool, config: Config) -> int:
-    """As many as the config wants, if they fit."""
+    """As many stages as the config asks for, if they fit."""
     return min((SHARED_LIMIT - _besides(config)) // stage_bytes(x_k, config), config.stages)
 
 
 def _besides(config: Config) -> int:
-    """The staging of both warpgroups' results, barriers, and what alignment may cost."""
+    """The bytes of both warpgroups' staged results, of barriers, and of alignment at worst."""
     rows = config.rows if config.rows <= STAGED else 64
     return 2 * -(-rows // 32) * 32 * 128 + 1024 + 128
 
 
 @cache
 def shared_bytes(x_k: bool, config: Config) -> int:
-    """The ring of stages, at a multiple of 1024, and the staging."""
+    """The bytes of the ring of stages, at a multiple of 1024, and of the staging."""
     return stages_of(x_k, config) * stage_bytes(x_k, config) + _besides(config) - 128
 
 
@@ -103,18 +103,18 @@ def _source(bfloat: bool, x_k: bool, w_k: bool, config: Config, slots: int) -> S
 
 
 def source(spec: ProblemSpec, config: Config, slots: int = MAX_LISTED_GROUPS) -> Source:
-    """The kernel's key: dtype, layouts, the config and how many groups it takes."""
+    """The source of the kernel: dtype, layouts, config, and the number of groups that its argument holds."""
     role = hopper.roles(packed_spec(spec))
     return _source(spec.compute == torch.bfloat16, role.x_k, role.w_k, config, slots)
 
 
 def heights(config: Config) -> tuple[Config, ...]:
-    """The configs that a problem's sizes may choose from."""
+    """The configs among which a problem's sizes decide."""
     return (config,) if config.rows else SMALL_LISTS[1:]
 
 
 def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
-    """One kernel for each height and number of slots, and the copying kernel where it is needed."""
+    """One kernel for each height and number of slots, and the copying kernel if needed."""
     copied = packed_spec(spec)
     role, bfloat = hopper.roles(copied), spec.compute == torch.bfloat16
     own = [_source(bfloat, role.x_k, role.w_k, c, slots) for c in heights(config) for slots in SLOTS]
@@ -123,12 +123,13 @@ def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
 
 @lru_cache(maxsize=1024)
 def height_for(shapes: tuple[tuple[int, int, int], ...], sms: int) -> Config:
-    """The height whose last block would end first; (m, k, n) of the groups, those with the longest k first."""
+    """The height whose last block would finish first. (m, k, n) are those of the groups, the longest k first."""
     return min(SMALL_LISTS[1:], key=lambda config: _cycles(shapes, config, sms))
 
 
 def _cycles(shapes: tuple[tuple[int, int, int], ...], config: Config, sms: int) -> float:
-    """Tiles are dealt there and back; nor can all blocks together take more than the cache delivers."""
+    """The estimated cycles. Tiles are dealt in alternating order; all blocks together read at most what the L2
+    delivers."""
     tiles = [-(-m // config.rows) * -(-n // COLUMNS) for m, _, n in shapes]
     blocks = np.repeat(np.array([-(-k // BLOCK_K) for _, k, _ in shapes], np.int64), tiles)
     rounds = -(-len(blocks) // sms)
@@ -142,7 +143,7 @@ def _cycles(shapes: tuple[tuple[int, int, int], ...], config: Config, sms: int) 
 
 @lru_cache(maxsize=32)
 def places(shapes: tuple[tuple[int, int, int], ...], rows: int) -> np.ndarray[Any, Any]:
-    """All tiles of groups of (m, k, n), in the order in which they are dealt: read only, for all who ask."""
+    """All tiles of groups of (m, k, n), in the order in which they are dealt. Read-only, because cached."""
     tiles = []
     for group, (m, k, n) in enumerate(shapes):
         down, across = np.indices((-(-m // rows), -(-n // COLUMNS)), np.int32).reshape(2, -1)
@@ -168,7 +169,7 @@ def groups_of_list(ops: Operands) -> Groups:
 
 
 def groups_of_batch(spec: ProblemSpec, view: Packed) -> Groups:
-    """The groups of a batch, which are all alike."""
+    """The groups of a batch, which are all equal."""
     if not (view.m and view.n):
         return Groups((), (), (), ())
     x, w = hopper.sides_of(view, hopper.roles(spec), spec.compute)
@@ -183,7 +184,7 @@ def groups_of(ops: Operands, view: Packed) -> Groups:
 
 
 class Argument(NamedTuple):
-    """The kernel's argument, the number of tiles, and the places of those beyond the argument's."""
+    """The kernel's argument, the number of tiles, and the tiles that do not fit into the argument."""
 
     raw: tuple[bytes, ...]
     tiles: int

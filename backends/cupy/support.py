@@ -1,6 +1,6 @@
-"""What this backend can run: the reasons against a machine, a problem, or one of the kernels for it.
+"""What this backend can run: the reasons against a machine, a problem, or one of its kernels.
 
-Also what a problem is to the kernels: which way round it is computed, and with which results.
+Also how the kernels see a problem: which operand is which side, and what its results are.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ small as the small kernel's only lose."""
 
 
 def availability() -> Availability:
-    """Whether CuPy, its compiler and a GPU are here."""
+    """Whether CuPy, its compiler and a GPU are available."""
     if importlib.util.find_spec("cupy") is None:
         return Availability(False, "the package cupy is not installed", INSTALL)
     if not torch.cuda.is_available():
@@ -73,7 +73,7 @@ def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
 
 
 def words_of(spec: ProblemSpec) -> Literal["", "TF32", "INT8"]:
-    """The operands of the Hopper kernel whose sums and plain results have 4 bytes; '' for 16 bits and others."""
+    """The Hopper kernel's operand type if its sums and plain results have 4 bytes; "" for 16 bits and others."""
     if spec.quantised:
         return ""
     if spec.compute is torch.int8:
@@ -82,13 +82,13 @@ def words_of(spec: ProblemSpec) -> Literal["", "TF32", "INT8"]:
 
 
 def is_swapped(spec: ProblemSpec) -> bool:
-    """Whether the rows of the result lie on the weight side: where they are contiguous, or jagged n."""
+    """Whether the result's rows are on the weight side: if they are contiguous, or for jagged n."""
     return spec.form == "jagged_n" or (spec.form in ("batched", "per_group", "jagged_k") and spec.out.order == "col")
 
 
 def plain_kind(spec: ProblemSpec) -> int:
-    """0: any epilogue. alpha * A @ B in the operands' type (float8: 16 bits, int8: int32): 1 along contiguous columns
-    (see is_swapped), 2 rows."""
+    """The kind of result: 0 for any epilogue; for alpha * A @ B in the operands' type (float8: 16 bits, int8: int32) 1
+    along contiguous columns (see is_swapped), 2 along rows."""
     same = spec.out.dtype == (torch.int32 if spec.compute is torch.int8 else spec.compute)
     if spec.quantised == "float8":
         same = spec.out.dtype in HALVES
@@ -111,7 +111,7 @@ def sends(spec: ProblemSpec) -> bool:
 
 
 def unbiased(spec: ProblemSpec) -> ProblemSpec:
-    """The spec without a bias that the Hopper kernel adds to sums in registers: of 16 bits, for the weight side."""
+    """The spec without a bias that the Hopper kernel adds to sums in registers: 16 bits, along the weight side."""
     if spec.bias is None or spec.compute not in HALVES or spec.quantised:
         return spec
     along_weights = spec.form in ("jagged_m", "batched", "masked") and not is_swapped(spec)
@@ -119,46 +119,46 @@ def unbiased(spec: ProblemSpec) -> ProblemSpec:
 
 
 def is_biased(spec: ProblemSpec) -> bool:
-    """Whether the Hopper kernel's results are plain, but for such a bias."""
+    """Whether the Hopper kernel's results are plain except for such a bias."""
     return spec.bias is not None and plain_kind(spec) == 0 and plain_kind(unbiased(spec)) > 0
 
 
 def hopper_plain_kind(spec: ProblemSpec) -> int:
-    """As `plain_kind`, of the Hopper kernel: plain results of 4 bytes are those that the copy engine stores."""
+    """`plain_kind` for the Hopper kernel, whose plain results of 4 bytes are those that the copy engine stores."""
     return plain_kind(unbiased(spec)) if spec.compute in HALVES or not words_of(spec) else int(sends(spec))
 
 
 def pads_rows(spec: ProblemSpec) -> bool:
-    """Whether the row side must be a copy whose groups begin where TMA can read them, with zeros behind them."""
+    """Whether the row side must be a copy with groups at addresses that TMA can read, followed by zeros."""
     return spec.form == "jagged_k" and bool(words_of(spec))
 
 
 def turns_weights(spec: ProblemSpec) -> bool:
-    """Whether weights go to the tensor cores through registers: of 4 bytes or one, and contiguous across k."""
+    """Whether weights reach the tensor cores through registers: elements of 4 bytes or 1 byte, contiguous across k."""
     weights, along = (spec.a, "row") if is_swapped(spec) else (spec.b, "col")
     return bool(words_of(spec)) and weights.order != along
 
 
 def begins_anywhere(spec: ProblemSpec, name: Literal["a", "b"]) -> bool:
-    """Whether an operand's lines, or those of its groups, begin at any element: not all at multiples of 16 bytes."""
+    """Whether some lines of an operand, or of its groups, do not start at multiples of 16 bytes."""
     operand: OperandSpec = getattr(spec, name)
     across, along = ("m", "k") if name == "a" else ("k", "n")
     return operand.align < 16 or spec.jagged == (across if operand.order == "col" else along)
 
 
 def has_odd_lines(spec: ProblemSpec) -> bool:
-    """Whether the small kernel must take an operand's lines as they begin (OddLines in lines.cuh)."""
+    """Whether the small kernel must read an operand's lines at unaligned starts (OddLines in lines.cuh)."""
     return begins_anywhere(spec, "a") or begins_anywhere(spec, "b")
 
 
 def halves_reasons(spec: ProblemSpec) -> list[str]:
-    """Why a kernel that multiplies 16 bits alone cannot run a spec."""
+    """Why a kernel for 16-bit operands cannot run a spec."""
     precision = f" as {spec.precision}" if spec.compute is torch.float32 else ""
     return [] if spec.compute in HALVES else [f"{spec.compute} operands{precision}: it takes float16 and bfloat16"]
 
 
 def _words_reasons(spec: ProblemSpec, padded: bool) -> list[str]:
-    """What the Hopper kernel has against tf32 and int8, which wgmma takes from shared memory along k only."""
+    """Why the Hopper kernel cannot run tf32 or int8, which wgmma reads from shared memory along k only."""
     reasons = []
     name, rows, along = ("b", spec.b, "col") if is_swapped(spec) else ("a", spec.a, "row")
     if rows.order != along:
@@ -171,7 +171,7 @@ def _words_reasons(spec: ProblemSpec, padded: bool) -> list[str]:
 
 
 def hopper_reasons(spec: ProblemSpec, padded: bool = False) -> list[str]:
-    """Why the Hopper kernel cannot run a spec; the generic one can. `padded`: rows of a jagged k are a copy."""
+    """Why the Hopper kernel cannot run a spec. The generic one can. `padded`: rows of a jagged k are a copy."""
     reasons = list[str]()
     if spec.compute not in HALVES:
         reasons = _words_reasons(spec, padded) if words_of(spec) else halves_reasons(spec)
@@ -193,7 +193,7 @@ GATED_FORMS = ("jagged_m", "batched", "masked")
 
 
 def _hopper_fused_reasons(spec: ProblemSpec, fused: FusedSpec) -> list[str]:
-    """What else the Hopper kernel has against picked rows, gates, preact_out and row_scale."""
+    """Why the Hopper kernel cannot run picked rows, gates, preact_out or row_scale."""
     reasons = []
     if spec.form == "jagged_k":
         if fused.a_rows is not None and fused.b_rows is not None:
@@ -216,12 +216,12 @@ def _hopper_fused_reasons(spec: ProblemSpec, fused: FusedSpec) -> list[str]:
 
 
 def gather_reasons(spec: ProblemSpec) -> list[str]:
-    """Why the Hopper kernel whose warps copy picked rows cannot, or need not, run a spec."""
+    """Why the Hopper kernel whose warps copy picked rows cannot run a spec, or has no reason to."""
     return hopper_reasons(spec) + ([] if picks_rows(spec) else ["no rows are picked by index"])
 
 
 def gathered_reasons(spec: ProblemSpec) -> list[str]:
-    """Why the Hopper kernel cannot run a spec after its picked rows have been copied."""
+    """Why the Hopper kernel cannot run a spec after its picked rows were copied."""
     if not picks_rows(spec):
         return ["no rows are picked by index"]
     return halves_reasons(spec) + hopper_reasons(gathered_spec(spec))
@@ -233,14 +233,14 @@ def picks_rows(spec: ProblemSpec) -> bool:
 
 
 def picks_weights(spec: ProblemSpec) -> bool:
-    """Whether the rows that are picked by index are those of the weight side."""
+    """Whether the rows that are picked by index are on the weight side."""
     if spec.fused is None:
         return False
     return (spec.fused.a_rows if is_swapped(spec) else spec.fused.b_rows) is not None
 
 
 def has_gate(spec: ProblemSpec) -> bool:
-    """Whether two columns of the products are joined into one of the result."""
+    """Whether two columns of the products become one of the result."""
     return spec.fused is not None and bool(spec.fused.layout)
 
 
@@ -256,7 +256,7 @@ def trades_sides(spec: ProblemSpec) -> bool:
 
 
 def fp8_reasons(spec: ProblemSpec) -> list[str]:
-    """Why the Hopper kernel for float8 cannot run a spec; the one for any quantised operands can."""
+    """Why the Hopper kernel for float8 cannot run a spec. The kernel `quantised` can."""
     reasons = [] if spec.quantised == "float8" else [f"{spec.a.dtype} x {spec.b.dtype}: it takes float8 on both sides"]
     for name, operand, order in (("a", spec.a, "row"), ("b", spec.b, "col")):
         readable = operand.order == order and operand.align >= 16 and operand.dense
@@ -281,13 +281,13 @@ def fp8_reasons(spec: ProblemSpec) -> list[str]:
 
 
 def folds_scales(spec: ProblemSpec) -> bool:
-    """Whether scales along k multiply the weights themselves, exactly: powers of two under bfloat16."""
+    """Whether scales along k are multiplied into the weights, exactly: powers of two under bfloat16."""
     scale = spec.b.scale
     return scale is not None and bool(scale.k) and scale.dtype is E8M0 and spec.compute is torch.bfloat16
 
 
 def weights_reasons(spec: ProblemSpec) -> list[str]:
-    """Why the Hopper kernel for quantised weights cannot run a spec; the one for any quantised operands can."""
+    """Why the Hopper kernel for quantised weights cannot run a spec. The kernel `quantised` can."""
     reasons = [] if spec.quantised == "weights" else [f"{spec.a.dtype} x {spec.b.dtype}: it takes quantised weights"]
     for name, operand, order in (("a", spec.a, "row"), ("b", spec.b, "col")):
         if operand.order != order or operand.align < 16 or not operand.dense:
@@ -333,14 +333,14 @@ def small_reasons(spec: ProblemSpec) -> list[str]:
 
 
 def _copy_reasons(spec: ProblemSpec, copied: ProblemSpec) -> list[str]:
-    """Why operands that differ from their copies cannot be copied."""
+    """Why the operands that differ from their copies cannot be copied."""
     pairs = (("a", spec.a, copied.a), ("b", spec.b, copied.b))
     wide = [name for name, old, new in pairs if old.wide and old != new]
     return [f"{name} has 2^31 elements or more, which are not copied: kernel='generic' reads it" for name in wide]
 
 
 def small_list_reasons(spec: ProblemSpec) -> list[str]:
-    """Why the kernel for one wave of a list or batch cannot run a spec; operands that TMA cannot read are copied."""
+    """Why the kernel for one wave of a list or batch cannot run a spec. Operands that TMA cannot read are copied."""
     copied = packed_spec(spec)
     reasons = hopper_reasons(copied) if spec.compute in HALVES else halves_reasons(spec)
     reasons += _copy_reasons(spec, copied)
@@ -355,7 +355,7 @@ def small_list_reasons(spec: ProblemSpec) -> list[str]:
 
 @lru_cache(maxsize=1024)
 def packed_spec(spec: ProblemSpec) -> ProblemSpec:
-    """The spec after the operands that TMA cannot read have been copied."""
+    """The spec after the operands that TMA cannot read were copied."""
     a, b = (_packed(spec, "a", "row", "col"), _packed(spec, "b", "col", "row"))
     return spec if (a, b) == (spec.a, spec.b) else replace(spec, a=a, b=b)
 
@@ -372,7 +372,7 @@ def _packed(spec: ProblemSpec, name: Literal["a", "b"], along_k: Order, across_k
 
 
 def packed_reasons(spec: ProblemSpec) -> list[str]:
-    """Why copying first does not help a spec."""
+    """Why copying does not make a spec one for the Hopper kernel."""
     copied = packed_spec(spec)
     reasons = [*hopper_reasons(copied, pads_rows(spec)), *_copy_reasons(spec, copied)]
     if pads_rows(spec) and (spec.b if is_swapped(spec) else spec.a).wide:
@@ -383,19 +383,19 @@ def packed_reasons(spec: ProblemSpec) -> list[str]:
 
 
 def weights_of(spec: ProblemSpec) -> OperandSpec:
-    """The operand whose lines give a result's columns, or its rows where the problem is swapped."""
+    """The operand whose lines are the result's columns, or its rows if the problem is swapped."""
     return spec.a if is_swapped(spec) else spec.b
 
 
 @lru_cache(maxsize=1024)
 def shift_b_spec(spec: ProblemSpec) -> ProblemSpec:
-    """The spec after the rows have been copied, where TMA cannot read them; the weights stay."""
+    """The spec after rows that TMA cannot read were copied; the weights stay."""
     rows = "b" if is_swapped(spec) else "a"
     return replace(spec, **{rows: getattr(packed_spec(spec), rows)})
 
 
 def shift_b_reasons(spec: ProblemSpec) -> list[str]:
-    """Why the kernel that shifts its weights cannot, or need not, run a spec."""
+    """Why the kernel that shifts its weights cannot run a spec, or has no reason to."""
     given, copied = weights_of(spec), shift_b_spec(spec)
     readable = replace(given, align=16)
     if spec.compute not in HALVES:

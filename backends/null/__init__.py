@@ -1,6 +1,6 @@
-"""Accepts every spec on every device and launches nothing; `out` keeps whatever it held.
+"""The null backend: accepts every spec on every device and launches nothing. `out` keeps its contents.
 
-What remains of a call's time with this backend is the cost of multigemm itself.
+The time of a call with this backend is the host's time in multigemm itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from multigemm.problem.spec import ProblemSpec
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """There is nothing to tune about nothing."""
+    """Nothing can be chosen."""
 
 
 def _bind(ops: Operands) -> Launch:
@@ -25,7 +25,7 @@ def _bind(ops: Operands) -> Launch:
 
 
 def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
-    """A recipe that leaves `out` alone."""
+    """A recipe that does not touch `out`."""
     return Recipe("nothing", config, _bind, "it computes nothing, for tests of the host path")
 
 

@@ -1,4 +1,4 @@
-"""One problem as the words that every kernel of this backend is launched with, and its tensor maps.
+"""One problem as the 64-bit words with which every kernel of this backend is launched, and its tensor maps.
 
 All kernels take the same `Call`: a flat tuple of 64-bit integers, so that a launch is one packed
 buffer and no argument is inspected. `table` (for lists) or the packed formula gives each group.
@@ -90,7 +90,7 @@ def _wide(index: Tensor | None) -> int:
 
 
 def call_of(ops: Operands, view: Packed, style: tuple[int, ...], table: Tensor | None = None) -> Call:
-    """The words of one problem; `style` is that of its spec, `table` that of a list on the device."""
+    """The words of one problem. `style` is the epilogue style of its spec, `table` a list's table on the device."""
     bias = view.bias or ABSENT
     k = 0 if ops.spec.alpha == "zero" else view.k
     return Call(
@@ -118,7 +118,7 @@ def epilogue_words(spec: ProblemSpec) -> tuple[int, ...]:
 
 
 def list_table(ops: Operands) -> Table:
-    """The host table of a list problem; alpha = 0 reads neither A nor B, which is K = 0."""
+    """The table of a list problem on the host. With alpha = 0 neither A nor B is read, as with K = 0."""
     table = group_table(ops)
     if ops.spec.alpha == "zero":
         table[:, TABLE.K] = 0
@@ -126,7 +126,7 @@ def list_table(ops: Operands) -> Table:
 
 
 class MapEncoder:
-    """Encodes the MAPS tensor maps of each group that has its own: B, then A. Blank ones are never loaded through."""
+    """Encodes the MAPS tensor maps of each group with maps of its own: B, then A. Blank ones are never used."""
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         self._dtype, self._size = _DTYPES[signature.compute], SIZE[signature.compute]
@@ -144,7 +144,7 @@ class MapEncoder:
         return self._maps(call.m, call.n, call.k, call.groups, a, b)
 
     def of_list(self, table: Table) -> list[bytes]:
-        """Those of every product of a list."""
+        """The maps of every product of a list."""
         parts = list[bytes]()
         for row in table.tolist():
             a = Strided(row[TABLE.A], 0, row[TABLE.A_ROW], row[TABLE.A_COL])
@@ -153,7 +153,7 @@ class MapEncoder:
         return parts
 
     def _maps(self, m: int, n: int, k: int, groups: int, a: Strided, b: Strided) -> list[bytes]:
-        """The maps of one A and B; blank ones where the product has no terms, since nothing is loaded then."""
+        """The maps of one A and B; blank ones if the product has no terms, since nothing is loaded then."""
         if min(m, n, k, groups) <= 0:
             return [bytes(MAPS * tensor_map.SIZE)]
         b_pitch, a_pitch = (b.row if self._b_across else b.col), (a.col if self._a_across else a.row)
@@ -173,7 +173,7 @@ class MapEncoder:
         boxes: tuple[tuple[int, int, int], ...],
         across: bool,
     ) -> Fields:
-        """Maps of groups of lines of k, or of lines `across` k, one for each box; `pitch` elements from line to line.
+        """Maps of groups of lines along k, or `across` k, one for each box. `pitch` is elements from line to line.
 
         A dimension of one element gets a stride that TMA accepts, since it is never multiplied.
         """

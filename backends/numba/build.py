@@ -33,7 +33,7 @@ compilations: list[tuple[Config, Signature]] = []
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """One kernel as machine code; `log` is what the assembler said of registers and spills."""
+    """One kernel as machine code. `log` is the assembler's report of registers and spills."""
 
     entry: str
     cubin: bytes
@@ -49,14 +49,14 @@ def _version(package: str) -> str:
 
 @cache
 def sources() -> str:
-    """A fingerprint of everything that the machine code of this backend is made from."""
+    """A hash of everything from which this backend's machine code is made."""
     folder = Path(__file__).parent
     texts = [path.read_bytes() for path in sorted(folder.rglob("*.py"))]
     return fingerprint(*texts, *(f"{name} {_version(name)}" for name in COMPILERS))
 
 
 def target(capability: Capability) -> str:
-    """The architecture: with its own instructions ("a") on Hopper."""
+    """The architecture, with the suffix "a" for Hopper's own instructions."""
     major, minor = capability
     return f"sm_{major}{minor}a" if major == 9 else f"sm_{major}{minor}"
 
@@ -101,14 +101,14 @@ def kernel_function(config: Config, signature: Signature, capability: Capability
 
 
 def to_ptx(config: Config, signature: Signature, capability: Capability) -> str:
-    """Numba's part, in readable form: Python to PTX."""
+    """Compiles Python to PTX by Numba, for reading."""
     return str(_compile(config, signature, capability, "ptx"))
 
 
 def to_ltoir(config: Config, signature: Signature, capability: Capability) -> bytes:
-    """Numba's part: Python to the linker's intermediate code.
+    """Compiles Python to the linker's intermediate code by Numba.
 
-    Not PTX, because the linker treats PTX as one part of a larger program and then ignores `setmaxnreg`.
+    PTX will not do: the linker treats it as one part of a larger program and then ignores `setmaxnreg`.
     """
     return bytes(_compile(config, signature, capability, "ltoir"))
 
@@ -135,7 +135,7 @@ def _compile(config: Config, signature: Signature, capability: Capability, outpu
 
 @contextmanager
 def _compiling_for(capability: tuple[Any, ...]) -> Iterator[None]:
-    """Lets Numba compile device functions for a named target.
+    """A context in which Numba compiles device functions for a named target.
 
     Its dispatcher asks the current GPU for the target of every device function, also when the kernel
     is compiled for an explicit one; without this, nothing could be compiled where there is no GPU.
@@ -152,7 +152,7 @@ def _compiling_for(capability: tuple[Any, ...]) -> Iterator[None]:
 
 
 def assemble(code: bytes, capability: Capability) -> Image:
-    """The linker's part: intermediate code to machine code."""
+    """Links intermediate code to machine code."""
     from cuda.bindings import nvjitlink
 
     options = [f"-arch={target(capability)}", "-lto", "-Xptxas=-v", "-O3"]
@@ -175,7 +175,7 @@ def assemble(code: bytes, capability: Capability) -> Image:
 
 
 def _entry(cubin: bytes) -> str:
-    """The name of the only kernel: only a kernel has a bank of constants for its arguments."""
+    """The name of the only kernel, which is the only function with a constant bank for arguments."""
     found = re.search(rb"\.nv\.constant0\.([^\0]+)\0", cubin)
     if found is None:
         raise CompileError("the linker made a cubin without a kernel")

@@ -74,9 +74,10 @@ def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
 
 
 def variance(config: Config, spec: ProblemSpec, device: torch.device) -> str:
-    """Why a config that runs a problem has not the bits that batch invariance demands, or ''.
+    """Why a config does not have the bits that batch invariance demands; "" if it does.
 
-    Those of the kernel that takes any layout and size of these dtypes: by mma.sync and its like, or on plain cores.
+    The bits are those of the kernel that runs any layout and size of these dtypes: by mma.sync and the like, or on
+    plain cores.
     """
     if not spec.batch_invariant:
         return ""
@@ -100,7 +101,7 @@ def _ranked(spec: ProblemSpec, device: torch.device) -> list[Config]:
 
 
 def _quantised(spec: ProblemSpec, device: torch.device) -> list[Config]:
-    """The lower tile first where groups have few rows."""
+    """The configs for quantised operands: the lower tile first if groups have few rows."""
     if device.type != "cuda":
         return [QUANTISED_EMULATED]
     few = rows_per_group(spec) <= QUANTISED.bm // 2
@@ -112,14 +113,14 @@ def _is_plain_float32(spec: ProblemSpec) -> bool:
 
 
 def _is_small(spec: ProblemSpec) -> bool:
-    """Whether all is over so soon that the time to begin counts most, which is shorter without TMA."""
+    """Whether the work is so short that the start of a kernel counts most, which is shorter without TMA."""
     k = spec.k if spec.k is not None else rows_per_group(spec)
     tiles = spec.groups * -(-_columns(spec) // MMA_SMALL.bn) * -(-max(rows_per_group(spec), 1) // MMA_SMALL.bm)
     return spec.form != "jagged_k" and tiles <= MULTIPROCESSORS and k <= SHALLOW
 
 
 def rows_per_group(spec: ProblemSpec) -> int:
-    """The height of an ordinary group, as far as the host knows it."""
+    """The rows of an average group, as far as the host knows them."""
     if spec.largest:
         return spec.largest
     if spec.form in ("jagged_n", "jagged_k", "batched", "masked"):
@@ -128,7 +129,7 @@ def rows_per_group(spec: ProblemSpec) -> int:
 
 
 def _mma_sizes(spec: ProblemSpec) -> list[MmaConfig]:
-    """The larger tile first."""
+    """The configs on tensor cores with mma.sync, the larger tile first."""
     if spec.compute == torch.float64:
         return [MMA_TALL, MMA_SMALL]
     if _is_plain_float32(spec):
@@ -150,14 +151,14 @@ def _mma(spec: ProblemSpec, device: torch.device) -> list[Config]:
 
 
 def _briefest_first(costs: Mapping[T, TileCost], spec: ProblemSpec, k: int) -> list[T]:
-    """The configs in the order of how long the multiprocessor with most tiles takes."""
+    """The configs by the time of the busiest multiprocessor."""
     groups, mean = max(spec.groups, 1), spec.total // max(spec.groups, 1)
     rows, columns = (max(typical_extent(spec, direction, mean), 1) for direction in ("m", "n"))
     return sorted(costs, key=lambda config: longest_time(costs[config], groups, rows, columns, k, MULTIPROCESSORS))
 
 
 def _hopper(spec: ProblemSpec, device: torch.device) -> list[Config]:
-    """The tallest tile that groups fill and that leaves no multiprocessor idle comes first."""
+    """The configs for Hopper: first the tallest tile that groups fill and that leaves no multiprocessor idle."""
     if hopper_obstacle(spec, device):
         return []
     sizes = [HOPPER, HOPPER_MEDIUM, HOPPER_NARROW]
@@ -172,7 +173,7 @@ def _hopper(spec: ProblemSpec, device: torch.device) -> list[Config]:
 
 
 def _tiles(spec: ProblemSpec, rows: int, n_max: int) -> int:
-    """About how many blocks have work, if groups are alike (and square, where the width differs by group)."""
+    """The estimated number of blocks with work, if groups are equal (and square, if widths differ by group)."""
     return spec.groups * -(-max(rows, 1) // n_max) * -(-_columns(spec) // COLUMNS)
 
 
@@ -181,9 +182,9 @@ def _columns(spec: ProblemSpec) -> int:
 
 
 def _generic(spec: ProblemSpec) -> list[Config]:
-    """First the tile with which the busiest multiprocessor has least to do.
+    """The configs of the generic kernel: first the tile with which the busiest multiprocessor has least to do.
 
-    Large ones need a plain epilogue: others push their sums out of the registers.
+    Large tiles require a plain epilogue: with others their sums do not fit the registers.
     """
     burdened = not signature_of(spec).plain or spec.compute == torch.float64
     costs = {c: TileCost(c.bm, c.bn, x) for c, x in GENERIC_COST.items() if not (burdened and c == GENERIC_LARGE)}
@@ -191,7 +192,7 @@ def _generic(spec: ProblemSpec) -> list[Config]:
 
 
 def problem_with(config: Config, spec: ProblemSpec, device: torch.device) -> str:
-    """Why a config, which may be given by hand, cannot run this; empty when it can."""
+    """Why a config, which a user may have given, cannot run this; "" if it can."""
     return _kernel_obstacle(config, spec, device) or variance(config, spec, device)
 
 
@@ -215,7 +216,7 @@ def _kernel_obstacle(config: Config, spec: ProblemSpec, device: torch.device) ->
 
 
 def _generic_obstacle(config: GenericConfig, spec: ProblemSpec) -> str:
-    """Threads share a tile, and the parts of both operands that a step reads, without a rest."""
+    """Why threads cannot share a tile, and the parts of both operands that a step reads, without a remainder."""
     bm, bn, bk, tm, tn = config.bm, config.bn, config.bk, config.tm, config.tn
     if min(bm, bn, bk, tm, tn) < 1 or bm % tm or bn % tn:
         return f"a tile of {bm} x {bn} x {bk} is not made of parts of {tm} x {tn}: use multiples of them"
@@ -231,7 +232,7 @@ def _generic_obstacle(config: GenericConfig, spec: ProblemSpec) -> str:
 
 
 def why(config: Config, spec: ProblemSpec, device: torch.device) -> str:
-    """A sentence for a plan's repr: what runs, what keeps a faster kernel from it, and how it sums if that matters."""
+    """A sentence for a plan's repr: the kernel, what rules out a faster one, and how it sums if that matters."""
     what = _what(config, spec, device)
     return f"{what}; batch invariant: {summation_of(config, spec)}" if spec.batch_invariant else what
 

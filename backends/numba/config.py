@@ -1,4 +1,4 @@
-"""What can be chosen about a kernel of this backend: frozen, hashable, part of every cache key.
+"""The configs of this backend's kernels: frozen, hashable, part of every cache key.
 
 `GenericConfig` runs everything; `MmaConfig` (sm_80 and later) and `HopperConfig` (sm_90a) use tensor
 cores. A `Signature` is the rest of what a compiled kernel depends on: dtypes, layout classes and
@@ -49,8 +49,7 @@ class Signature:
 
 
 def result_and_orders(spec: ProblemSpec) -> dict[str, Any]:
-    """What the signatures of all kernels name. Strided operands count as "row": a kernel that is told so only loses
-    coalescing."""
+    """The fields that all signatures share. Strided operands count as "row", which costs only coalescing."""
     return {
         "out": NAMES[spec.out.dtype],
         "c": None if spec.c is None else NAMES[spec.c.dtype],
@@ -63,7 +62,7 @@ def result_and_orders(spec: ProblemSpec) -> dict[str, Any]:
 
 
 def signature_of(spec: ProblemSpec) -> Signature:
-    """What a kernel for plain numbers is compiled for."""
+    """The signature of a kernel for plain numbers."""
     return Signature(
         compute=NAMES[spec.compute],
         **result_and_orders(spec),
@@ -75,12 +74,12 @@ def signature_of(spec: ProblemSpec) -> Signature:
 
 
 def a_inner_jagged(spec: ProblemSpec) -> bool:
-    """Whether a group may start anywhere inside a contiguous run of A, so at no aligned address."""
+    """Whether a group may start anywhere inside a contiguous run of A, so at an unaligned address."""
     return spec.form == {"row": "jagged_k", "col": "jagged_m"}.get(spec.a.order)
 
 
 def b_inner_jagged(spec: ProblemSpec) -> bool:
-    """The same for B."""
+    """Whether a group may start anywhere inside a contiguous run of B, so at an unaligned address."""
     return spec.form == {"row": "jagged_n", "col": "jagged_k"}.get(spec.b.order)
 
 
@@ -133,14 +132,14 @@ class PlainCores:
 
 @dataclass(frozen=True, slots=True)
 class GenericConfig(PlainCores):
-    """For any problem in plain numbers."""
+    """The config of the kernel for any problem in plain numbers."""
 
     kernel: ClassVar[str] = "generic"
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedConfig(PlainCores):
-    """For quantised operands: bk divides every block of a scale."""
+    """The config of the kernel for quantised operands; bk divides every block of a scale."""
 
     kernel: ClassVar[str] = "quantised"
     bk: int = 32
@@ -208,7 +207,7 @@ def summation_of(config: Config, spec: ProblemSpec) -> Summation:
 
 
 def effective(config: Config, signature: Signature) -> Signature:
-    """The signature with all that this kernel does not look at set alike, so that it is compiled once."""
+    """The signature with everything that this kernel ignores set to one value, so that it is compiled once."""
     if isinstance(config, GenericConfig):
         return replace(signature, ragged_k=False, plain=True, a_aligned=True, b_aligned=True)
     # The tensor-core kernels decide on the epilogue at run time.
@@ -237,22 +236,22 @@ ALIGNMENT = 128
 
 
 def kept_rows(config: MmaConfig) -> int:
-    """Rows of C that a warp keeps: the warps first share the columns, then the rows."""
+    """The rows of C that a warp keeps: warps first divide the columns, then the rows."""
     return config.bm * (config.bn // KEPT_COLUMNS) // WARPS
 
 
 def piece_step(kind: str) -> int:
-    """Rows of which a tile's first one is a multiple: where rows lie side by side, 16 bytes are copied at once."""
+    """The multiple at which a tile's first row lies: 16 bytes are copied at once if rows are contiguous."""
     return max(8, 16 // SIZE[kind])
 
 
 def staging_bytes(config: MmaConfig, sum_size: int) -> int:
-    """What a warp needs on the way out: all its sums."""
+    """The bytes for all sums of a warp on their way to memory."""
     return kept_rows(config) * KEPT_COLUMNS * sum_size
 
 
 def shared_bytes(config: MmaConfig) -> int:
-    """The stages, in which all warps' `staging_bytes` find room later; and what aligning their base may cost."""
+    """The bytes of the stages, in which all warps' `staging_bytes` fit later, and of aligning their base at worst."""
     return config.stages * (config.bm + config.bn) * ROW_BYTES + ALIGNMENT - 16
 
 
@@ -271,7 +270,7 @@ MAPS = 6
 
 
 def token_boxes(config: HopperConfig) -> list[int]:
-    """Heights of the boxes that any block's share of a tile is made of, largest first; at most MAPS - 1."""
+    """The heights of the boxes of which any block's share of a tile consists, largest first; at most MAPS - 1."""
     smallest, largest = config.step // config.cluster, config.n_max // config.cluster
     return [size for size in (256, 128, 64, 32, 16, 8) if smallest <= size <= largest]
 
@@ -296,5 +295,5 @@ class Layout:
 
     @property
     def bytes(self) -> int:
-        """Dynamic shared memory to ask for: the layout, and what aligning its base may cost."""
+        """The dynamic shared memory in bytes: the layout, and at worst what aligning its base takes."""
         return self.end + HOPPER_ALIGNMENT - 16

@@ -1,4 +1,4 @@
-"""spec + config -> Recipe: find or compile the kernel, then fix one problem's arguments.
+"""Plans a spec with a config: finds or compiles the kernel, then fixes one problem's arguments.
 
 `bind` packs every argument into one buffer and chooses the grid from what the host knows (an upper
 bound of the number of tiles, so that token counts on the device are never read back). The launch of a
@@ -56,7 +56,7 @@ COUNTERS = bytes(8)
 
 
 def zeroing_blocks(call: Call, m: int) -> int:
-    """Blocks that are worth starting for rows that no group owns (none, where the caller owns them)."""
+    """The number of blocks to start for zeroing rows that no group owns; 0 if the caller owns them."""
     if not call.zeroes:
         return 0
     return -(-m * call.n * (call.groups if call.valid else 1) // ZEROS_PER_BLOCK)
@@ -64,7 +64,7 @@ def zeroing_blocks(call: Call, m: int) -> int:
 
 @cache
 def kernel_of(config: Config, signature: Signature | QuantisedSignature, index: int, shared: int) -> Kernel:
-    """The loaded kernel: one for each config, signature and device of this process."""
+    """The loaded kernel: one per config, signature and device of this process."""
     made = image(config, signature, capability_of(torch.device("cuda", index)))
     kernel = Kernel(made.cubin, made.entry, index)
     if shared > 0:
@@ -73,7 +73,7 @@ def kernel_of(config: Config, signature: Signature | QuantisedSignature, index: 
 
 
 def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
-    """The recipe for a spec: compiles (or loads) the kernel now, binds later."""
+    """The recipe for a spec. Compiles (or loads) the kernel now and binds later."""
     if taken_in_steps(spec):
         return plan_in_steps(spec, plan(product_spec(spec), config, device), index_of(device))
     if reason := problem_with(config, spec, device):
@@ -143,7 +143,7 @@ def bind_for(config: Config, spec: ProblemSpec, index: int) -> Bind:
 
 @cache
 def tables_on(signature: QuantisedSignature, device: torch.device) -> torch.Tensor:
-    """The floats of all codes in device memory, uploaded once."""
+    """The float tables of all codes in device memory, uploaded once."""
     return to_device(code_tables(signature).view(np.int64), device)
 
 

@@ -1,4 +1,4 @@
-"""The kernel of quantised operands: what its scales are launched with, and the tables of its codes."""
+"""Host side of the kernel for quantised operands: the words of its scales, and the tables of its codes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ ABSENT: Words = (0, 0, 0, 0, 0, WHOLE_K)
 
 
 def quantised_signature_of(spec: ProblemSpec) -> QuantisedSignature:
-    """What the kernel for quantised operands is compiled for."""
+    """The signature of the kernel for quantised operands."""
     a, b = spec.a.scale, spec.b.scale
     return QuantisedSignature(
         a=_NAMES[spec.a.dtype],
@@ -80,7 +80,7 @@ def quantised_signature_of(spec: ProblemSpec) -> QuantisedSignature:
 
 @cache
 def code_tables(signature: QuantisedSignature) -> npt.NDArray[np.float32]:
-    """The float32 that each code stands for, of every operand in turn; zeros for one that is no code."""
+    """The float32 value of each code, for every operand in turn; 0 for what is no code."""
     names = (signature.a, signature.b, signature.scale_a, signature.scale_b, signature.zero)
     return np.concatenate([_floats(name) for name in names])
 
@@ -127,7 +127,7 @@ def _packed(grid: Tensor, of: ScaleSpec, name: str) -> Words:
 
 
 def _listed(grid: Tensor, name: str, lines: int, k: int) -> Words:
-    """That of one matrix of a list, whose shape says what an entry covers: matrices may differ."""
+    """The grid of one matrix of a list. Its shape says what an entry covers, which may differ by matrix."""
     (along_lines, along_k), (line, deep) = grid.shape, grid.stride()
     if name != "scale_a":
         along_lines, along_k, line, deep = along_k, along_lines, deep, line
@@ -139,5 +139,5 @@ def _listed(grid: Tensor, name: str, lines: int, k: int) -> Words:
 
 
 def _covered(entries: int, extent: int, blocks: Sequence[int]) -> int:
-    """How much one of `entries` covers of an extent; 0: all of it."""
+    """How much of an extent one of `entries` covers; 0 means all of it."""
     return 0 if entries == 1 else next(q for q in blocks if -(-extent // q) == entries)

@@ -1,7 +1,6 @@
-"""What this backend can run, in words; imports no GPU library.
+"""What this backend supports, as reasons against a machine or a problem. Imports no GPU library.
 
-The generic kernel runs every form, dtype, stride and alignment, so few reasons are left: they are
-about the machine, not about the problem.
+The generic kernel runs every form, dtype, stride and alignment, so most reasons concern the machine.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def _missing() -> list[str]:
 
 @cache
 def compiler_obstacle() -> str:
-    """Why nothing can be compiled here: Numba needs NVVM and the linker, which wheels or a CUDA toolkit bring."""
+    """Why nothing can be compiled here: Numba needs NVVM and the linker, from wheels or a CUDA toolkit."""
     from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
 
     for name in ("nvvm", "nvJitLink"):
@@ -76,17 +75,17 @@ def _availability(emulate: bool) -> Availability:
 
 
 def availability() -> Availability:
-    """Whether Numba and a GPU (or its simulator) are here."""
+    """Whether Numba and a GPU (or the simulator) are available."""
     return _availability(settings().emulate)
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """The compute capability; emulation counts as the oldest that is supported."""
+    """The compute capability; under emulation the oldest supported one."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else MINIMUM
 
 
 def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
-    """Every reason against this problem on this device; empty when it runs."""
+    """The reasons against this problem on this device; empty if it runs."""
     if reasons := quantised_reasons(spec, takes=("float8", "weights")) + fused_reasons_in_steps(spec):
         return reasons
     if taken_in_steps(spec):
@@ -108,14 +107,14 @@ def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
 
 
 def hopper_obstacle(spec: ProblemSpec, device: torch.device) -> str:
-    """Why the Hopper kernel cannot run this; empty when it can."""
+    """Why the Hopper kernel cannot run this; "" if it can."""
     if capability_of(device)[0] != 9:
         return f"needs compute capability 9.x, this GPU has {capability_of(device)}"
     return operand_obstacle(spec)
 
 
 def operand_obstacle(spec: ProblemSpec) -> str:
-    """Why TMA and wgmma do not take operands like these; empty when they do."""
+    """Why TMA and wgmma cannot read these operands; "" if they can."""
     if _dtype_obstacle(spec):
         return _dtype_obstacle(spec)
     for name, operand in (("a", spec.a), ("b", spec.b)):
@@ -131,7 +130,7 @@ def operand_obstacle(spec: ProblemSpec) -> str:
 
 
 def mma_obstacle(spec: ProblemSpec, device: torch.device) -> str:
-    """Why the sm_80 kernel cannot run this; empty when it can."""
+    """Why the sm_80 kernel cannot run this; "" if it can."""
     if capability_of(device) < MMA_MINIMUM:
         return f"needs compute capability {MMA_MINIMUM}, this GPU has {capability_of(device)}"
     if spec.compute == torch.float64 and capability_of(device) < DOUBLE_MINIMUM:

@@ -1,9 +1,8 @@
-"""Kernels as cubins: compiled by Triton for an explicit target, kept on disk, loaded without Triton.
+"""Compiles kernels with Triton for an explicit target, keeps cubins on disk, and loads them without Triton.
 
-Triton's own dispatcher inspects every argument of every call and specialises on values. Here the
-signature and the hints are spelled out instead, so that nothing about a call's sizes can cause a
-compilation, the same kernel can be compiled for a GPU that is not here, and a process that finds
-its cubin on disk does not import Triton at all.
+Triton's own dispatcher inspects every argument of every call and specialises on values. Here the signature and the
+hints are given explicitly. So a call's sizes never cause a compilation, a kernel can be compiled for a GPU that is not
+present, and a process that finds its cubin on disk does not import Triton.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ Signature = str | tuple["Signature", ...]
 
 @dataclass(frozen=True)
 class KernelSource:
-    """Everything that one compiled kernel depends on, but the target.
+    """Everything on which a compiled kernel depends, except the target.
 
-    `room`: bytes of shared memory behind what Triton allocates, for what no layout of its expresses.
+    `room`: bytes of shared memory after Triton's own, for data that no Triton layout expresses.
     """
 
     module: str
@@ -57,7 +56,7 @@ class KernelSource:
 
 @dataclass(frozen=True)
 class Cubin:
-    """Machine code and what a launch has to know about it; `room_at` is where the room in shared memory begins."""
+    """Machine code and the facts that a launch needs. `room_at` is where `room` begins in shared memory."""
 
     code: bytes = field(repr=False)
     name: str
@@ -70,7 +69,7 @@ class Cubin:
 
 
 def triton_version() -> str:
-    """The installed Triton's version, without importing it; '' if there is none."""
+    """The installed version of Triton, without importing it; "" if it is not installed."""
     try:
         return metadata.version("triton")
     except metadata.PackageNotFoundError:
@@ -79,7 +78,7 @@ def triton_version() -> str:
 
 @cache
 def source_fingerprint(module: str, gluon: bool) -> str:
-    """Changes with any file of device code that such a kernel may use: they import one another, not OWN_CODE."""
+    """A hash of all files of device code that a kernel may use, since they import one another; without OWN_CODE."""
     names = (*DEVICE_CODE, *HOPPER_CODE) if gluon else DEVICE_CODE
     own = module.rpartition(".")[2] + ".py"
     names = (*names, own) if own in OWN_CODE else names
@@ -100,7 +99,7 @@ def _ast_source(source: KernelSource) -> Any:
 
 
 def _constants(source: KernelSource) -> dict[str, Any]:
-    """Constants as the kernels use them: a leading 'tl.' names one of Triton's types."""
+    """Constants as kernels use them: a leading "tl." names a type of Triton."""
     import triton.language as tl
 
     def value(v: Any) -> Any:
@@ -117,7 +116,7 @@ def _options(source: KernelSource) -> dict[str, Any]:
 
 
 def build(source: KernelSource, capability: int) -> Any:
-    """Triton's CompiledKernel for sm_<capability>; needs no GPU."""
+    """Triton's CompiledKernel for sm_<capability>. Needs no GPU."""
     global compilations
     import triton
     from triton.backends.compiler import GPUTarget
@@ -179,7 +178,7 @@ def capability_of(index: int) -> int:
 
 @cache
 def starts_early(index: int) -> bool:
-    """Whether kernels that wait by themselves for the launch before them may be started before it is over."""
+    """Whether a kernel that waits for its predecessor itself may be started before that one is over."""
     if capability_of(index) < 90:
         return False
     from triton.language.extra import cuda
@@ -205,10 +204,11 @@ class TritonKernel:
         grid_for: Callable[[int], int] | None = None,
         overlap: bool = False,
     ) -> BoundKernel:
-        """A launch of `grid` programs with these arguments; `keep`, `grid_for` and `overlap` as in `Kernel.bound`.
+        """A launch of `grid` programs with these arguments. `keep`, `grid_for` and `overlap` are those of
+        `Kernel.bound`.
 
-        Triton appends parameters of its own behind the kernel's: a scratch buffer in global memory, which is
-        allocated here, and a profile buffer.
+        Triton appends two parameters of its own: a scratch buffer in global memory, which is allocated here, and a
+        profile buffer.
         """
         code = self.code
         own = [0] * (code.params - len(values))
@@ -225,11 +225,11 @@ class TritonKernel:
 
 @cache
 def load(source: KernelSource, index: int) -> TritonKernel:
-    """The kernel on a device: loaded once in this process."""
+    """The kernel loaded on a device, once per process."""
     return TritonKernel(cubin(source, capability_of(index)), index)
 
 
 def compile_all(sources: Mapping[str, KernelSource], index: int) -> None:
-    """Compiles all of them, so that no later problem has to wait."""
+    """Compiles all of them now, so that no later problem waits."""
     for source in sources.values():
         cubin(source, capability_of(index))

@@ -67,7 +67,7 @@ those of `crossed`."""
 
 
 class Speed(NamedTuple):
-    """What a kernel takes at least."""
+    """The lower bounds of a kernel's time."""
 
     launch_us: float
     bytes_per_us: float
@@ -88,7 +88,7 @@ STEP_US = {(192, 256): 0.64, (256, 128): 0.51, (128, 256): 0.51, (128, 128): 0.4
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A problem as the kernels cut it: `groups` results of `rows` x `columns`, each `deep` along K."""
+    """A problem as `groups` results of `rows` x `columns`, each `deep` along K."""
 
     groups: int
     rows: int
@@ -101,13 +101,13 @@ class Shape:
 
     @property
     def elements(self) -> float:
-        """What has to be read and written, each element once."""
+        """The number of elements to read and write, each counted once."""
         rows, columns = self.groups * self.rows, self.groups * self.columns
         return rows * self.deep + columns * self.deep + rows * self.columns
 
 
 def typical_rows(spec: ProblemSpec) -> int:
-    """About how many rows the result of one group has, from what a spec knows."""
+    """The estimated rows of one group's result, from a spec."""
     groups = max(1, spec.groups)
     if spec.form in ("jagged_m", "per_group", "batched", "masked") and spec.total:
         return max(1, spec.total // groups)
@@ -115,14 +115,14 @@ def typical_rows(spec: ProblemSpec) -> int:
 
 
 def typical_columns(spec: ProblemSpec) -> int:
-    """The same for columns; lists carry no bucket for n, so their rows stand in for it."""
+    """The estimated columns of one group's result. For lists, which have no bucket of n, their rows."""
     if spec.form == "jagged_n":
         return max(1, spec.total // max(1, spec.groups))
     return spec.n if spec.n is not None else typical_rows(spec)
 
 
 def shape_of(spec: ProblemSpec) -> Shape:
-    """Jagged columns count as rows: that is how the warp-specialised kernel takes them."""
+    """The shape of a spec. Jagged columns count as rows, as in the warp-specialised kernel."""
     groups = max(1, spec.groups)
     if spec.form == "jagged_n":
         return Shape(groups, typical_columns(spec), spec.m or 1, spec.k or 1)
@@ -131,7 +131,7 @@ def shape_of(spec: ProblemSpec) -> Shape:
 
 
 def tiles_in(config: Config, spec: ProblemSpec) -> int:
-    """About how many tiles there are."""
+    """The estimated number of tiles."""
     return _tiles(config, shape_of(spec))
 
 
@@ -140,12 +140,12 @@ def _tiles(config: Config, shape: Shape) -> int:
 
 
 def _work_us(speed: Speed, shape: Shape, size: int, along: float) -> float:
-    """The longest of the steps along K that one program takes after another, the bytes and the products."""
+    """The estimated time in microseconds: the longest of one program's steps along K, the bytes, and the products."""
     return max(along, shape.elements * size / speed.bytes_per_us, shape.flops * size / 2 / speed.flops_per_us)
 
 
 def hopper_us(config: Config, spec: ProblemSpec) -> float:
-    """The warp-specialised kernel."""
+    """The estimated microseconds of the warp-specialised kernel."""
     shape = shape_of(spec)
     steps = -(-shape.deep // depth_of(spec))
     turns = max(1.0, _tiles(config, shape) / PROCESSORS)
@@ -155,7 +155,7 @@ def hopper_us(config: Config, spec: ProblemSpec) -> float:
 
 
 def rounds_us(config: Config, spec: ProblemSpec) -> float:
-    """What the ring needs for whole rounds of tiles, or for what they read through the L2 at 6 TB/s."""
+    """The microseconds of whole rounds of tiles in the ring, or of their reads through the L2 at 6 TB/s."""
     shape = shape_of(spec)
     tiles, steps = _tiles(config, shape), -(-shape.deep // depth_of(spec))
     strips = min(config.block_m, -(-shape.rows // STRIP) * STRIP)
@@ -164,7 +164,8 @@ def rounds_us(config: Config, spec: ProblemSpec) -> float:
 
 
 def pointer_us(config: Config, spec: ProblemSpec) -> float:
-    """The pointer kernel; single elements instead of 16 bytes slow it down."""
+    """The estimated microseconds of the pointer kernel, which loads of single elements instead of 16 bytes slow
+    down."""
     shape = shape_of(spec)
     turns = max(1.0, _tiles(config, shape) * config.splits / (POINTER_PROGRAMS * PROCESSORS))
     along = turns * -(-shape.deep // (POINTER_DEPTH * config.splits)) * POINTER_STEP_US
@@ -182,7 +183,7 @@ def _slowness(config: Config, spec: ProblemSpec) -> float:
 
 
 def shared_out(config: Config, spec: ProblemSpec) -> Config:
-    """The same with tiles shared out along K, as far as that fills a large GPU."""
+    """The same config with tiles split along K, as far as that fills a large GPU."""
     splits, shape = 1, shape_of(spec)
     # a large tile leaves no registers for its parts; lists share out nothing
     large = config.block_m * config.block_n > 64 * 128
@@ -198,7 +199,7 @@ ENDS = 48
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A tile, and how many us a block of K takes."""
+    """A tile, and the microseconds of a block of K in it."""
 
     config: Config
     alone: float
@@ -246,7 +247,7 @@ TURNED_COPY, TURNED_BYTES_PER_US = 5.0, 3.5e6
 
 
 def busiest_us(timed: Timed, spec: ProblemSpec) -> float:
-    """How long the multiprocessor with most tiles takes; who shares a tile also has a part of it to write and read."""
+    """The microseconds of the busiest multiprocessor. Programs that share a tile also write and read a part of it."""
     config = shared_out(timed.config, spec)
     most = -(-tiles_in(config, spec) * config.splits // PROCESSORS)
     ends = ENDS if config.splits == 1 else 2 * ENDS
@@ -256,7 +257,7 @@ def busiest_us(timed: Timed, spec: ProblemSpec) -> float:
 
 
 def ranked(tiles: tuple[Timed, ...], spec: ProblemSpec) -> list[Config]:
-    """The tiles, the briefest first."""
+    """The tiles by estimated time, the shortest first."""
     return [timed.config for timed in sorted(tiles, key=lambda timed: busiest_us(timed, spec))]
 
 
@@ -266,7 +267,7 @@ def sixty_four_bit(spec: ProblemSpec) -> list[Config]:
 
 
 def burdened(spec: ProblemSpec) -> bool:
-    """Whether addresses, a C or a function of each element take registers that half the warps do not have."""
+    """Whether addresses, a C or an activation take registers that a program with half the warps does not have."""
     operands = (spec.a, spec.b, spec.out)
     single = spec.form == "jagged_n" or any(x.align < 16 or x.order == "strided" for x in operands)
     return single or spec.c is not None or spec.activation not in (None, "relu")
@@ -281,7 +282,8 @@ def thirty_two_bit(spec: ProblemSpec) -> list[Config]:
 
 
 def _crossed(spec: ProblemSpec) -> list[Config]:
-    """As the weights lie, or turned first where the rows repay the copy. Shared tiles of turned weights never ran."""
+    """The order of weights for float32: as they are, or transposed first if there are enough rows. Split tiles never
+    read transposed weights."""
     found = ranked(CROSSED, spec)
     if not turns_weights(spec) or shared_out(TURNED.config, spec).splits > 1:
         return found
@@ -293,7 +295,7 @@ def _crossed(spec: ProblemSpec) -> list[Config]:
 
 
 def in_pieces(spec: ProblemSpec) -> bool:
-    """Whether operands can be read 16 bytes at a time: rows that start anywhere cannot."""
+    """Whether operands can be read 16 bytes at a time. Rows that start at any element cannot."""
     jagged = spec.form == "jagged_n" or (spec.form == "jagged_k" and (spec.a.order, spec.b.order) != ("col", "row"))
     return not jagged and min(spec.a.align, spec.b.align) == 16
 
@@ -331,7 +333,7 @@ def _sixteen_bit(spec: ProblemSpec) -> list[Config]:
 
 
 def heavy(spec: ProblemSpec) -> bool:
-    """Element-wise addresses or a C to read take the registers that a large tile would need."""
+    """Whether element-wise addresses, or a C to read, take the registers that a large tile needs."""
     aligned = min(spec.a.align, spec.b.align, spec.out.align) == 16 and spec.form != "jagged_n"
     return not aligned or spec.c is not None
 
@@ -345,18 +347,18 @@ def _eight_bit(spec: ProblemSpec) -> list[Config]:
 
 
 def emulated() -> list[Config]:
-    """For the interpreter, whose cost is the number of operations, not of elements."""
+    """The configs for the interpreter, whose cost is the number of operations, not of elements."""
     return [Config(block_m=64, block_n=64, block_k=64, warps=4, stages=1, width=2, programs=3)]
 
 
 def emulated_quantised(spec: ProblemSpec) -> Config:
-    """The same for quantised operands."""
+    """The configs for the interpreter with quantised operands."""
     deep = PROMOTION if foldable(spec) else finest_block(spec) or PROMOTION
     return Config("quantised", 64, 64, deep, warps=4, stages=1, width=2, programs=3)
 
 
 def _ranked(spec: ProblemSpec, large: Config, wide: Config, tall: Config, flat: Config) -> tuple[Config, ...]:
-    """The order that measurements on an H100 support (docs/notes/triton-tuning.md), by rows per group."""
+    """The order of configs by rows per group, as measured on an H100 (docs/notes/triton-tuning.md)."""
     rows = shape_of(spec).rows
     if shape_of(spec).columns <= 128:
         return tall, flat
@@ -368,7 +370,7 @@ def _ranked(spec: ProblemSpec, large: Config, wide: Config, tall: Config, flat: 
 
 
 def _narrow_first(ranked: tuple[Config, ...], spec: ProblemSpec) -> tuple[Config, ...]:
-    """Where columns of 256 would be empty for an eighth or more, those of 128 come first."""
+    """Puts tiles of 128 columns first if tiles of 256 would be empty by an eighth or more."""
     columns = shape_of(spec).columns
     if -(-columns // 256) * 256 < 1.125 * (-(-columns // 128) * 128):
         return ranked
@@ -376,7 +378,8 @@ def _narrow_first(ranked: tuple[Config, ...], spec: ProblemSpec) -> tuple[Config
 
 
 def _brief_first(ranked: tuple[Config, ...], spec: ProblemSpec) -> tuple[Config, ...]:
-    """Where programs take few tiles each, what an incomplete last round costs outweighs what a tile is good for."""
+    """Puts small tiles first if programs take few tiles each: an incomplete last round then costs more than a large
+    tile gains."""
     if tiles_in(ranked[0], spec) > 4 * PROCESSORS:
         return ranked
     brief = min(ranked, key=lambda config: rounds_us(config, spec))
@@ -386,7 +389,7 @@ def _brief_first(ranked: tuple[Config, ...], spec: ProblemSpec) -> tuple[Config,
 
 
 def hopper_candidates(spec: ProblemSpec) -> list[Config]:
-    """Configs of the warp-specialised kernel, the best guess first; empty where it cannot run."""
+    """Configs of the warp-specialised kernel, the best guess first; empty if it cannot run."""
     if spec.form == "per_group":
         return _lists(spec)
     large = Config("hopper", block_m=192, block_n=256, stages=3, warps=4)
@@ -409,7 +412,8 @@ def hopper_candidates(spec: ProblemSpec) -> list[Config]:
 
 
 def _lists(spec: ProblemSpec) -> list[Config]:
-    """Tiles of lists: large ones where they fill a GPU, dealt out where that takes several rounds; else small ones."""
+    """Tiles for lists: large ones if they fill a GPU, dealt out in turn if that takes several rounds; else small
+    ones."""
     wide = Config("hopper", block_m=128, block_n=256, stages=4, warps=4, width=4, programs=0, order="dealt")
     low = replace(wide, block_m=64, block_n=128)
     flat = replace(wide, block_n=128, stages=6)
@@ -421,21 +425,23 @@ def _lists(spec: ProblemSpec) -> list[Config]:
 
 
 def _fills(wide: Config, spec: ProblemSpec) -> bool:
-    """Whether a list has enough large tiles, and columns for them: unequal products leave a last round half empty."""
+    """Whether a list has enough large tiles, and enough columns for them. Unequal products leave a last round half
+    empty."""
     enough = MANY_TILES if spec.largest <= typical_rows(spec) else 2 * MANY_TILES
     columns = typical_columns(spec)
     return tiles_in(wide, spec) >= enough and 4 * columns >= 3 * wide.block_n * -(-columns // wide.block_n)
 
 
 def _maps_first(spec: ProblemSpec, best: Config) -> bool:
-    """Lists that large tiles fill, or small ones of a few groups: fewer are over before maps are read."""
+    """Whether to use tensor maps: for lists that large tiles fill, or small tiles of a few groups. With fewer tiles,
+    reading the maps takes longer than the work."""
     some = MANY_TILES <= tiles_in(best, spec) <= 2 * PROCESSORS and spec.groups <= 8
     return best.block_m > 64 or some
 
 
 def _uncopied(spec: ProblemSpec, tall: Config, flat: Config, pack: tuple[str, ...]) -> list[Config]:
-    """Unaligned weights through registers, by the tiles that can: the tall one reads them less often, the low one
-    takes three quarters of the time for half of the rows, which helps where one round of low tiles does it all."""
+    """Configs that pass unaligned weights through registers. The tall tile reads them less often; the low one takes
+    three quarters of the time for half of the rows, which helps if one round of low tiles is enough."""
     tiles = (tall, replace(flat, stages=6))
     if tiles_in(tall, spec) < PROCESSORS and tiles_in(flat, spec) <= PROCESSORS:
         tiles = tiles[::-1]
@@ -444,7 +450,7 @@ def _uncopied(spec: ProblemSpec, tall: Config, flat: Config, pack: tuple[str, ..
 
 
 def _few(uncopied: list[Config], spec: ProblemSpec) -> bool:
-    """Whether groups have so few rows that their weights are better shifted in every tile than copied once."""
+    """Whether groups have so few rows that shifting their weights in every tile is cheaper than copying them once."""
     shape = shape_of(spec)
     if not uncopied or shape.groups * shape.columns * shape.deep <= CHEAP_TO_COPY:
         return False
@@ -453,7 +459,7 @@ def _few(uncopied: list[Config], spec: ProblemSpec) -> bool:
 
 
 def _ordered(found: list[Config], spec: ProblemSpec) -> list[Config]:
-    """Tiles dealt out where the work is brief, else drawn; the best guess also the other way."""
+    """Tiles dealt out in turn if the work is brief, else drawn; the best guess also in the other order."""
     orders: tuple[Literal["dealt", "drawn"], ...] = ("dealt", "drawn")
     usual, other = orders if hopper_us(found[0], spec) < BRIEF_US else orders[::-1]
     return [*(replace(config, order=usual) for config in found), replace(found[0], order=other)]
@@ -472,8 +478,8 @@ def pointer_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) 
 
 
 def _roomy(spec: ProblemSpec) -> bool:
-    """Whether a gate leaves registers for 128 x 256 products: half as many results, and nothing else to read or write
-    behind the products."""
+    """Whether a gate leaves registers for 128 x 256 products: half as many results, and no other operand in the
+    epilogue."""
     fused = spec.fused
     assert fused is not None
     more = fused.preact is not None or fused.row_scale is not None or spec.bias is not None
@@ -482,7 +488,7 @@ def _roomy(spec: ProblemSpec) -> bool:
 
 
 def fused_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> list[Config]:
-    """Valid configs of the kernel of fused products, and of a plain product among steps, the best guess first.
+    """Valid configs of the fused kernel, and of a plain product among steps, the best guess first.
 
     Measured on an H200 (us, layers of Qwen3-30B and Mixtral, 4096 tokens, bfloat16):
     * Many rows: the warp-specialised kernel makes up for the steps round it. Rows picked in front of a plain product:
@@ -505,8 +511,8 @@ def fused_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) ->
 
 
 def quantised_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> list[Config]:
-    """Valid configs for quantised operands, the best guess first: the warp-specialised kernel where it takes them, but
-    for few rows, which one strip of 64 in each tile would leave to one of two warpgroups."""
+    """Valid configs for quantised operands, the best guess first: the warp-specialised kernel if it supports them,
+    except for few rows, where one of its two warpgroups would be idle."""
     fast = float8_candidates(spec) if capability[0] == 9 else []
     portable = portable_quantised(spec, capability)
     few = shape_of(spec).rows <= FEW_ROWS_OF_FLOAT8
@@ -514,7 +520,7 @@ def quantised_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)
 
 
 def float8_candidates(spec: ProblemSpec) -> list[Config]:
-    """Configs of the warp-specialised kernel for float8, the best guess first; empty where it cannot run.
+    """Configs of the warp-specialised kernel for float8, the best guess first; empty if it cannot run.
 
     Measured on an H200 (us; 8192 rows of 32 groups, K = 7168, N = 4096; in front of 192x128 by three warpgroups): with
     scales of 1x128 and 128x128, 420 by 256x128, 429 by 128x256, 562; of rows 382, 382 and 411.
@@ -528,7 +534,7 @@ def float8_candidates(spec: ProblemSpec) -> list[Config]:
 
 
 def portable_quantised(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> list[Config]:
-    """Valid configs of the kernel of any quantised operands, the best guess first. Those for few rows were measured.
+    """Valid configs of the kernel `quantised`, the best guess first. Those for few rows were measured.
 
     A tile as low as its tokens wastes no products. Few tokens wait for weights: long steps and several programs on a
     multiprocessor keep more bytes on their way. Many tokens share every weight with as many rows as registers hold
@@ -570,7 +576,8 @@ def portable_quantised(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) 
 
 
 def _few_rows(spec: ProblemSpec, low: Config, wgmma: bool) -> Config:
-    """The tile of few rows, which wait for weights: warps that wait for no others keep most bytes on their way.
+    """The tile for few rows, whose time is that of reading weights: warps that do not wait for each other keep the most
+    bytes in flight.
 
     Measured on an H200 (us; 4 rows of each of 32 groups, K = 7168, N = 4096, Triton 3.6; in front of 64 columns by four
     warps, which wgmma multiplies): float8 weights 240, 257; int8 244, 337; int4 220, 286; e2m1 279, 344. float8 on both
@@ -584,14 +591,14 @@ def _few_rows(spec: ProblemSpec, low: Config, wgmma: bool) -> Config:
 
 
 def burdened_quantised(spec: ProblemSpec) -> bool:
-    """Whether addresses, the epilogue or a number for each column and block take registers that a large tile needs."""
+    """Whether addresses, the epilogue, or scales per column and block take registers that a large tile needs."""
     scale = spec.b.scale
     columns = scale is not None and bool(scale.k) and scale.rows in (1, MIXED) and not foldable(spec)
     return heavy(spec) or columns or spec.activation not in (None, "relu")
 
 
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
-    """Valid configs for a spec on a device, the best guess first; those of the products where rows are summed."""
+    """Valid configs for a spec on a device, the best guess first; for sums of rows, those of the products."""
     spec = products_spec(spec)
     if device.type == "cpu" and spec.quantised:
         fixed = spec.batch_invariant

@@ -1,4 +1,4 @@
-"""What may be chosen for a spec: kernel, tile, pipeline depth, raster width, number of programs.
+"""The configs (kernel, tile, pipeline depth, raster width, number of programs), and which of them can run a spec.
 
 One predicate, `problem_with`, says whether a config can run a spec; candidates (see choice.py) are
 filtered by it and a config given by hand is held to it too.
@@ -54,28 +54,28 @@ class Config:
 
 
 def shared_bytes(config: Config, spec: ProblemSpec) -> int:
-    """An upper estimate of the pipeline's shared memory."""
+    """An upper bound of the pipeline's shared memory in bytes."""
     size = spec.compute.itemsize
     return config.stages * (config.block_m + config.block_n) * config.block_k * size
 
 
 def accumulator_registers(config: Config, spec: ProblemSpec) -> int:
-    """32-bit registers per thread that the accumulator takes."""
+    """The 32-bit registers per thread of the accumulator."""
     return config.block_m * config.block_n * spec.acc.itemsize // 4 // (32 * config.warps)
 
 
 def mappable(operand: OperandSpec) -> bool:
-    """Whether a tensor map can describe the operand as it lies."""
+    """Whether a tensor map can describe the operand in place."""
     return operand.align >= 16 and operand.dense and operand.order != "strided"
 
 
 def consumers(config: Config) -> int:
-    """Warpgroups that multiply in the Hopper kernel."""
+    """The number of multiplying warpgroups in the Hopper kernel."""
     return 3 if config.block_m == 3 * STRIP else 2
 
 
 def tiles_per_consumer(config: Config) -> int:
-    """Strips that one consumer holds at once."""
+    """The number of strips that one consumer holds at once."""
     return config.block_m // STRIP // consumers(config)
 
 
@@ -84,32 +84,33 @@ def is_float8(spec: ProblemSpec) -> bool:
 
 
 def piece_of(config: Config, spec: ProblemSpec) -> int:
-    """Columns of one wgmma: with three consumers, or with a block's part beside the sums, registers do not suffice for
-    256 at once."""
+    """The columns of one wgmma. With three consumers, or with a block's part besides the sums, registers do not suffice
+    for 256."""
     return min(config.block_n, 128) if consumers(config) == 3 or is_float8(spec) else config.block_n
 
 
 def part_of(config: Config, spec: ProblemSpec) -> int:
-    """Columns that one part of the epilogue takes: what the staging buffer holds, 256 bytes a row; or a consumer's."""
+    """The columns of one part of the epilogue: those that fit the staging buffer of 256 bytes per row, or a
+    consumer's."""
     narrow = config.shift_b or is_float8(spec)
     return STRIP if narrow else min(config.block_n, 256 // max(2, spec.out.dtype.itemsize))
 
 
 def depth_of(spec: ProblemSpec) -> int:
-    """Elements of K in a block of the Hopper kernel: one swizzled row of 128 bytes."""
+    """The elements of K in a block of the Hopper kernel: one swizzled row of 128 bytes."""
     return 128 // spec.compute.itemsize
 
 
 def raw_bytes(config: Config, spec: ProblemSpec) -> int:
-    """The ring of shifted weights: lines of 128 elements along n, or 128 lines of a slot more than stages along k; each
-    line has 16 bytes more."""
+    """The bytes of the ring of shifted weights: lines of 128 elements along n, or 128 lines of one slot more than
+    stages along k; each line is padded by 16 bytes."""
     return 128 * (128 * (config.stages + 1) + 16) if spec.b.order == "col" else config.stages * 64 * 272
 
 
 def hopper_shared(config: Config, spec: ProblemSpec) -> int:
-    """Shared memory of the warp-specialised kernel: the ring, and a strip of output per consumer.
+    """The shared memory of the warp-specialised kernel in bytes: the ring, and a strip of output per consumer.
 
-    Where weights are shifted there are two rings; results turn through 16 KB, and barriers take less than another.
+    For shifted weights there are two rings; results are transposed through 16 KB, and barriers take less than another.
     """
     if config.shift_b:
         return config.stages * config.block_m * 128 + raw_bytes(config, spec) + 17 * 1024
@@ -118,7 +119,7 @@ def hopper_shared(config: Config, spec: ProblemSpec) -> int:
 
 
 def shared_memory(config: Config, spec: ProblemSpec) -> int:
-    """Bytes of shared memory that a program of this config needs, at most."""
+    """An upper bound of the shared memory in bytes of a program with this config."""
     if config.kernel == "quantised":
         return quantised_shared(config, spec)
     if config.kernel != "hopper":
@@ -129,7 +130,7 @@ def shared_memory(config: Config, spec: ProblemSpec) -> int:
 
 
 def shift_b_problem(config: Config, spec: ProblemSpec) -> str:
-    """Why the weights cannot pass through registers, or ''."""
+    """Why the weights cannot pass through registers; "" if they can."""
     if spec.form != "jagged_m" or spec.compute.itemsize != 2:
         return f"{spec.form} of {spec.compute}: weights of jagged rows pass through registers, in 16 bits"
     if spec.b.order == "strided" or "b" in config.pack:
@@ -151,19 +152,19 @@ def shift_b_problem(config: Config, spec: ProblemSpec) -> str:
 
 @cache
 def thrifty() -> bool:
-    """Whether the installed Triton keeps four more warps beside a large tile in registers: 3.6 does, 3.9 spills 80 to
+    """Whether the installed Triton keeps four more warps beside a large tile in registers: 3.6 does; 3.9 spills 80 to
     120 bytes."""
     return triton_version().startswith("3.6.")
 
 
 def light(spec: ProblemSpec) -> bool:
-    """Plain results of groups that the loading warp finds with 32-bit sizes."""
+    """Whether results are plain and the loading warp can find the groups with 32-bit sizes."""
     plain = spec.bias is None and spec.activation in (None, "relu")
     return plain and spec.groups <= 256 and spec.index != torch.int64
 
 
 def hopper_problem(config: Config, spec: ProblemSpec) -> str:
-    """Why the warp-specialised kernel cannot run this spec with this config, or ''."""
+    """Why the warp-specialised kernel cannot run this spec with this config; "" if it can."""
     if spec.form == "per_group" and not spec.quantised:
         return list_problem(config, spec)
     if (config.splits, config.programs) != (1, 1):
@@ -177,7 +178,7 @@ def hopper_problem(config: Config, spec: ProblemSpec) -> str:
 
 
 def list_problem(config: Config, spec: ProblemSpec) -> str:
-    """Why the warp-specialised kernel cannot run this list with this config, or ''."""
+    """Why the warp-specialised kernel cannot run this list with this config; "" if it can."""
     if spec.groups > LIST_GROUPS or spec.c is not None or spec.bias is not None:
         return f"{spec.groups} groups, C or bias: it takes up to {LIST_GROUPS}, plain results; kernel='pointer'"
     if spec.compute not in (torch.float16, torch.bfloat16):
@@ -203,28 +204,29 @@ def list_problem(config: Config, spec: ProblemSpec) -> str:
 
 
 def list_warps(config: Config) -> int:
-    """Warps that multiply a list's tile: a warpgroup for 64 rows, else two."""
+    """The number of warps that multiply a list's tile: one warpgroup for 64 rows, else two."""
     return 4 if config.block_m == STRIP else 8
 
 
 def list_ring(config: Config) -> int:
-    """Shared memory of a list's tile: the ring, and 4 KB a warp that 16-bit results turn through, at most."""
+    """The shared memory in bytes of a list's tile: the ring, and at most 4 KB per warp through which 16-bit results are
+    transposed."""
     return config.stages * (config.block_m + config.block_n) * 128 + 4096 * list_warps(config)
 
 
 def list_shared(config: Config, spec: ProblemSpec) -> int:
-    """The same for any results: those of 32 bits take twice as much."""
+    """`list_ring` for any results: those of 32 bits take twice the staging."""
     return list_ring(config) + 4096 * list_warps(config) * (spec.out.dtype.itemsize // 4)
 
 
 def list_registers(config: Config) -> int | None:
-    """Registers of a thread, where several programs fit a multiprocessor beside each other."""
+    """The registers of a thread with which several programs fit on a multiprocessor."""
     programs = SHARED_LIMIT // list_ring(config)
     return None if programs == 1 else 65536 // (programs * 32 * (list_warps(config) + 4)) // 8 * 8
 
 
 def _kind_problem(spec: ProblemSpec) -> str:
-    """Why no config of the kernel runs this spec."""
+    """Why no config of the kernel can run this spec; "" if one may."""
     if 0 in (spec.m, spec.n, spec.k) or spec.total > 2**30:
         return f"m={spec.m} n={spec.n} k={spec.k} T<={spec.total}: tensor maps need 1 to 2^30 rows and columns"
     if spec.compute not in (torch.float16, torch.bfloat16) and not is_tf32(spec):
@@ -239,17 +241,17 @@ def is_tf32(spec: ProblemSpec) -> bool:
 
 
 def crossed(spec: ProblemSpec) -> bool:
-    """float32 without tensor cores, weights along k: threads read columns of them that lie in the same banks."""
+    """Whether float32 on plain cores has weights along k: threads then read columns from the same memory banks."""
     return spec.compute == torch.float32 and spec.precision != "tf32" and spec.b.order == "col"
 
 
 def turns_weights(spec: ProblemSpec) -> bool:
-    """Whether the pointer kernel may have its weights copied first, so that they lie across k."""
+    """Whether the pointer kernel may have its weights copied first, so that they are contiguous across k."""
     return crossed(spec) and spec.form in ("jagged_m", "batched", "masked") and spec.fused is None
 
 
 def _maps_problem(config: Config, spec: ProblemSpec) -> str:
-    """Which operand no tensor map brings in the order that the kernel multiplies in, and why."""
+    """Which operand no tensor map can deliver in the order in which the kernel multiplies, and why."""
     for name, x in (("a", spec.a), ("b", spec.b)):
         if name in config.pack or (config.shift_b and name == "b"):
             continue
@@ -289,7 +291,7 @@ def _ring_problem(config: Config, spec: ProblemSpec) -> str:
 
 
 def float8_problem(config: Config, spec: ProblemSpec) -> str:
-    """Why the warp-specialised kernel does not take these quantised operands, or ''."""
+    """Why the warp-specialised kernel cannot run these quantised operands; "" if it can."""
     if not is_float8(spec) or spec.form in ("per_group", "jagged_k"):
         kind = f"{spec.form} of {spec.a.dtype} x {spec.b.dtype}"
         return f"{kind}: kernel='hopper' multiplies stacks and jagged rows of float8"
@@ -326,19 +328,19 @@ INVARIANT_TILE = (64, 64, 4)
 
 
 def swapped(config: Config) -> bool:
-    """Whether weights stand on the side of the instruction that takes 64 rows, for few tokens."""
+    """Whether weights are on the side of the instruction that is 64 wide, for few tokens."""
     return config.block_m < NARROW
 
 
 def finest_block(spec: ProblemSpec) -> int:
-    """The least of K that one number of any scale covers, among 32, 64 and 128; 0 where none is cut along K."""
+    """The smallest part of K that one entry of any scale covers, among 32, 64 and 128; 0 if none is divided along K."""
     blocks = [x.scale.k for x in (spec.a, spec.b) if x.scale is not None and x.scale.k]
     return 32 if MIXED in blocks else min(blocks, default=0)
 
 
 def foldable(spec: ProblemSpec) -> bool:
-    """Whether weights may be multiplied by their scales in registers: one rounding to bfloat16 is allowed, one to
-    float16 where the scale has no more digits and no wider range."""
+    """Whether scales may multiply the weights in registers: one rounding to bfloat16 is allowed, and one to float16 if
+    the scale has no more digits and no wider range."""
     scale = spec.b.scale
     if spec.quantised != "weights" or scale is None or scale.k not in (32, 64):
         return False
@@ -346,12 +348,13 @@ def foldable(spec: ProblemSpec) -> bool:
 
 
 def folded(config: Config, spec: ProblemSpec) -> bool:
-    """Whether a step along K is longer than a block of the weights' scales, which are then multiplied in registers."""
+    """Whether a step along K is longer than a block of the weights' scales, which then multiply weights in
+    registers."""
     return foldable(spec) and config.block_k > finest_block(spec)
 
 
 def quantised_shared(config: Config, spec: ProblemSpec) -> int:
-    """An upper estimate: the pipeline, a converted block of each operand, and results on their way to memory."""
+    """An upper bound in bytes: the pipeline, a converted block of each operand, and staged results."""
     m, n, k = config.block_m, config.block_n, config.block_k
     held = m * k * spec.a.dtype.itemsize + (n * k // 2 if spec.b.packed else n * k)
     numbers = 4 * (m + n * (k // finest_block(spec) if folded(config, spec) else 1))
@@ -363,15 +366,15 @@ FEWEST_REGISTERS = 112
 
 
 def quantised_registers(config: Config) -> int | None:
-    """Registers of a thread with which as many programs as are launched lie beside each other; None where they would
-    not suffice, or where there are no more."""
+    """The registers of a thread with which the launched programs fit beside each other; None if they would not suffice,
+    or if there are no more."""
     each = 65536 // (config.programs * 32 * config.warps) // 8 * 8 if config.programs else 256
     needed = 2 * config.block_m * config.block_n // (32 * config.warps) + FEWEST_REGISTERS
     return each if needed <= each <= 248 else None
 
 
 def quantised_problem(config: Config, spec: ProblemSpec) -> str:
-    """Why the kernel of quantised operands cannot run this spec with this config, or ''."""
+    """Why the kernel of quantised operands cannot run this spec with this config; "" if it can."""
     if config.pack or config.shift_b or config.splits != 1:
         return (
             f"pack={config.pack}, shift_b={config.shift_b}, splits={config.splits}: quantised operands are read as "
@@ -398,7 +401,8 @@ def quantised_problem(config: Config, spec: ProblemSpec) -> str:
 
 
 def invariant_depth(spec: ProblemSpec) -> int:
-    """K of a step of batch-invariant problems: a whole block, so that one block is summed like all of a short K."""
+    """K of a step of batch-invariant problems: always a whole block, so that a short K is summed like a part of a long
+    one."""
     return finest_block(spec) or PROMOTION
 
 
@@ -408,7 +412,7 @@ LIMITS = {"stages": (1, 32), "width": (1, 4096), "programs": (0, 64)}
 
 
 def value_problem(config: Config) -> str:
-    """Which value of a config makes no sense with any spec, or '': a config may be written by hand."""
+    """Which value of a config, which a user may have written, is invalid for every spec; "" if none is."""
     for name, known in CHOICES.items():
         if (value := getattr(config, name)) not in known:
             return f"{name}={value!r} is none of {', '.join(map(repr, known))}"
@@ -420,7 +424,8 @@ def value_problem(config: Config) -> str:
 
 
 def fused_problem(config: Config, spec: ProblemSpec) -> str:
-    """Why no kernel of fused products has this config, or ''. The warp-specialised one forms a product among steps."""
+    """Why no fused kernel has this config; "" if one does. The warp-specialised kernel computes a product among
+    steps."""
     if config.kernel == "hopper":
         if spec.batch_invariant and needs_finish(spec):
             return "batch_invariant=True: a gate in a step of its own rounds unlike one inside of kernel='pointer'"
@@ -436,7 +441,7 @@ def fused_problem(config: Config, spec: ProblemSpec) -> str:
 
 
 def problem_with(config: Config, spec: ProblemSpec) -> str:
-    """Why this config cannot run this spec, or ''."""
+    """Why this config cannot run this spec; "" if it can."""
     if reason := value_problem(config):
         return reason
     spec = products_spec(spec)
@@ -458,7 +463,7 @@ def _tensor_unit(config: Config) -> Literal["mma.sync", "wgmma"]:
 
 
 def summation_of(config: Config, spec: ProblemSpec) -> Summation:
-    """How a config sums. In the pointer kernel mma.sync stands for either instruction, between which Triton chooses."""
+    """How a config sums. For the pointer kernel mma.sync stands for both instructions between which Triton chooses."""
     if spec.compute == torch.int8:
         return INTEGERS
     if spec.quantised:
@@ -470,20 +475,20 @@ def summation_of(config: Config, spec: ProblemSpec) -> Summation:
 
 
 def variance(config: Config, spec: ProblemSpec) -> str:
-    """Why a config that runs a problem has not the bits that batch invariance demands, or ''."""
+    """Why a config does not have the bits that batch invariance demands; "" if it does."""
     if not spec.batch_invariant:
         return ""
     return difference(summation_of(config, spec), summation_of(INVARIANT, spec), (9, 0))
 
 
 def one_instruction(spec: ProblemSpec, capability: tuple[int, int]) -> bool:
-    """Whether tiles of all sizes are multiplied by one instruction on such a GPU, or by instructions that sum alike."""
+    """Whether tiles of all sizes use one instruction on such a GPU, or instructions that sum alike."""
     on_tensor_cores = summation_of(INVARIANT, spec).unit == "mma.sync" and not spec.quantised
     return not on_tensor_cores or capability[0] < 9 or capability in ALIKE
 
 
 def pointer_problem(config: Config, spec: ProblemSpec) -> str:
-    """Why the pointer kernel cannot run this spec with this config, or ''."""
+    """Why the pointer kernel cannot run this spec with this config; "" if it can."""
     if config.shift_b or (config.pack and not (config.pack == ("b",) and turns_weights(spec))):
         return (
             f"pack={config.pack}, shift_b={config.shift_b}: the pointer kernel reads operands as they lie, or packs "

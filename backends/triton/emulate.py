@@ -1,7 +1,7 @@
-"""The pointer kernel in Triton's interpreter, on CPU tensors: the same source, without a GPU.
+"""Runs the pointer kernel in Triton's interpreter on CPU tensors: the same source, without a GPU.
 
-The interpreter replaces Triton's operators when the library is imported, so the switch has to be
-set before that; `support` refuses with a reason where it is too late.
+The interpreter replaces Triton's operators when the library is imported, so MULTIGEMM_EMULATE must be set before that;
+`support` refuses with a reason if it is too late.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _kernels() -> tuple[Any, Any, Any]:
 
 
 def _tensors(ops: Operands, table: npt.NDArray[np.int64] | None) -> dict[str, Tensor]:
-    """Operands by argument name; where there is none, an empty tensor of the right type."""
+    """The operands by argument name; an absent one is an empty tensor of the right type."""
     spec, listed = ops.spec, ops.spec.form == "per_group"
 
     def one(value: Tensor | list[Tensor] | None, dtype: torch.dtype) -> Tensor:
@@ -98,13 +98,13 @@ def _tensors(ops: Operands, table: npt.NDArray[np.int64] | None) -> dict[str, Te
 
 
 def space_of(ops: Operands, places: int, config: Config) -> dict[str, Tensor]:
-    """Where programs that share a tile leave their parts and count themselves."""
+    """The memory in which programs that share a tile leave their parts and count themselves."""
     places = places if config.splits > 1 else 0
     return {"partials": parts_of(ops, places, config), "arrived": torch.zeros(places, dtype=torch.int32)}
 
 
 def _bind_few(ops: Operands, config: Config, groups: list[tuple[int, ...]], tiles: int) -> Launch:
-    """Interprets the kernel whose argument is the list: addresses become tensors again."""
+    """Interprets the kernel whose argument is the list, with addresses turned into tensors."""
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.language as tl
 
@@ -139,7 +139,7 @@ def bind_emulated(ops: Operands, config: Config) -> Launch:
 
 
 def _bind_quantised(ops: Operands, config: Config) -> Launch:
-    """Interprets the kernel of quantised operands; bytes and codes of scales are uint8 there."""
+    """Interprets the kernel of quantised operands, with bytes and codes of scales as uint8."""
     os.environ["TRITON_INTERPRET"] = "1"
     from multigemm.backends.triton.kernels.quantised import quantised_kernel
     from multigemm.backends.triton.kernels.schedule import write_prefix
@@ -169,7 +169,7 @@ def _bind_quantised(ops: Operands, config: Config) -> Launch:
 
 
 def _absent(kind: str) -> Tensor:
-    """What stands for an operand that a problem does not have: of a type as the signature of a kernel names it."""
+    """A placeholder for an absent operand, of the type in the kernel's signature."""
     return torch.empty(1, dtype=next(dtype for dtype, name in TYPES.items() if kind == "*" + name))
 
 

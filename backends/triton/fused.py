@@ -1,8 +1,8 @@
-"""Fused problems: their sources, and how a problem's data is bound to compiled code.
+"""Fused problems: their kernels' sources, and the binding of a problem's data.
 
-Rows picked by index, gates, `preact_out` and `row_scale` are parts of one kernel that takes any form. Rows are
-summed by a kernel behind the products, which are a problem of their own that any kernel may take: rows in the operands'
-dtype, in memory of the launch. Where `out_rows` says who goes where, the places are sorted first.
+Rows picked by index, gates, `preact_out` and `row_scale` are parts of one kernel that takes any form. Rows are summed
+by a second kernel after the products. The products are a problem of their own, which any kernel may solve: rows in the
+operands' dtype, in memory of the launch. For `out_rows` the destinations are sorted first.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ UNROLLED_TERMS = 16
 
 
 def bits(x: float) -> int:
-    """A number as the bits of a float64."""
+    """The bits of a number as a float64."""
     return int(np.float64(x).view(np.int64))
 
 
@@ -73,13 +73,13 @@ def bits(x: float) -> int:
 
 
 def view_of_result(ops: Operands) -> Packed:
-    """The formula of a problem: extents are those of tokens, and n is that of the result. Of a list `NO_VIEW`."""
+    """The address formula of a problem: extents count tokens, and n is that of the result. `NO_VIEW` for a list."""
     shape = view_of_tokens(ops)
     return shape if shape is NO_VIEW else replace(shape, n=columns_of(ops.spec, shape.n))
 
 
 def table_of(ops: Operands) -> npt.NDArray[np.int64]:
-    """A row for each product of a list, as `view_of_result` has the extents."""
+    """A table row for each product of a list, with the extents of `view_of_result`."""
     table = group_table(ops)
     table[:, TABLE.N] = [columns_of(ops.spec, n) for n in table[:, TABLE.N]]
     for g, preact in enumerate(cast(Fused, ops.fused).preacts()):
@@ -93,7 +93,7 @@ def _preact_of(spec: ProblemSpec) -> OperandSpec:
 
 
 def fused_types(spec: ProblemSpec) -> dict[str, str]:
-    """The types of the arguments, in the order in which the kernel takes them."""
+    """The types of the arguments, in the kernel's order."""
     fused, types = cast(FusedSpec, spec.fused), argument_types(spec)
     pointers = {name: types.pop(name) for name in ("a", "b", "c", "out", "bias", "ends", "table", "prefix")}
     pointers["preact"] = "*" + TYPES[_preact_of(spec).dtype]
@@ -107,7 +107,7 @@ def fused_types(spec: ProblemSpec) -> dict[str, str]:
 
 
 def fused_constants(spec: ProblemSpec, config: Config, chunk: int = CHUNK, early: bool = False) -> dict[str, Any]:
-    """The constexpr arguments. `early`: launched before the launch ahead is over, for which the kernel waits."""
+    """The constexpr arguments. `early`: the kernel is launched before its predecessor is over, and waits for it."""
     fused, preact = cast(FusedSpec, spec.fused), _preact_of(spec)
     found = {name: x for name, x in constants(spec, config, 1, chunk).items() if name not in NOT_HERE}
     return found | {
@@ -128,7 +128,7 @@ def fused_constants(spec: ProblemSpec, config: Config, chunk: int = CHUNK, early
 
 
 def _hints(spec: ProblemSpec) -> tuple[tuple[str, int], ...]:
-    """As `generic.hints`; n is that of the result."""
+    """`generic.hints`, with n of the result."""
     n = None if spec.n is None else columns_of(spec, spec.n)
     found, preact = dict(hints(replace(spec, n=n))), _preact_of(spec)
     if spec.form != "per_group":
@@ -150,7 +150,7 @@ def fused_source(spec: ProblemSpec, config: Config, chunk: int = CHUNK, early: b
 
 
 def result_tile(spec: ProblemSpec, config: Config) -> Config:
-    """The config as the scheduler sees it: columns of the result in a tile."""
+    """The config as the scheduler sees it, with the result's columns of a tile."""
     return replace(config, block_n=columns_of(spec, config.block_n))
 
 
@@ -161,7 +161,7 @@ def fused_sources(spec: ProblemSpec, config: Config, early: bool = False) -> dic
 
 
 def most_tiles(ops: Operands, shape: Packed, config: Config) -> int:
-    """At most this many tiles, without knowing device sizes."""
+    """An upper bound of the number of tiles, without knowing sizes on the device."""
     rows, columns = config.block_m, columns_of(ops.spec, config.block_n)
     if ops.spec.form != "per_group":
         return most_packed_tiles(shape.jagged, shape.groups, shape.m, shape.n, rows, columns)
@@ -170,7 +170,7 @@ def most_tiles(ops: Operands, shape: Packed, config: Config) -> int:
 
 
 def fused_tensors(ops: Operands) -> dict[str, Tensor | None]:
-    """The operands of this kernel that the generic one has not, by argument name."""
+    """The operands that this kernel has and the generic one has not, by argument name."""
     fused = cast(Fused, ops.fused)
     preact = fused.preact if isinstance(fused.preact, Tensor) else None
     rows = (None if x is None else x.values for x in (fused.a_rows, fused.b_rows))
@@ -178,7 +178,7 @@ def fused_tensors(ops: Operands) -> dict[str, Tensor | None]:
 
 
 def fused_numbers(ops: Operands, shape: Packed) -> list[int]:
-    """The arguments behind the pointers."""
+    """The arguments after the pointers."""
     fused, gate, axes = cast(Fused, ops.fused), cast(Fused, ops.fused).gate, {"m": (0, 0), "k": (1, 0), "n": (0, 1)}
     extents = numbers(ops, shape, ops.spec.groups, 0)
     del extents[5]  # places
@@ -211,7 +211,7 @@ class FusedPlan:
         self._count = load(sources["prefix"], index) if counted else None
 
     def bind(self, ops: Operands) -> Launch:
-        """Lays out the arguments of one problem; the tiles of many groups are counted before."""
+        """Lays out the arguments of one problem. For many groups a kernel counts the tiles first."""
         shape, groups, listed = view_of_result(ops), ops.spec.groups, ops.spec.form == "per_group"
         table = to_device(table_of(ops), ops.device) if listed else None
         prefix = None if self._count is None else torch.empty(groups, dtype=torch.int32, device=ops.device)
@@ -234,7 +234,7 @@ class FusedPlan:
 
 
 def sum_types(spec: ProblemSpec, sums: bool) -> dict[str, str]:
-    """The types of the arguments; `sums`: whether the launch before has read sizes instead of ends."""
+    """The types of the arguments. `sums`: the preceding launch read sizes instead of ends."""
     fused = cast(FusedSpec, spec.fused)
     pointers = {
         "y": products_spec(spec).out.dtype,
@@ -252,7 +252,7 @@ def sum_types(spec: ProblemSpec, sums: bool) -> dict[str, str]:
 
 
 def sum_constants(spec: ProblemSpec, sums: bool, early: bool = False) -> dict[str, Any]:
-    """The constexpr arguments; `early` as in `fused_constants`."""
+    """The constexpr arguments. `early` as in `fused_constants`."""
     fused = cast(FusedSpec, spec.fused)
     wide = 1 << max(4, (columns_of(spec, cast(int, spec.n)) - 1).bit_length())
     return {
@@ -287,14 +287,14 @@ def sum_source(spec: ProblemSpec, sums: bool, early: bool = False) -> KernelSour
 
 
 def sum_operands(ops: Operands, rows: Tensor, index: Tensor, order: Tensor | None) -> dict[str, Tensor | None]:
-    """The tensors that a sum of rows reads and writes, but for what cuts the groups."""
+    """The tensors that a sum of rows reads and writes, except for the groups' boundaries."""
     c = cast("Tensor | None", ops.c)
     return {"y": rows, "out": cast(Tensor, ops.out), "c": c, "ends": None, "index": index,
             "weights": cast(Fused, ops.fused).weights, "order": order}  # fmt: skip
 
 
 def sum_numbers(ops: Operands, tokens: int) -> list[int]:
-    """The arguments behind the pointers."""
+    """The arguments after the pointers."""
     out, c = strides_of(cast(Tensor, ops.out)), ABSENT if ops.c is None else strides_of(cast(Tensor, ops.c))
     rows, columns = cast(Tensor, ops.out).shape
     extents = [tokens, columns, rows, ops.spec.groups, int(ops.head)]
@@ -302,13 +302,13 @@ def sum_numbers(ops: Operands, tokens: int) -> list[int]:
 
 
 def sum_grid(spec: ProblemSpec, ops: Operands) -> int:
-    """A program for each row and block of columns of the result."""
+    """The grid: a program for each row and block of columns of the result."""
     rows, columns = cast(Tensor, ops.out).shape
     return rows * tiles_of(columns, cast(int, sum_constants(spec, False)["BLOCK"]))
 
 
 class SumPlan:
-    """The kernel that sums rows, behind a recipe that makes them."""
+    """The kernel that sums rows, after a recipe that makes them."""
 
     __slots__ = ("_early", "_inner", "_kernel", "_sums")
 
@@ -333,7 +333,7 @@ class SumPlan:
 
 
 def plan_fused(spec: ProblemSpec, config: Config, index: int, why: str, plan: Callable[..., Recipe]) -> Recipe:
-    """Compiles (or loads) the kernels of a fused problem; `plan` makes the recipe of plain products."""
+    """Compiles (or loads) the kernels of a fused problem. `plan` makes the recipe of plain products."""
     products = products_spec(spec)
     if products.fused is not None and config.kernel == "hopper":
         return plan_in_steps(spec, plan(product_spec(spec), config, index, why), index)

@@ -1,4 +1,4 @@
-"""The kernel that takes any packed problem: its sources, and how a problem's data is bound to compiled code.
+"""The kernel for any packed problem: its sources, and the binding of a problem's data.
 
 Compile-time classes: dtypes, operand order, alignment, whether K fills whole blocks, the epilogue's
 shape. Everything else (sizes, strides, addresses, group counts, alpha, beta) is an argument.
@@ -56,12 +56,12 @@ UNIFORM = ("batched", "jagged_k")
 
 
 def uniform(spec: ProblemSpec) -> bool:
-    """Every group has the same number of tiles, so a tile's group is a division."""
+    """Whether every group has the same number of tiles, so that a tile's group follows by division."""
     return spec.form in UNIFORM or (spec.form == "masked" and spec.zero_unowned)
 
 
 def sums_sizes(spec: ProblemSpec) -> bool:
-    """Whether the kernel sums sizes on the device up by itself, so that no launch has to write ends first."""
+    """Whether the kernel itself sums sizes on the device, so that no launch has to write ends first."""
     return spec.sizes is not None and spec.groups <= CHUNK
 
 
@@ -83,7 +83,7 @@ def argument_types(spec: ProblemSpec) -> dict[str, str]:
 
 
 def hints(spec: ProblemSpec) -> tuple[tuple[str, int], ...]:
-    """What the compiler may assume: addresses and strides that the spec's alignment classes promise."""
+    """What the compiler may assume of addresses and strides, by the spec's alignment classes."""
     found: list[tuple[str, int]] = []
     for name, operand in (("a", spec.a), ("b", spec.b), ("out", spec.out)):
         if spec.form != "per_group":
@@ -97,27 +97,27 @@ def hints(spec: ProblemSpec) -> tuple[tuple[str, int], ...]:
 
 
 def even_k(spec: ProblemSpec, config: Config) -> bool:
-    """K fills whole blocks in every group, so that no load needs a mask along K."""
+    """Whether K is a multiple of the block in every group, so that no load needs a mask along K."""
     return spec.form not in ("per_group", "jagged_k") and bool(spec.k) and cast(int, spec.k) % config.block_k == 0
 
 
 def multiple_of(spec: ProblemSpec) -> int:
-    """Elements in 16 bytes, the widest access."""
+    """The number of elements in 16 bytes, the widest access."""
     return max(1, 16 // spec.compute.itemsize)
 
 
 def chunks(spec: ProblemSpec, config: Config) -> tuple[int, ...]:
-    """The numbers of groups at once that kernels are compiled for: all that a problem of this spec may need."""
+    """The chunk sizes for which kernels are compiled: all that a problem of this spec may need."""
     return (CHUNK, FEW) if config.programs == 0 and not uniform(spec) else (CHUNK,)
 
 
 def chunk_of(spec: ProblemSpec, config: Config) -> int:
-    """How many groups the kernel counts at once."""
+    """The number of groups that the kernel counts at once."""
     return FEW if spec.groups <= FEW and FEW in chunks(spec, config) else CHUNK
 
 
 def constants(spec: ProblemSpec, config: Config, multiple: int = 1, chunk: int = CHUNK) -> dict[str, Any]:
-    """The constexpr arguments of the pointer kernel; `multiple` speaks of the extents of lists."""
+    """The constexpr arguments of the pointer kernel. `multiple` is a divisor of the extents of lists."""
     return {
         "FORM": spec.form,
         "BM": config.block_m,
@@ -165,7 +165,7 @@ def prefix_constants(spec: ProblemSpec, config: Config) -> dict[str, Any]:
 
 
 def prefix_source(spec: ProblemSpec, config: Config) -> KernelSource:
-    """The kernel that counts tiles of more groups than one vector holds."""
+    """The kernel that counts the tiles of more groups than one vector holds."""
     types = argument_types(spec)
     names = ("prefix", "ends", "table", "m", "n", "groups", "head")
     return KernelSource(
@@ -177,7 +177,7 @@ def prefix_source(spec: ProblemSpec, config: Config) -> KernelSource:
 
 
 def generic_sources(spec: ProblemSpec, config: Config) -> dict[str, KernelSource]:
-    """The kernels of a plan: the main one for few groups and for many, copies, and the one that counts tiles."""
+    """The kernels of a plan: the main one for few and for many groups, copies, and the one that counts tiles."""
     seen = packed_spec(spec, config)
     found = {f"main {chunk}": pointer_source(seen, config, chunk=chunk) for chunk in chunks(spec, config)}
     found |= {f"pack {name}": pack_source(getattr(spec, name), name, spec) for name in config.pack}
@@ -185,14 +185,14 @@ def generic_sources(spec: ProblemSpec, config: Config) -> dict[str, KernelSource
 
 
 def bits_of(value: float, spec: ProblemSpec) -> int:
-    """alpha and beta as 64 bits: of a float64, or an integer for int8."""
+    """alpha and beta as 64 bits: of a float64, or of an integer for int8."""
     if spec.acc == torch.int32:
         return int(value)
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
 def group_sizes(ops: Operands, sums: bool) -> Tensor | None:
-    """The device array that the scheduler reads: ends, the valid rows of the masked form, or sizes that it sums up."""
+    """The device array that the scheduler reads: ends, the valid rows of the masked form, or sizes that it sums."""
     compiled = ops.spec.sizes if sums else ops.spec.index
     sizes = ops.sizes if sums else ops.valid_rows if ops.spec.form == "masked" else ops.ends
     if sizes is not None and sizes.dtype != compiled:
@@ -201,13 +201,13 @@ def group_sizes(ops: Operands, sums: bool) -> Tensor | None:
 
 
 def sizes_address(ops: Operands, sums: bool) -> int:
-    """Where that array lies."""
+    """The address of that array."""
     name = "sizes" if sums else "valid_rows" if ops.spec.form == "masked" else "ends"
     return address_of(group_sizes(ops, sums), name)
 
 
 def numbers(ops: Operands, shape: Packed, groups: int, places: int) -> list[int]:
-    """The arguments that are EXTENTS, and those that are STRIDES; `places`: tiles that programs share."""
+    """The arguments EXTENTS and STRIDES. `places`: the number of tiles that programs share."""
     a, b, c, out, bias = shape.a, shape.b, shape.c or ABSENT, shape.out, shape.bias or ABSENT
     alpha, beta = bits_of(ops.alpha, ops.spec), bits_of(ops.beta, ops.spec)
     return [shape.m, shape.n, shape.k, groups, int(ops.head), places,
@@ -216,18 +216,18 @@ def numbers(ops: Operands, shape: Packed, groups: int, places: int) -> list[int]
 
 
 def most_tiles_of(shape: Packed, rows: int, config: Config) -> int:
-    """At most this many tiles where there are so many rows, without knowing device sizes."""
+    """An upper bound of the number of tiles with this many rows, without knowing sizes on the device."""
     return most_packed_tiles(shape.jagged, shape.groups, rows, shape.n, config.block_m, config.block_n)
 
 
 def programs(tiles: int, config: Config, available: int) -> int:
-    """The size of the grid; at least one program, which writes what no group owns."""
+    """The size of the grid: at least one program, which zeroes what no group owns."""
     work = tiles * config.splits
     return max(1, min(work, config.programs * available) if config.programs else work)
 
 
 def parts_of(ops: Operands, places: int, config: Config) -> Tensor:
-    """Where programs that share a tile leave their parts, for so many tiles."""
+    """The memory for the parts of tiles that programs share."""
     shape = (places, config.splits, config.block_m, config.block_n)
     return torch.empty(shape, dtype=ops.spec.acc, device=ops.device)
 
@@ -236,7 +236,8 @@ def bind_main(
     kernel: TritonKernel, ops: Operands, shape: Packed, config: Config, tiles: int, groups: int, *,
     sizes: int = 0, table: int = 0, prefix: int = 0, keep: tuple[object, ...] = (),
 ) -> BoundKernel:  # fmt: skip
-    """The launch of the main kernel for at most so many tiles; programs that share one get memory for their parts."""
+    """The launch of the main kernel for at most this many tiles. Programs that share a tile get memory for their
+    parts."""
     c, bias, grid = shape.c or ABSENT, shape.bias or ABSENT, programs(tiles, config, processors(kernel.index))
     data = [shape.a.ptr, shape.b.ptr, c.ptr, shape.out.ptr, bias.ptr, sizes, table, prefix]
     if config.splits == 1:
@@ -255,7 +256,7 @@ def bind_counted(
     count: TritonKernel, main: TritonKernel, ops: Operands, shape: Packed, config: Config, tiles: int, *,
     sizes: int = 0, table: int = 0, keep: tuple[object, ...] = (),
 ) -> LaunchSequence:  # fmt: skip
-    """The main kernel's launch behind one that counts the tiles of more groups than it counts at once."""
+    """The launch of the main kernel after one that counts tiles, for more groups than it counts at once."""
     groups = ops.spec.groups
     prefix = torch.empty(groups, dtype=torch.int32, device=ops.device)
     values = [prefix.data_ptr(), sizes, table, shape.m, shape.n, groups, int(ops.head)]
@@ -268,10 +269,10 @@ def bind_counted(
 
 
 def packed_order(spec: ProblemSpec, name: str) -> Order:
-    """How a copied operand lies: as before where the kernel takes that, which makes the copy a straight one.
+    """The order of a copied operand: unchanged if the kernel reads it, which makes the copy a straight one.
 
-    Jagged directions must run across the rows in memory; weights may lie either way. tf32 is multiplied
-    along memory only, float32 across the weights' k only.
+    Jagged directions must run across the rows in memory; weights may lie either way. tf32 is multiplied along memory
+    only, float32 across the weights' k only.
     """
     if spec.compute == torch.float32:
         return "col" if name == "b" and is_tf32(spec) else "row"
@@ -305,18 +306,19 @@ def pack_source(operand: OperandSpec, name: str, spec: ProblemSpec) -> KernelSou
 
 
 def line_of(columns: int, size: int) -> int:
-    """Elements from row to row of a copy: whole lines of 128 bytes, which are read at once, or pieces of 16."""
+    """The elements from row to row of a copy: whole lines of 128 bytes, which are read at once, or multiples of 16
+    bytes."""
     whole = 128 // size if columns >= 256 else 8
     return -(-columns // whole) * whole
 
 
 def after_copies(config: Config) -> str:
-    """What a plan's name says of them."""
+    """The part of a plan's kernel name that mentions copies."""
     return f", after a copy of {' and '.join(config.pack)} into aligned rows" if config.pack else ""
 
 
 class OperandCopy:
-    """Brings an operand into aligned rows before the main kernel reads it.
+    """Copies an operand into aligned rows for the main kernel.
 
     An operand that the kernel wants as "col" is copied as its transpose, row by row.
     """
@@ -328,7 +330,7 @@ class OperandCopy:
         self._turned, self._dtype = packed_order(spec, name) == "col", getattr(spec, name).dtype
 
     def bind(self, shape: Packed, device: torch.device) -> tuple[Packed, BoundKernel | None]:
-        """Where the kernel finds operands after the copy, and the copy; None for an operand without elements."""
+        """The operands' addresses after the copy, and the launch of the copy; None for an operand without elements."""
         x: Strided = getattr(shape, self.name)
         groups = shape.groups if x.group else 1
         rows, columns = (shape.m, shape.k) if self.name == "a" else (shape.k, shape.n)

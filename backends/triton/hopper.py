@@ -60,7 +60,7 @@ def _turn(operand: OperandSpec) -> OperandSpec:
 
 
 def canonical(spec: ProblemSpec) -> ProblemSpec:
-    """jagged_n as jagged_m of the transposed problem; other forms as they are."""
+    """The spec of jagged_n as jagged_m of the transposed problem; other forms unchanged."""
     if spec.form != "jagged_n":
         return spec
     c = None if spec.c is None else _turn(spec.c)
@@ -72,7 +72,7 @@ def _turned(x: Strided | None) -> Strided | None:
 
 
 def canonical_shape(shape: Packed) -> Packed:
-    """The same for addresses: operands change places, rows and columns too."""
+    """`canonical` for addresses: operands change places, and so do rows and columns."""
     if shape.jagged != "n":
         return shape
     a, b, out = cast(Strided, _turned(shape.b)), cast(Strided, _turned(shape.a)), cast(Strided, _turned(shape.out))
@@ -80,7 +80,7 @@ def canonical_shape(shape: Packed) -> Packed:
 
 
 def cut_of(spec: ProblemSpec) -> str:
-    """How the kernel cuts work into tiles."""
+    """How the kernel divides work into tiles."""
     return {"jagged_m": "rows", "masked": "rows", "jagged_k": "k"}.get(spec.form, "batched")
 
 
@@ -98,44 +98,45 @@ def store_of(spec: ProblemSpec) -> str:
 
 
 def stores_late(spec: ProblemSpec, config: Config) -> bool:
-    """Whether a tile is stored while the next one multiplies: its result waits in registers that must be free."""
+    """Whether a tile is stored while the next one is multiplied, which needs registers for its result."""
     plain = spec.c is None and spec.bias is None and spec.activation != "gelu"
     kept = piece_of(config, spec) * spec.out.dtype.itemsize
     return store_of(spec) == "tma" and plain and kept <= 512
 
 
 def searchable(config: Config) -> int:
-    """Groups whose sizes the loading warp can hold, and search by itself; three consumers leave it fewer registers."""
+    """The number of groups whose sizes the loading warp can hold and search. With three consumers it has fewer
+    registers."""
     return 128 if consumers(config) == 3 else 256
 
 
 def searched(spec: ProblemSpec, config: Config) -> bool:
-    """Whether the kernel finds its rows by itself: few groups."""
+    """Whether the loading warp finds its rows itself: for few groups."""
     return cut_of(spec) == "rows" and spec.groups <= searchable(config)
 
 
 def sums_sizes(spec: ProblemSpec, config: Config) -> bool:
-    """As `generic.sums_sizes`, for what the loading warp holds; the generic kernel then does as well."""
+    """`generic.sums_sizes` for as many groups as the loading warp holds; the generic kernel then sums too."""
     return spec.sizes is not None and cut_of(spec) != "batched" and spec.groups <= searchable(config)
 
 
 def listed(spec: ProblemSpec, config: Config) -> bool:
-    """Whether a small kernel runs first, to list the tile rows."""
+    """Whether a small kernel runs first to list the tile rows."""
     return cut_of(spec) == "rows" and not searched(spec, config)
 
 
 def drawn(spec: ProblemSpec, config: Config) -> bool:
-    """Whether tiles are drawn from a counter. Those of a batch are all alike: they are dealt out."""
+    """Whether tiles are drawn from a counter. Those of a batch are all alike and are dealt out in turn."""
     return config.order == "drawn" and cut_of(spec) != "batched"
 
 
 def start_multiple(spec: ProblemSpec) -> int:
-    """Tiles of column-major rows start at multiples of 16 bytes: a copy may not start in between."""
+    """The multiple at which tiles of column-major rows start: 16 bytes, because a copy cannot start in between."""
     return 16 // spec.a.dtype.itemsize if cut_of(spec) == "rows" and spec.a.order == "col" else 1
 
 
 def boxes(spec: ProblemSpec, config: Config) -> dict[str, tuple[int, ...]]:
-    """The box that one copy moves, per operand, outermost first."""
+    """The box of one copy per operand, outermost dimension first."""
     columns, deep = piece_of(config, spec), depth_of(spec)
     out = (1, 1, STRIP, part_of(config, spec))
     if spec.form == "jagged_k":
@@ -146,14 +147,15 @@ def boxes(spec: ProblemSpec, config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def fits(spec: ProblemSpec, shape: Packed) -> bool:
-    """Whether strides that a spec does not hold fit the maps: groups a whole number of rows apart."""
+    """Whether strides that a spec does not hold fit the maps: groups must be a whole number of rows apart."""
     rows = [shape.a] if spec.form in ("batched", "masked") else []
     rows += [shape.out] if store_of(spec) == "tma" else []
     return all(x.group == 0 or (x.row > 0 and x.group % x.row == 0) for x in rows)
 
 
 def aligned_stride(extent: int) -> int:
-    """A legal row stride for a matrix of one row, whose own stride says nothing: 16 bytes of the narrowest elements."""
+    """A legal row stride for a matrix of one row, whose own stride has no meaning: 16 bytes of the narrowest
+    elements."""
     return max(16, -(-extent // 16) * 16)
 
 
@@ -175,7 +177,7 @@ def names_of(config: Config) -> tuple[str, ...]:
 
 
 def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
-    """The kernel for a spec; classes only, no extents."""
+    """The kernel for a spec, which depends on classes only, not on extents."""
     spec = canonical(packed_spec(given, config))
     module, name = ("hopper_shift_b", "shift_b_kernel") if config.shift_b else ("hopper", "hopper_kernel")
     types = argument_types(spec, config)
@@ -191,7 +193,7 @@ def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
 
 
 def kernel_constants(spec: ProblemSpec, config: Config, form: Form) -> dict[str, Any]:
-    """The constexpr arguments; `form` is that of the problem as it was given."""
+    """The constexpr arguments. `form` is that of the given problem."""
     return {**_cut(spec, config), **_end(spec, config, form), **_roles(spec, config)}
 
 
@@ -213,7 +215,7 @@ def argument_types(spec: ProblemSpec, config: Config) -> dict[str, str]:
 
 
 def _cut(spec: ProblemSpec, config: Config) -> dict[str, Any]:
-    """How work is cut into tiles, and how operands lie."""
+    """The constants for dividing work into tiles, and for the operands' layout."""
     return {
         "FORM": "search" if searched(spec, config) else cut_of(spec),
         "BN": config.block_n,
@@ -232,7 +234,7 @@ def _cut(spec: ProblemSpec, config: Config) -> dict[str, Any]:
 
 
 def _end(spec: ProblemSpec, config: Config, form: Form) -> dict[str, Any]:
-    """What becomes of a sum, and how it is stored."""
+    """The constants of the epilogue and the store."""
     return {
         "STORE": store_of(spec),
         "C": spec.c.order if spec.c else None,
@@ -291,7 +293,7 @@ def hopper_sources(spec: ProblemSpec, config: Config) -> dict[str, KernelSource]
 
 
 def inner_box(box: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...]]:
-    """A box as the driver takes it, innermost dimension first: of that, what one swizzled row of 128 bytes holds.
+    """A box in the driver's order, innermost dimension first, limited there to one swizzled row of 128 bytes.
 
     The kernel issues as many copies as it needs.
     """
@@ -310,7 +312,8 @@ def ragged_map(address: int, dtype: torch.dtype, columns: int, stride: int, box:
 
 
 def unread(out: Strided) -> int:
-    """The address that an operand without elements borrows from the result: a map wants a multiple of 16 bytes."""
+    """An address for the map of an operand without elements, taken from the result: a map requires a multiple of 16
+    bytes."""
     value = out.ptr // 16 * 16
     return out.ptr.at(value) if isinstance(out.ptr, Address) else value
 
@@ -328,7 +331,7 @@ def map_of_a(spec: ProblemSpec, shape: Packed, box: Box) -> Fields:
 
 
 def weights_promotion(order: Order) -> int:
-    """What the L2 cache asks memory for: of weights along k the 128 bytes behind a box are those of the next block."""
+    """The L2 promotion of weights. For weights along k, the 128 bytes after a box are those of the next block."""
     return PROMOTION_128B if order == "row" else PROMOTION_256B
 
 
@@ -344,7 +347,7 @@ def map_of_b(spec: ProblemSpec, shape: Packed, box: Box) -> Fields:
 
 
 def map_of_out(spec: ProblemSpec, shape: Packed, box: Box) -> Fields:
-    """For results that whole tiles are stored to."""
+    """The map for results that are stored in whole tiles."""
     return ragged_map(shape.out.ptr, spec.out.dtype, shape.n, shape.out.row or aligned_stride(shape.n), box)
 
 
@@ -374,7 +377,7 @@ class HopperPlan:
         self._beside_a, self._beside_b = BESIDE[len(box["a_desc"])], BESIDE[len(box["b_desc"])]
 
     def bind(self, ops: Operands) -> Launch:
-        """Lays out the arguments of one problem; the generic kernel takes strides that no map expresses."""
+        """Lays out the arguments of one problem. The generic kernel runs strides that no map expresses."""
         shape = packed(ops)
         launches: list[BoundKernel] = []
         for copy in self._copies:
@@ -390,7 +393,8 @@ class HopperPlan:
         return fits(self._spec, shape)
 
     def _products(self, ops: Operands, shape: Packed) -> list[BoundKernel]:
-        """The launch that lists tile rows, if any, and the main one; without a list it counts in words left at zero."""
+        """The launch that lists tile rows, if needed, and the main launch. Without a list the main one counts in words
+        that it leaves at zero."""
         at, across = sizes_address(ops, self._sums), tiles_of(shape.n, self._config.block_n)
 
         def programs(tokens: int) -> int:
@@ -415,11 +419,11 @@ class HopperPlan:
         return [self._main.bound(self._arguments(ops, shape, 0, at), grid, grid_for=counted)]
 
     def _maps_follow(self, shape: Packed) -> bool:
-        """Whether no stride of a map is made of the number of tokens, as that of one column of all rows is."""
+        """Whether no map has a stride that depends on the number of tokens, as that of one column of all rows does."""
         return self._spec.a.order == "row" or shape.a.col != 0
 
     def _tile_rows(self, groups: int, rows: int) -> int:
-        """At most this many rows of tiles, without knowing device sizes."""
+        """An upper bound of the rows of tiles, without knowing sizes on the device."""
         block = self._config.block_m
         if self._spec.form != "jagged_m":
             return groups * tiles_of(rows, block)
@@ -442,7 +446,7 @@ class HopperPlan:
         return [*maps, *data, int(b.group != 0), out_rows, *strides]
 
     def _maps(self, shape: Packed) -> list[int | bytes]:
-        """The descriptors of a, of b where a map brings it, and of out, which is blank where the threads store."""
+        """The descriptors of a, of b if a map delivers it, and of out, which is blank if the threads store."""
         spec, (a_box, b_box, out_box) = self._spec, self._boxes
         with on_device(self._index):
             found: list[int | bytes] = [map_of_a(spec, shape, a_box), *self._beside_a]
@@ -452,7 +456,7 @@ class HopperPlan:
 
 
 def plan_hopper(spec: ProblemSpec, config: Config, index: int, why: str, instead: Callable[[], Recipe]) -> Recipe:
-    """Compiles (or loads) the kernels; `instead` plans the generic kernel for strides that no map expresses."""
+    """Compiles (or loads) the kernels. `instead` plans the generic kernel for strides that no map expresses."""
     name = ("hopper, weights through registers" if config.shift_b else "hopper") + after_copies(config)
     sums = sums_sizes(canonical(packed_spec(spec, config)), config)
     return Recipe(

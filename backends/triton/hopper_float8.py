@@ -1,4 +1,5 @@
-"""The warp-specialised kernel for float8: the plain one's maps, and behind its arguments the scales of both sides."""
+"""The warp-specialised kernel for float8: the maps of the plain one, and the scales of both sides as further
+arguments."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ FARTHEST_LINE = 2**31 // STRIP // 4
 
 
 def float8_source(given: ProblemSpec, config: Config) -> KernelSource:
-    """The kernel for a spec; classes only, no extents."""
+    """The kernel for a spec, which depends on classes only, not on extents."""
     spec = canonical(given)
     scales = {"scale_a": spec.a.scale, "scale_b": spec.b.scale}
     types = argument_types(spec, config) | dict.fromkeys(STRIDES, "i64")
@@ -49,7 +50,7 @@ def float8_source(given: ProblemSpec, config: Config) -> KernelSource:
 
 
 def _covers(name: str, scale: ScaleSpec | None) -> dict[str, bool | int]:
-    """Whether there is a scale, how many lines and how much of K a number covers (0: all), and whether it is e8m0."""
+    """Whether there is a scale, how many lines and how much of K an entry covers (0: all), and whether it is e8m0."""
     held = scale or ScaleSpec(torch.float32)
     return {f"HAS_{name}": scale is not None, f"{name}_ROWS": held.rows, f"{name}_K": held.k,
             f"{name}_E8M0": held.dtype is torch.float8_e8m0fnu}  # fmt: skip
@@ -62,7 +63,7 @@ def float8_sources(spec: ProblemSpec, config: Config) -> dict[str, KernelSource]
 
 
 def _sides(ops: Operands) -> tuple[Strided, Strided]:
-    """Where the scales of the kernel's rows and of its columns lie."""
+    """The addresses of the scales of the kernel's rows and columns."""
     of_a, of_b, _ = scale_strides(ops)
     return (of_b, of_a) if ops.spec.form == "jagged_n" else (of_a, of_b)
 
@@ -73,7 +74,7 @@ class Float8Plan(HopperPlan):
     _sources = staticmethod(float8_sources)
 
     def _fits(self, ops: Operands, shape: Packed) -> bool:
-        """Also whether the kernel counts the distances of a strip's row scales in 32 bits."""
+        """Whether the maps fit, and the kernel can count the distances of a strip's row scales in 32 bits."""
         rows, _ = _sides(ops)
         return abs(rows.row) < FARTHEST_LINE and super()._fits(ops, shape)
 
@@ -85,6 +86,7 @@ class Float8Plan(HopperPlan):
 
 
 def plan_float8(spec: ProblemSpec, config: Config, index: int, why: str, instead: Callable[[], Recipe]) -> Recipe:
-    """Compiles (or loads) the kernels; `instead` plans the kernel of quantised operands for strides of no map."""
+    """Compiles (or loads) the kernels. `instead` plans the kernel of quantised operands for strides that no map
+    expresses."""
     sums = sums_sizes(canonical(spec), config)
     return Recipe("hopper, float8", config, Float8Plan(spec, config, index, instead).bind, why, sums_sizes=sums)

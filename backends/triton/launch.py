@@ -1,4 +1,4 @@
-"""spec + config -> Recipe: the interpreter's for operands on a CPU, else that of a kernel's own module."""
+"""Plans a spec with a config: in the interpreter for operands on a CPU, else by the kernel's own module."""
 
 from __future__ import annotations
 

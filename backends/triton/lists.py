@@ -61,7 +61,7 @@ Numbers = tuple[int, ...]
 
 
 def tile_table(ops: Operands, config: Config) -> npt.NDArray[np.int64] | None:
-    """[tiles, TABLE.COLUMNS]: a row per tile of a list's products; None where they are too many."""
+    """[tiles, TABLE.COLUMNS]: one row per tile of a list's products; None if there are too many."""
     groups = group_table(ops)
     down = -(-groups[:, TABLE.M] // config.block_m)
     across = -(-groups[:, TABLE.N] // config.block_n)
@@ -80,7 +80,7 @@ def tile_table(ops: Operands, config: Config) -> npt.NDArray[np.int64] | None:
 def _places(
     local: npt.NDArray[np.int64], down: npt.NDArray[np.int64], across: npt.NDArray[np.int64], width: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """multigemm.planning.tiles.place, for many tiles at once."""
+    """multigemm.planning.tiles.place for many tiles at once."""
     band = width * across
     first = local // band * width
     height = np.minimum(down - first, width)
@@ -89,18 +89,18 @@ def _places(
 
 
 def whole(tiles: npt.NDArray[np.int64], config: Config) -> bool:
-    """Whether no listed tile ends before its block does, in any of the three extents."""
+    """Whether every listed tile covers its block in all three extents."""
     extents, blocks = tiles[:, [TABLE.M, TABLE.N, TABLE.K]], (config.block_m, config.block_n, config.block_k)
     return not (extents % blocks).any()
 
 
 def whole_worthwhile(spec: ProblemSpec) -> bool:
-    """Lists of aligned matrices: where whole tiles are worth a kernel of their own."""
+    """Whether a list of aligned matrices should use the kernel for whole tiles."""
     return spec.form == "per_group" and min(spec.a.align, spec.b.align, spec.out.align) == 16
 
 
 def few_slots(spec: ProblemSpec, config: Config) -> int:
-    """The slots of the kernel that takes lists of whole tiles as arguments; 0 where it cannot run."""
+    """The slots of the kernel that takes lists of whole tiles as arguments; 0 if it cannot run."""
     plain = whole_worthwhile(spec) and spec.c is None and spec.bias is None
     lines = "strided" not in (spec.a.order, spec.b.order, spec.out.order)
     lines = lines and not (spec.a.wide or spec.b.wide or spec.out.wide)
@@ -130,8 +130,8 @@ def few_source(spec: ProblemSpec, config: Config) -> KernelSource:
 
 
 def few_groups(ops: Operands, config: Config) -> tuple[list[tuple[int, ...]], int] | None:
-    """What `few_kernel` takes of each group that has results, and the number of tiles; None where a tile is not
-    whole, or where there are too many."""
+    """The values of `few_kernel` for each group that has results, and the number of tiles; None if a tile is not whole,
+    or there are too many."""
     blocks, spec = (config.block_m, config.block_n, config.block_k), ops.spec
     products = [((a.shape[0], b.shape[1], a.shape[1]), (a, b, out))
                 for a, b, out in zip(ops.a, ops.b, ops.out, strict=True) if out.numel()]  # fmt: skip
@@ -152,17 +152,17 @@ def few_groups(ops: Operands, config: Config) -> tuple[list[tuple[int, ...]], in
 
 
 def inverses(down: int, across: int, width: int) -> tuple[int, int]:
-    """What `place_few` multiplies with, in place of dividing by a band's tiles and by the last band's height."""
+    """The factors by which `place_few` multiplies instead of dividing by a band's tiles and the last band's height."""
     return -(-(2**31) // (width * across)), -(-(2**31) // (down % width or 1))
 
 
 def _line(matrix: Tensor, order: Order) -> tuple[int, int]:
-    """Where a matrix starts, and the distance of its lines, which are rows or columns as they lie."""
+    """The address of a matrix, and the distance of its lines, which are rows or columns."""
     return matrix.data_ptr(), matrix.stride(0 if order == "row" else 1)
 
 
 def extents_multiple(ops: Operands) -> int:
-    """That number if it divides every extent of a list that runs along memory, else 1: masks then cut no access."""
+    """The number if it divides every extent of a list that runs along memory, else 1. Masks then split no access."""
     spec = ops.spec
     along = {0: "col" in (spec.a.order, spec.out.order), 1: "row" in (spec.b.order, spec.out.order),
              2: spec.a.order == "row" or spec.b.order == "col"}  # fmt: skip
@@ -173,35 +173,35 @@ def extents_multiple(ops: Operands) -> int:
 
 
 def list_chunks(spec: ProblemSpec, config: Config) -> tuple[int, ...]:
-    """What stands in the place of the number of groups at once in the kernels that a list of this spec may need."""
+    """The chunk sizes (number of groups counted at once) that a list of this spec may need."""
     return (LISTED, CHUNK, WHOLE) if whole_worthwhile(spec) and not few_slots(spec, config) else (LISTED, CHUNK)
 
 
 def list_chunk(spec: ProblemSpec, config: Config, tiles: npt.NDArray[np.int64] | None) -> int:
-    """Which of them this list needs."""
+    """The chunk size that this list needs."""
     if tiles is None:
         return CHUNK
     return WHOLE if WHOLE in list_chunks(spec, config) and whole(tiles, config) else LISTED
 
 
 def most_tiles_of_list(ops: Operands, config: Config) -> int:
-    """How many tiles a list has."""
+    """The number of tiles of a list."""
     sizes = ((a.shape[0], b.shape[1]) for a, b in zip(ops.a, ops.b, strict=True))
     return sum(tiles_of(m, config.block_m) * tiles_of(n, config.block_n) for m, n in sizes)
 
 
 def never(group: Numbers) -> Numbers:
-    """A group that no tile reaches: its first tile is too far."""
+    """The values of an unused slot: its first tile is beyond all tiles."""
     return (2**31 - 1, *group[1:])
 
 
 def few_values(groups: list[Numbers], slots: int) -> list[Numbers]:
-    """The arguments for all slots: no tile reaches those behind the last group."""
+    """The arguments for all slots; no tile reaches the unused ones."""
     return [*groups, *[never(groups[-1])] * (slots - len(groups))]
 
 
 def generic_list_sources(spec: ProblemSpec, config: Config) -> dict[str, KernelSource]:
-    """The kernels that the generic way of a list takes: by arguments, by a table of tiles, or by one of groups."""
+    """The kernels for lists by the generic kernel: by arguments, by a table of tiles, or by a table of groups."""
     usual = multiple_of(spec) if spec.a.align == spec.b.align == 16 else 1
     found = {f"main {chunk}": pointer_source(spec, config, usual, chunk) for chunk in list_chunks(spec, config)}
     if few_slots(spec, config):
@@ -210,7 +210,7 @@ def generic_list_sources(spec: ProblemSpec, config: Config) -> dict[str, KernelS
 
 
 class GenericListPlan:
-    """The kernels of the generic way of a list, loaded on one device."""
+    """The kernels for lists by the generic kernel, loaded on one device."""
 
     __slots__ = ("_config", "_few", "_index", "_spec")
 
@@ -245,7 +245,7 @@ class GenericListPlan:
 
 
 def plan_generic_list(spec: ProblemSpec, config: Config, index: int, why: str) -> Recipe:
-    """Compiles (or loads) the kernels of the generic way of a list."""
+    """Compiles (or loads) the kernels for lists by the generic kernel."""
     return Recipe("pointer", config, GenericListPlan(spec, config, index).bind, why)
 
 
@@ -262,7 +262,7 @@ def _boxes(spec: ProblemSpec, config: Config) -> tuple[tuple[int, int], tuple[in
 
 
 def multiples(spec: ProblemSpec) -> tuple[int, ...]:
-    """What may divide the columns of all results: 16 bytes, which are then stored at once, or nothing."""
+    """What divides the columns of all results: 16 bytes, so that they are stored at once, or nothing."""
     return (16 // spec.out.dtype.itemsize, 1) if spec.out.align == 16 else (1,)
 
 
@@ -284,7 +284,7 @@ def hopper_list_sources(spec: ProblemSpec, config: Config) -> dict[str, KernelSo
 
 
 def _map(matrix: Tensor, order: Order, box: Box, unread: int) -> bytes:
-    """The map of one matrix; without elements it borrows an address, unread."""
+    """The map of one matrix. One without elements uses another address, which is not read."""
     outer, inner = (0, 1) if order == "row" else (1, 0)
     dtype, lines, columns = matrix.dtype, matrix.shape[outer], matrix.shape[inner]
     if not (lines and columns):
@@ -295,7 +295,7 @@ def _map(matrix: Tensor, order: Order, box: Box, unread: int) -> bytes:
 
 
 def list_groups(ops: Operands, config: Config) -> tuple[list[tuple[bytes, bytes, Numbers]], int]:
-    """Maps and numbers of each group that has results, a long K first, and the number of tiles."""
+    """The maps and numbers of each group that has results, long K first, and the number of tiles."""
     spec, deep = ops.spec, depth_of(ops.spec)
     a_box, b_box = (inner_box(box, spec.compute) for box in _boxes(spec, config))
     products = [product for product in zip(ops.a, ops.b, ops.out, strict=True) if product[2].numel()]
@@ -313,7 +313,7 @@ def list_groups(ops: Operands, config: Config) -> tuple[list[tuple[bytes, bytes,
 
 
 def values_of(groups: list[tuple[bytes, bytes, Numbers]], slots: int) -> list[int | bytes]:
-    """The arguments: the maps of all slots, then the numbers; no tile reaches the slots behind the last group."""
+    """The arguments: the maps of all slots, then the numbers; no tile reaches the unused slots."""
     last = groups[-1]
     groups = [*groups, *[(last[0], last[1], never(last[2]))] * (slots - len(groups))]
     found: list[int | bytes] = []
@@ -334,7 +334,7 @@ class HopperListPlan:
         self._kernels = {multiple: load(list_source(spec, config, multiple), index) for multiple in multiples(spec)}
 
     def bind(self, ops: Operands) -> Launch:
-        """Lays out the arguments of one list; the generic kernel takes one of too many tiles."""
+        """Lays out the arguments of one list. The generic kernel runs one with too many tiles."""
         spec, config = self._spec, self._config
         with on_device(self._index):
             groups, tiles = list_groups(ops, config)
@@ -346,5 +346,5 @@ class HopperListPlan:
 
 
 def plan_hopper_list(spec: ProblemSpec, config: Config, index: int, why: str, instead: Callable[[], Recipe]) -> Recipe:
-    """Compiles (or loads) the kernels; `instead` plans the generic kernel for too many tiles."""
+    """Compiles (or loads) the kernels. `instead` plans the generic kernel for too many tiles."""
     return Recipe("hopper, a map per group", config, HopperListPlan(spec, config, index, instead).bind, why)

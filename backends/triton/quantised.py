@@ -1,4 +1,4 @@
-"""The kernel of quantised operands: its sources, and how a problem's data is bound to compiled code.
+"""The kernel of quantised operands: its sources, and the binding of a problem's data.
 
 Elements that the target multiplies in float8 are loaded as such (`native`). Elsewhere, and in the interpreter, elements
 are bytes and become float16, which holds each of them exactly.
@@ -50,31 +50,32 @@ NOT_HERE = ("PRECISION", "ACC", "SPLITS")
 
 
 def native(capability: int) -> bool:
-    """Whether float8 is multiplied as such: by Hopper's wgmma and by tcgen05 of Blackwell's data-centre chips.
+    """Whether float8 is multiplied by float8 instructions: Hopper's wgmma, or tcgen05 of Blackwell's data-centre chips.
 
-    mma.sync of float8 (Ada, consumer Blackwell) sums as narrowly as wgmma, and Triton would join its sums to those
-    before: there float16 is as right, at half the rate.
+    mma.sync of float8 (Ada, consumer Blackwell) sums with as few bits as wgmma, and Triton would not restart its sums
+    from zero. There float16 is used, as exact and at half the rate.
     """
     return capability // 10 in (9, 10)
 
 
 def byte_types(spec: ProblemSpec, capability: int) -> bool:
-    """Whether elements are loaded as bytes. Weights in float8 are converted by instructions where there are some."""
+    """Whether elements are loaded as bytes. Weights in float8 are converted by instructions if there are any."""
     return not native(capability) or spec.b.dtype not in FLOAT8
 
 
 def by_bits(spec: ProblemSpec, capability: int) -> bool:
-    """Whether weights are decoded by instructions on four bytes at once; the interpreter has none.
+    """Whether weights are decoded by instructions on four bytes at once. The interpreter has none.
 
-    Zero points take int8 past what bfloat16 holds. float8 has instructions of its own, whose NaN no bits express.
+    int8 with zero points exceeds what bfloat16 holds. float8 has conversion instructions, because its NaN cannot be
+    decoded this way.
     """
     integers = spec.b.dtype is torch.int8 and (spec.b.scale is None or spec.b.scale.zero is None)
     return capability > 0 and (bool(spec.b.packed) or integers)
 
 
 def narrow_fold(spec: ProblemSpec, config: Config, capability: int) -> bool:
-    """Whether folded scales multiply the weights in the type of the activations: a product of two such numbers is
-    rounded once there, as it is in float32 on the way to them."""
+    """Whether folded scales multiply the weights in the activations' dtype. The product of two such numbers is rounded
+    once there, exactly as after a product in float32."""
     scale = spec.b.scale
     if scale is None or scale.zero is not None or not folded(config, spec) or not by_bits(spec, capability):
         return False
@@ -100,7 +101,8 @@ def _types(spec: ProblemSpec, capability: int) -> dict[str, str]:
 def quantised_constants(
     spec: ProblemSpec, config: Config, capability: int, chunk: int = CHUNK, multiple: int = 1
 ) -> dict[str, Any]:
-    """The constexpr arguments; a `capability` of 0 is the interpreter's. `multiple` speaks of the extents of lists."""
+    """The constexpr arguments. A `capability` of 0 is the interpreter's. `multiple` is a divisor of the extents of
+    lists."""
     every = constants(spec, config, multiple, chunk)
     found = {name: value for name, value in every.items() if name not in NOT_HERE}
     a, b = spec.a.scale, spec.b.scale
@@ -150,7 +152,7 @@ def quantised_sources(spec: ProblemSpec, config: Config, capability: int) -> dic
 
 
 def scale_strides(ops: Operands) -> list[Strided]:
-    """Address and distances of each of SCALES: of groups, of lines, and (`col`) of blocks along K."""
+    """Address and distances of each scale in SCALES: between groups, between lines, and (`col`) between blocks of K."""
     found = []
     for name in SCALES:
         grid = getattr(ops, name)
@@ -163,7 +165,7 @@ def scale_strides(ops: Operands) -> list[Strided]:
 
 
 def scale_table(ops: Operands) -> npt.NDArray[np.int64]:
-    """[G, SCALE_COLUMNS] for lists, each of whose matrices may be covered in its own way."""
+    """[G, SCALE_COLUMNS] for lists, whose matrices may each have another coverage."""
     table = np.zeros((ops.spec.groups, SCALE_COLUMNS), dtype=np.int64)
     for part, name in enumerate(SCALES):
         for g, grid in enumerate(getattr(ops, name) or ()):
@@ -177,12 +179,12 @@ def scale_table(ops: Operands) -> npt.NDArray[np.int64]:
 
 
 def _shift(entries: int, extent: int, blocks: Sequence[int]) -> int:
-    """The bits to drop from a place along an axis for its entry."""
+    """The number of bits by which a position along an axis is shifted right to give its entry."""
     return next((q.bit_length() - 1 for q in blocks if -(-extent // q) == entries), 0)
 
 
 def quantised_numbers(ops: Operands, shape: Packed, scales: Sequence[Strided]) -> list[int]:
-    """The arguments behind the pointers."""
+    """The arguments after the pointers."""
     plain = numbers(ops, shape, ops.spec.groups, 0)
     del plain[5]  # places
     return [*plain, *(x for scale in scales for x in scale[1:])]
@@ -205,7 +207,8 @@ class QuantisedPlan:
         self._count = load(sources["prefix"], index) if counted else None
 
     def bind(self, ops: Operands) -> Launch:
-        """Lays out the arguments of one problem: the main kernel's, behind one that counts the tiles of many groups."""
+        """Lays out the arguments of one problem: the main kernel's, after a kernel that counts the tiles of many
+        groups."""
         shape, config, index, groups = view_of(ops), self._config, self._index, ops.spec.groups
         tiles = most_tiles_by_rows(ops, shape, config.block_m, config.block_n)
 

@@ -54,7 +54,7 @@ class Usage:
 
 
 def _sections(code: bytes) -> dict[str, bytes]:
-    """Sections of a 64-bit little-endian ELF file by name."""
+    """The sections of a 64-bit little-endian ELF file by name."""
     (table,) = struct.unpack_from("<Q", code, 0x28)
     size, count, names = struct.unpack_from("<HHH", code, 0x3A)
     headers = [struct.unpack_from("<IIQQQQIIQQ", code, table + i * size) for i in range(count)]
@@ -88,7 +88,7 @@ def usage(code: bytes) -> Usage:
 
 @dataclass(frozen=True)
 class Report:
-    """One compiled kernel."""
+    """The resources of one compiled kernel."""
 
     kernel: str
     problem: str
@@ -221,7 +221,7 @@ def _few(spec: ProblemSpec) -> bool:
 
 
 def sources(spec: ProblemSpec, capability: int, most: int = 2) -> Iterator[tuple[str, KernelSource]]:
-    """The kernels that this spec may run: at most `most` configs of each kind."""
+    """The kernels that this spec may run, of at most `most` configs of each kind."""
     if spec.fused is not None:
         if spec.fused.scatters:
             yield "sum of rows", sum_source(spec, False)

@@ -1,4 +1,4 @@
-"""What this backend can do, as reasons against: pure Python, runs without a GPU."""
+"""What this backend supports, as reasons against a machine or a problem. Pure Python, needs no GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS = 2**31
 
 
 def _interpreter_reason() -> str:
-    """The interpreter replaces parts of Triton when it is imported, so it has to be asked for before."""
+    """Why the interpreter cannot be used: it replaces parts of Triton at import, so it must be requested before."""
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         return "triton was imported before emulation was asked for; set MULTIGEMM_EMULATE=1 before the first import"
     if _number(triton_version()) < (3, 7) and _number(np.__version__) >= (2, 4):
@@ -67,7 +67,7 @@ def _device_reasons(device: torch.device) -> list[str]:
 
 
 def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
-    """Every reason against; an empty list means that `plan` will work."""
+    """The reasons against a problem; an empty list means that `plan` will work."""
     takes = ("combine", "out_rows") if spec.quantised else KEYWORDS
     if reasons := quantised_reasons(spec, takes=("float8", "weights")) + fused_reasons(spec, takes):
         return reasons

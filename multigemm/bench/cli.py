@@ -1,4 +1,4 @@
-"""`multigemm bench`: what it understands, the order of a run, and what a person sees meanwhile."""
+"""`multigemm bench`: its options, the order of a run, and the progress shown to the user."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from typing import Any
 
 import torch
 
-from multigemm import fleet as places
-from multigemm import interrupts
-from multigemm.bench import fleet, layers, machine, own, page, plots, ranks, reports, table
+from multigemm import fleet, interrupts
+from multigemm.bench import layers, machine, operands, own, plots, processes, ranks, reports, table
 from multigemm.bench.compare import compare
 from multigemm.bench.entries import Entry, backend_entries, ceiling_entry
-from multigemm.bench.operands import Tensors, make
 from multigemm.bench.peers import peer_entries
+from multigemm.bench.processes import CONTEXT_LOST, Marker, as_child, supervise
 from multigemm.bench.reports import Report
-from multigemm.bench.runner import DeviceLost, Options, Progress, Runner, add_ceilings, new_report
+from multigemm.bench.runner import Data, DeviceLost, Options, Progress, Runner, add_ceilings, new_report
 from multigemm.bench.selection import above_zero, add_selection, asks_nothing, selected
-from multigemm.bench.suites import SUITES, parts, suite
-from multigemm.bench.supervise import CONTEXT_LOST, Marker, as_child, supervise
-from multigemm.bench.workloads import Rates, Workload
+from multigemm.bench.suites import SUITES, suite
+from multigemm.bench.workloads import Rates, Workload, parts
 from multigemm.errors import InvalidSetting
+from multigemm.select import registry
 
 LONG_SUITE, LISTED = 100, 5
+COMPILING = 0.6
+"""The part of --seconds that compilation ahead may take."""
 UNASKED_S = 30.0
 """Seconds after which a run on a CPU that nothing was asked of begins no further workload."""
 LOCAL_OPTIONS = ("--out", "--json", "--commit", "--stall", "--seconds")
@@ -41,13 +42,13 @@ EPILOG = """
   multigemm bench --suite layers                  whole mixture-of-experts layers, forward and training
   multigemm bench --list                          suites and their workloads
   multigemm bench compare old.json new.json       exits 1 if something became slower
-  multigemm bench render report.json              table, PNG and HTML again from a report
+  multigemm bench render report.json              table, plots and page again from a report
   multigemm bench embed README.md                 the tables of a page again from their reports
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Everything `multigemm bench` takes."""
+    """Adds the options of `multigemm bench`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add_selection(parser)
@@ -59,9 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     pair.add_argument("old", type=Path, help="a report.json, or its folder")
     pair.add_argument("new", type=Path, help="another one of the same suites and device")
-    again = commands.add_parser("render", help="table, PNG and HTML from a report (or its folder)")
+    again = commands.add_parser("render", help="table, plots and page again from a report (or its folder)")
     again.add_argument("report", type=Path, help="a report.json, or its folder, which receives what is drawn")
-    again.add_argument("--markdown", action="store_true", help="print Markdown tables instead")
     pages = commands.add_parser("embed", help="draw the tables of Markdown pages anew from the reports that they name")
     pages.add_argument("pages", type=Path, nargs="+", help="Markdown files; run it where their paths begin")
     pages.add_argument("--check", action="store_true", help="change nothing; exit 1 if a page differs from its reports")
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_method(parser: argparse.ArgumentParser) -> None:
-    """Who is measured, and how."""
+    """Adds the options for who is measured, and how."""
     add = parser.add_argument_group("who is measured, and how").add_argument
     add("--problem", type=Path, help="a Python file that defines `problem`, a GroupedGemmProblem, instead of a suite")
     add("--backends", default="", help="comma separated, or none (default: all that are here, and auto)")
@@ -95,10 +95,10 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    """Where it runs and what becomes of it."""
+    """Adds the options for devices, output and supervision."""
     add = parser.add_argument_group("where it runs, and what becomes of it").add_argument
     add("--list", action="store_true", help="print the suites, or those of --suite, and their workloads")
-    add("--out", type=Path, default=Path("multigemm-bench"), help="folder for JSON, PNG and HTML")
+    add("--out", type=Path, default=Path("multigemm-bench"), help="folder for report.json, report.md and plots")
     add("--json", type=Path, metavar="FILE", help="also write the report's JSON there")
     add("--json-only", action="store_true", help="write no page and no plots (render draws them)")
     add("--commit", default="", help="what to call the code where there is no git")
@@ -106,6 +106,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     where = "cuda:1, cpu (default: all GPUs of the host; under torchrun, this rank's share)"
     add("--device", default="", help=where)
     add("--share", default="", help=argparse.SUPPRESS)  # i/n: a part of a run over many devices
+    add("--workers", type=int, default=0, help="compile all workloads for all backends first, in so many processes")
     add("--stall", type=float, default=90.0, help="seconds without news after which a kernel hangs")
     add("--isolate", action="store_true", help="work in a child process on a CPU as well")
     add("--marker", type=Path, default=None, help=argparse.SUPPRESS)
@@ -113,16 +114,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs what was asked; 0, or 1 if a comparison found a regression or nothing could be timed."""
+    """Runs the command. Returns 0, or 1 if a comparison found a regression or nothing could be timed."""
     if args.bench_command == "compare":
         found = compare(reports.read(args.old), reports.read(args.new))
         print(found.text())
         return 1 if found.regressions else 0
     if args.bench_command == "render":
         report = reports.read(args.report)
-        if args.markdown:
-            print(f"{table.summary(report)}\n\n{table.details(report)}")
-            return 0
         return finish(report, args.report if args.report.is_dir() else args.report.parent)
     if args.bench_command == "embed":
         return table.embed(args.pages, args.check)
@@ -135,20 +133,13 @@ def main(args: argparse.Namespace) -> int:
         raise InvalidSetting(f"--json {args.json} is a folder: name a file")
     if args.problem and (args.suite or args.shape):
         raise InvalidSetting("--problem beside --suite or --shape: name one of them")
-    if layers.SUITE in parts(args.suite):
-        if parts(args.suite) != [layers.SUITE]:
-            raise InvalidSetting(f"--suite {args.suite}: {layers.SUITE} are whole layers, which are measured alone")
-        return layers.main(args)
     with interrupts.of_termination():
         return as_child(lambda: _measure(args), args.marker)
 
 
 def _list(asked: list[str]) -> int:
-    """Prints the suites that were asked for, or all of them with the beginning of a long one."""
-    for name in asked or (*SUITES, layers.SUITE):
-        if name == layers.SUITE:
-            print(layers.listed())
-            continue
+    """Prints the requested suites, or all of them, long ones abbreviated."""
+    for name in asked or SUITES:
         cases = suite(name)
         cut = not asked and len(cases) > LONG_SUITE
         print(f"{name}: {len(cases)} workloads")
@@ -163,17 +154,18 @@ def _list(asked: list[str]) -> int:
 
 
 def _measure(args: argparse.Namespace) -> int:
-    """A run on many devices, in a child process, or here."""
+    """Runs the benchmark on many devices, in a child process, or in this process."""
     path: Path = args.out / "report.json"
-    place = places.here()
-    devices = () if args.problem else fleet.shared(args, place)
+    place = fleet.here()
+    devices = () if args.problem else processes.devices_of_run(args, place)
     if devices:
         cases, words = selected(args, torch.device(devices[0])), _own_words(args)
         if place.rank == 0:
             _begin(args, path)
-        report = fleet.run(words, _repeatable(args), args.out, [case.key for case in cases], devices, place)
+        keys = [case.key for case in cases]
+        report = processes.run_on_devices(words, _repeatable(args), args.out, keys, devices, place)
         return int(place.rank == 0) if report is None else _tell(report, args)
-    device = places.default_device(args.device)
+    device = fleet.default_device(args.device)
     if (device.type == "cuda" or args.isolate) and args.marker is None:
         _begin(args, path)
         return _supervised(args, path)
@@ -181,16 +173,16 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 def _begin(args: argparse.Namespace, path: Path) -> None:
-    """From here on the folder's report is of this run."""
+    """Replaces the folder's report by that of this run."""
     if args.marker is None and not args.resume:
         path.unlink(missing_ok=True)
     args.began = True
 
 
 def _run(args: argparse.Namespace, path: Path, device: torch.device) -> int:
-    """A run on one device, in this process."""
+    """Runs the benchmark on one device in this process."""
     cases, tensors_of = _workloads(args, device)
-    entries, absent = _entries(args, device)
+    entries, absent = _entries(args, device, cases)
     options, dtypes = _options(args, device, cases), {case.dtype for case in cases}
     if not args.quiet and (warning := machine.load_warning(device)):
         print(warning, file=sys.stderr)
@@ -206,6 +198,10 @@ def _run(args: argparse.Namespace, path: Path, device: torch.device) -> int:
     if kept:
         _same_run(report, device, args.commit)
     add_ceilings(report, device, dtypes, options)
+    if args.workers and not kept:
+        ours = [entry.name for entry in entries if entry.name in registry.names()]
+        products = [case for case in cases if case.form != "layer"]
+        processes.compile_ahead(products, ours, device, args.workers, COMPILING * options.total_s)
     progress, marker = Progress(args.quiet), Marker(args.marker)
     runner = Runner(lambda case: entries, device, options, report, path, marker, progress, tensors_of)
     try:
@@ -217,22 +213,27 @@ def _run(args: argparse.Namespace, path: Path, device: torch.device) -> int:
 
 
 def _workloads(args: argparse.Namespace, device: torch.device) -> tuple[list[Workload], Any]:
-    """What is measured, and how its tensors are made."""
+    """The workloads to measure, and the function that makes their tensors."""
     if not args.problem:
-        return selected(args, device)[fleet.part(args.share)], make
+        return selected(args, device)[processes.part(args.share)], _make
     posed = own.load(args.problem)
     if posed.device != device:
         raise InvalidSetting(
             f"--problem {args.problem}: its operands are on {posed.device}: say --device {posed.device}"
         )
-    tensors: Tensors = own.own_tensors(posed, args.problem.stem)
+    tensors = own.own_tensors(posed, args.problem.stem)
     return [tensors.workload], lambda case, device: tensors
 
 
+def _make(case: Workload, device: torch.device) -> Data:
+    return layers.make_layer(case, device) if isinstance(case, layers.LayerCase) else operands.make(case, device)
+
+
 def interrupted(args: argparse.Namespace) -> None:
-    """Says after Ctrl-C what was kept, where, and how to go on; what was measured is in the folder's report already."""
+    """Reports after Ctrl-C what was kept, where, and how to resume. The folder's report already holds what was
+    measured."""
     path: Path = args.out / "report.json"
-    if args.bench_command or args.marker or args.share or places.here().rank:
+    if args.bench_command or args.marker or args.share or fleet.here().rank:
         return  # a part of a run, whose parent says it
     measured = args.began and path.exists()
     report = reports.read(path) if measured else Report({}, {}, {})
@@ -260,7 +261,7 @@ def _tell(report: Report, args: argparse.Namespace) -> int:
 
 
 def finish(report: Report, folder: Path) -> int:
-    """Prints the table and writes the page and, where matplotlib is here, the plots."""
+    """Prints the table and writes the page and, if matplotlib is installed, the plots."""
     folder.mkdir(parents=True, exist_ok=True)
     print(table.text(report))
     pictures = []
@@ -268,19 +269,20 @@ def finish(report: Report, folder: Path) -> int:
         print(reason)
     else:
         pictures = plots.draw(report, folder)
-    written = [folder / "report.json", page.write(report, folder / "report.html", pictures), *pictures]
+    (folder / "report.md").write_text(table.page(report, pictures))
+    written = [folder / "report.json", folder / "report.md", *pictures]
     print("written: " + ", ".join(str(path) for path in written))
     return 0 if report.timed() else 1
 
 
 def _own_words(args: argparse.Namespace) -> list[str]:
-    """What the user typed after `multigemm bench`, without what supervision added."""
+    """The arguments that the user typed after `multigemm bench`, without those that supervision added."""
     words: list[str] = args.words
     return words[: words.index("--marker")] if "--marker" in words else words
 
 
 def _repeatable(args: argparse.Namespace) -> str:
-    """The command as a reader would repeat it."""
+    """The command line that repeats this run."""
     words = iter(_own_words(args))
     kept = []
     for word in words:
@@ -294,14 +296,14 @@ def _repeatable(args: argparse.Namespace) -> str:
 
 
 def _supervised(args: argparse.Namespace, path: Path) -> int:
-    """The run in a child process, so that a kernel that hangs or crashes is a row."""
+    """Runs in a child process, so that a kernel that hangs or crashes becomes a row."""
     named = [] if args.commit else ["--commit", machine.commit()]  # a fresh child may find another one checked out
     words, marker = ["bench", *_own_words(args), *named], args.out / ".doing.json"
     return supervise(words, marker, path, args.stall, math.inf if args.seconds is None else args.seconds)
 
 
 def _same_run(report: Report, device: torch.device, commit: str) -> None:
-    """Rows of another commit or machine must not end up in one file."""
+    """Refuses to add rows of another commit or machine to a report."""
     for name, now in (("commit", commit or machine.commit()), ("device", machine.device_name(device))):
         if report.machine[name] != now:
             raise InvalidSetting(
@@ -309,16 +311,19 @@ def _same_run(report: Report, device: torch.device, commit: str) -> None:
             )
 
 
-def _entries(args: argparse.Namespace, device: torch.device) -> tuple[list[Entry], dict[str, str]]:
+def _entries(
+    args: argparse.Namespace, device: torch.device, cases: list[Workload]
+) -> tuple[list[Entry], dict[str, str]]:
     names = parts(args.backends)
-    backends, absent = (
-        ([], {}) if names == ["none"] else backend_entries(names, device, args.configs, args.batch_invariant)
-    )
-    peers, missing = ([], {}) if args.peers == "none" else peer_entries(parts(args.peers), device)
+    backends, absent = list[Entry](), dict[str, str]()
+    if names != ["none"]:
+        backends, absent = backend_entries(names, device, args.configs, args.batch_invariant)
+    peers, missing = ([], {}) if args.peers == "none" else peer_entries(parts(args.peers), device, cases)
     if names not in ([], ["none"]) and not backends:
         why = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
         raise InvalidSetting(f"--backends {args.backends}: nothing of this can run here ({why}); see `multigemm info`")
-    return [*backends, *peers, ceiling_entry()], {**absent, **missing}
+    whole = layers.layer_entries(names) if names != ["none"] else []
+    return [*backends, *whole, *peers, ceiling_entry()], {**absent, **missing}
 
 
 def _floor(text: str) -> Rates:

@@ -40,7 +40,7 @@ MIN_CONTROLS = 3
 
 @dataclass(frozen=True)
 class Change:
-    """One row in both reports; `ratio` is new/old, `corrected` is that without the drift."""
+    """One row in both reports. `ratio` is new/old, `corrected` is the ratio divided by the drift."""
 
     case: str
     entry: str
@@ -76,7 +76,7 @@ class Comparison:
 
     @property
     def regressions(self) -> list[str]:
-        """Sentences; empty when nothing became slower."""
+        """The regressions as sentences; empty if nothing became slower."""
         found = list(self.lost)
         found += [
             f"{name}: {(ratio - 1) * 100:+.1f} % over its workloads"
@@ -111,7 +111,7 @@ class Comparison:
 
 
 def compare(old: Report, new: Report) -> Comparison:
-    """What changed from one report to another of the same device; raises InvalidSetting where nothing can be told."""
+    """Compares two reports of the same device. Raises InvalidSetting if they cannot be compared."""
     before = {(r.case, r.entry): r for r in old.rows}
     after = {(r.case, r.entry): r for r in new.rows}
     both = [(before[key], after[key]) for key in before if key in after and before[key].us and after[key].us]
@@ -160,14 +160,14 @@ def _change(a: Row, b: Row, ratio: float, drift: float, sigma: float, discord: f
 
 
 def _restless(row: Row) -> float:
-    """The width of the middle 60 per cent of the samples, where it is out of the ordinary."""
+    """The width of the middle 60 per cent of the samples, if it is unusually large."""
     sample = _source(row)
     width = (sample.q80 - sample.q20) / sample.median if sample is not None else 0.0
     return width if width > 0.2 else 0.0
 
 
 def _ratio(a: Row, b: Row) -> float:
-    """new/old: the smallest over the statistics that noise moves differently."""
+    """new/old: the smallest of the ratios of several statistics, which noise moves differently."""
     old_us, new_us = a.us or math.nan, b.us or math.nan
     old, new = _source(a), _source(b)
     ratios = [new_us / old_us]
@@ -177,14 +177,14 @@ def _ratio(a: Row, b: Row) -> float:
 
 
 def _source(row: Row) -> Sample | None:
-    """The sample that `us` is the median of; None for a file in which they disagree."""
+    """The sample whose median is `us`; None if the file contradicts itself."""
     near = [s for s in (row.eager, row.graph) if s is not None and row.us and abs(s.median - row.us) <= 0.002 * row.us]
     return near[0] if near else None
 
 
 @dataclass
 class Drift:
-    """How the peers and ceilings moved, per workload and in all."""
+    """How the peers and ceilings changed, per workload and overall."""
 
     controls: dict[str, list[float]]
     whole: float = 1.0
@@ -195,12 +195,12 @@ class Drift:
         return statistics.median(here) if len(here) >= MIN_CONTROLS else self.whole
 
     def lost(self, case: str) -> bool:
-        """Whether the controls of a workload moved so far that nothing can be told there."""
+        """Whether the controls of a workload changed so much that it cannot be judged."""
         return not 1 / LOST < self.of(case) < LOST
 
     def discord(self, case: str) -> float:
-        """What a row may be off without our doing: how far the controls of a workload disagree, and how far
-        they moved where that is so far that the machine was plainly busy with something else."""
+        """The part of a row's change that may come from the machine: how far the controls of a workload disagree, and
+        how far they moved if that is so far that the machine was busy with something else."""
         if self.lost(case):
             return math.inf
         here = sorted(self.controls.get(case, ()))
@@ -212,7 +212,7 @@ class Drift:
 
 
 def _drift(both: list[tuple[Row, Row]], old: Report, new: Report) -> Drift:
-    """The drift per workload, that of the run, and whether everything moved by one factor."""
+    """The drift per workload, the drift of the run, and whether everything changed by one factor."""
     same = old.machine.get("packages", {}).get("torch") == new.machine.get("packages", {}).get("torch")
     controls: dict[str, list[float]] = {}
     for a, b in both:

@@ -1,8 +1,7 @@
-"""What is benchmarked: multigemm's backends, peers, and ceilings, all behind one small interface.
+"""The competitors of a benchmark: multigemm's backends, peers and ceilings, behind one interface.
 
-An `Entry` turns the tensors of a workload into a `Prepared` call, or raises `Refused` with the
-reason. Nothing else in the benchmark knows who is being measured, so a backend is checked, timed
-and shown exactly as a peer is.
+An `Entry` turns the tensors of a workload into a `Prepared` call, or raises `Refused` with the reason. The rest of the
+benchmark does not know what it measures, so that backends are checked, timed and shown exactly as peers are.
 """
 
 from __future__ import annotations
@@ -16,29 +15,31 @@ import torch
 
 from multigemm import api
 from multigemm.bench.operands import Matrices, Tensors, make
-from multigemm.bench.reports import AUTO, HOST_SIZES, INVARIANT
+from multigemm.bench.reports import AUTO, HOST_SIZES, INVARIANT, STATIC
 from multigemm.bench.workloads import Workload
 from multigemm.errors import BackendUnavailable, BackendUnsupported
+from multigemm.planning.plan import Plan
 from multigemm.planning.staging import staged_spec
 from multigemm.problem import rebuild
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.select import registry
 from multigemm.select.problem_class import class_of
+from multigemm.select.ranking import static_order
 from multigemm.select.timing import Call
 
 Kind = Literal["backend", "peer", "ceiling"]
 
 
 class Refused(Exception):
-    """This entry does not run this workload here; the text says why."""
+    """The entry does not run this workload on this machine. The text gives the reason."""
 
 
 @dataclass
 class Prepared:
     """A call that is ready to be timed, and the output that it writes.
 
-    `out` None means that the call returns its result, or what `unpack` makes one of when it is checked. `whole` is what
-    a user's single call costs, problem and all, where that differs from `call`.
+    If `out` is None, the call returns its result, or something from which `unpack` makes it before the check. `whole`
+    is a user's complete call including the problem, if that differs from `call`.
     """
 
     call: Call
@@ -54,7 +55,7 @@ class Prepared:
     unpack: Callable[[Any], Matrices] = lambda returned: returned
 
     def result(self, returned: Any) -> Matrices:
-        """The result of a call, to be checked."""
+        """The result of a call, for the check."""
         return self.unpack(returned) if self.out is None else self.out
 
 
@@ -62,20 +63,22 @@ class Prepared:
 class Entry:
     """One competitor. `checks` is False for a ceiling, which computes something else on purpose.
 
-    `known` are fields of its row that are known before it is prepared, which may crash. One that is `optional` is not
-    begun once the time is over.
+    `known` are fields of its row that are known before it is prepared, which may crash. An `optional` entry is not
+    started once the time limit has passed. An entry that does not take a workload has no row.
     """
 
     name: str
     kind: Kind
-    prepare: Callable[[Tensors], Prepared]
+    prepare: Callable[[Any], Prepared]
     checks: bool = True
     known: Mapping[str, Any] = field(default_factory=dict)
     optional: bool = False
+    takes: Callable[[Workload], bool] = lambda case: case.form != "layer"
 
 
 def problem(tensors: Tensors, host_sizes: bool = False) -> GroupedGemmProblem:
-    """The workload as a user would write it, into the workload's own output; a user's problem as it is."""
+    """The workload as a `GroupedGemmProblem` that writes into the workload's output; a user's problem is returned as it
+    is."""
     workload = tensors.workload
     if tensors.own is not None:
         return tensors.own
@@ -93,7 +96,7 @@ def problem(tensors: Tensors, host_sizes: bool = False) -> GroupedGemmProblem:
 def backend_entry(
     name: str, number: int | None = None, host_sizes: bool = False, batch_invariant: bool = False
 ) -> Entry:
-    """A backend of multigemm (or "auto"), entered where users enter: problem, then plan.
+    """A backend of multigemm, "auto", or "auto-static", entered where users enter: problem, then plan.
 
     Args:
         name: the backend.
@@ -118,22 +121,34 @@ def backend_entry(
         try:
             posed = pose(tensors)
             config = None if number is None else _config(name, number, posed)
-            plan = api.plan(posed, name, config)
+            plan = _first_of_static_order(posed) if name == STATIC else api.plan(posed, name, config)
         except (BackendUnsupported, BackendUnavailable) as error:
             raise Refused(_reason(error, name)) from error
         built = time.perf_counter() - started
 
         def whole() -> object:
-            return api.solve(pose(tensors), name, config)
+            return api.solve(pose(tensors), plan.backend if name == STATIC else name, config)
 
-        kernel = f"{plan.backend}: {plan.kernel}" if name == AUTO else plan.kernel
+        kernel = f"{plan.backend}: {plan.kernel}" if name in (AUTO, STATIC) else plan.kernel
         ready = Prepared(plan, tensors.out, kernel, str(plan.config or ""), plan.why, plan.syncs, whole, built)
-        if name != AUTO:
+        if name not in (AUTO, STATIC):
             ready.problem_class, ready.fields = str(class_of(posed, staged_spec(posed))), as_fields(plan.config)
         return ready
 
     label = name + HOST_SIZES * host_sizes + INVARIANT * batch_invariant
     return Entry(label if number is None else f"{label}#{number}", "backend", prepare)
+
+
+def _first_of_static_order(posed: GroupedGemmProblem) -> Plan:
+    """The plan that `auto` makes where it may not measure and no table knows the class."""
+    for name in static_order(class_of(posed, staged_spec(posed))):
+        try:
+            plan = api.plan(posed, name)
+        except (BackendUnsupported, BackendUnavailable):
+            continue
+        if not plan.syncs:
+            return plan
+    return api.plan(posed, AUTO)
 
 
 def _config(name: str, number: int, posed: GroupedGemmProblem) -> Any:
@@ -144,7 +159,7 @@ def _config(name: str, number: int, posed: GroupedGemmProblem) -> Any:
 
 
 def as_fields(config: Any) -> dict[str, Any]:
-    """A config as the tuning table stores it."""
+    """A config in the form of the tuning table."""
     return asdict(config) if is_dataclass(config) and not isinstance(config, type) else {}
 
 
@@ -155,7 +170,7 @@ def _reason(error: Exception, name: str) -> str:
 
 
 def available_backends(device: torch.device) -> dict[str, str]:
-    """Name to "" for each backend that can run on the device, else to the reason why not."""
+    """Maps each backend to "" if it can run on the device, else to the reason."""
     found = {}
     for name in registry.names():
         if name == "null":
@@ -173,27 +188,27 @@ def available_backends(device: torch.device) -> dict[str, str]:
 def backend_entries(
     names: list[str], device: torch.device, configs: int = 0, batch_invariant: bool = False
 ) -> tuple[list[Entry], dict[str, str]]:
-    """What is measured of multigemm itself, and who is absent and why.
+    """The entries of multigemm itself, and the absent backends with their reasons.
 
     Args:
-        names: backends and "auto"; all that are here, and "auto", if none is named.
+        names: backends, "auto" and "auto-static"; all backends that are here, and "auto", if none is named.
         device: where they run.
         configs: so many of each backend's configs, each as an entry of its own; 0 for the backend's own choice.
         batch_invariant: whether each is measured under that promise, too.
     """
     states = available_backends(device)
     for name in names:
-        if name != AUTO:
+        if name not in (AUTO, STATIC):
             registry.get(name)  # raises for one that does not exist
     chosen = names or [*[n for n, why in states.items() if not why], AUTO]
     here = [name for name in chosen if not states.get(name)]
     entries = [
         backend_entry(name, number)
         for name in here
-        for number in (range(configs) if configs and name != AUTO else [None])
+        for number in (range(configs) if configs and name not in (AUTO, STATIC) else [None])
     ]
     if "cublas" in here and device.type == "cuda":
-        knowing = [name for name in ("cublas", AUTO) if name in chosen]  # the others never look at host sizes
+        knowing = [name for name in ("cublas", AUTO, STATIC) if name in chosen]  # the others never look at host sizes
         entries += [backend_entry(name, host_sizes=True) for name in knowing]
     entries += [backend_entry(name, batch_invariant=True) for name in (here if batch_invariant else ())]
     absent = {name: why for name, why in states.items() if why and (name in chosen or not names)}
@@ -230,7 +245,7 @@ def config_entries(case: Workload, names: Sequence[str], limit: int, device: tor
 
 
 def plans_by_sizes(name: str) -> bool:
-    """Whether a backend runs something else where it has the sizes on the host."""
+    """Whether a backend runs another kernel if the sizes are on the host."""
     return bool(getattr(registry.get(name), "decides_at_bind", False))
 
 

@@ -1,292 +1,250 @@
-"""The suite `layers`: whole mixture-of-experts layers, forward and training, beside transformers' implementations.
+"""Whole mixture-of-experts layers as workloads: the suites `layers` (forward and training) and `quantised-layers`.
 
     multigemm bench --suite layers                                  # on a GPU
     multigemm bench --suite layers --only Qwen3 --peers none
     multigemm bench --suite layers --device cpu                     # extents and tokens divided by CPU_SCALE
 
-Contenders share weights, tokens and a random routing. Each result, and in training the gradient of x, is compared with
-a loop over experts in float32 before anything is timed; who is wrong or raises is left out, with the reason. Times are
-medians of the one clock, calls interleaved: of a CUDA graph and of an eager call, of which the shorter one counts.
-Floor: max(FLOPs / the machine's dense rate, bytes / its copy rate); bytes are those of the weights of experts that have
-a token and of the tokens in and out, in training also those of all gradients. `kept` is what backward keeps for each
-token beside x and the weights.
+All entries share weights, tokens and a random routing, and go through the runner as products do. A layer in bfloat16
+is compared with a loop over experts in float32: its result, and in training the gradient of x. A layer whose weights
+(and activations) are quantised tells its error, the norm of the difference over the norm of the result. Bytes of the
+floor are those of the weights of experts that have a token and of the tokens in and out, in training also those of all
+gradients.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
-import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from multigemm import fleet as places
-from multigemm.bench import machine
-from multigemm.bench.workloads import Rates
-from multigemm.errors import InvalidSetting
-from multigemm.integrations.fused_experts import Network
+from multigemm import quantize
+from multigemm.api import grouped_gemm
+from multigemm.bench.entries import Entry, Prepared, Refused
+from multigemm.bench.operands import Matrices, float32_precision
+from multigemm.bench.reports import AUTO, STATIC
+from multigemm.bench.workloads import LAYERS, Layer, Workload
+from multigemm.errors import LibraryError
+from multigemm.integrations.layer_ops import swiglu
+from multigemm.integrations.quantised_weights import quantize_stack
+from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.nn import Experts
-from multigemm.select import registry
-from multigemm.select.timing import measure
 
-SUITE = "layers"
+WHOLE, QUANTISED = "layers", "quantised-layers"
 TOKENS, TRAINED = (1, 16, 64, 512, 4096, 16384), (512, 4096, 16384)
+TOKENS_QUANTISED = (1, 64, 4096)
 CPU_SCALE = 32
 LIMIT = 2e-2
-"""The error of a right result, in norm: bfloat16 rounds products, gates and sums."""
+"""The error of a right result in bfloat16, in norm: products, gates and sums are rounded."""
 CHECKED_TOKENS = 4096
 """Of a training pass, at most: the loop in float32 keeps all that its gradients need."""
+FORMATS: dict[str, tuple[quantize.Format, str, torch.dtype, float]] = {
+    "fp8-blocks": ("e4m3", "128x128", torch.float32, 0.1),
+    "fp8-weights": ("e4m3", "128x128", torch.float32, 0.1),
+    "mxfp4-weights": ("e2m1", "1x32", torch.float8_e8m0fnu, 0.3),
+}
+"""Of the weights of a quantised layer: elements, what a scale covers, scales, and the largest error of a right result.
+"fp8-blocks" also quantises activations, 1 x 128, before both products, as DeepSeek-V3 has it."""
+CHUNK = 4
+"""Experts quantised at a time: some formats need memory for float32 numbers meanwhile."""
+
+Forward = Callable[[Tensor, Tensor, Tensor], Any]
+"""A layer as a function of x, experts and their weights."""
 
 
 @dataclass(frozen=True)
-class Layer:
-    """The extents of a model's layer, and its gate."""
+class LayerCase(Workload):
+    """A layer with `total` tokens. `distribution` is "forward" or "training"."""
 
-    name: str
-    experts: int
-    top_k: int
-    hidden: int
-    inner: int
-    network: Network = field(default_factory=Network)
-    bias: bool = False
-
-
-GPT_OSS = Network("swiglu", "interleaved", 1.702, 1.0, 7.0, stacked=True)
-LAYERS = (
-    Layer("Mixtral", 8, 2, 4096, 14336),
-    Layer("Qwen3-30B", 128, 8, 2048, 768),
-    Layer("DeepSeek-V3", 256, 8, 7168, 2048),
-    Layer("gpt-oss-20b", 32, 4, 2880, 2880, GPT_OSS, bias=True),
-)
-
-
-@dataclass(frozen=True)
-class LayerCase:
-    """A layer with so many tokens."""
-
-    layer: Layer
-    tokens: int
-    training: bool
+    layer: Layer = field(kw_only=True)
 
     @property
-    def key(self) -> str:
-        """What `--only` looks at."""
-        return f"{self.layer.name}/{self.tokens}/{'training' if self.training else 'forward'}"
+    def training(self) -> bool:
+        return self.distribution == "training"
 
-    def floor_us(self, active: int, rates: Rates) -> float:
-        """What no layer on this machine undercuts; `active`: experts that have a token."""
-        layer, size = self.layer, 2
-        pairs, expert = self.tokens * layer.top_k, 3 * layer.hidden * layer.inner * size
-        flops, moved = 6.0 * pairs * layer.hidden * layer.inner, active * expert + 2 * self.tokens * layer.hidden * size
+    @cached_property
+    def routing(self) -> tuple[Tensor, Tensor]:
+        """Experts and weights of each token [tokens, top k]. The seed depends on the case alone."""
+        draw = torch.Generator().manual_seed(self.layer.experts * 100003 + self.total)
+        logits = torch.rand(self.total, self.layer.experts, generator=draw)
+        weights, index = logits.softmax(-1).topk(self.layer.top_k)
+        return index, weights
+
+    @cached_property
+    def active(self) -> int:
+        """The number of experts that have a token."""
+        return len(set(self.routing[0].flatten().tolist()))
+
+    @property
+    def flops(self) -> int:
+        products = 6 * self.total * self.layer.top_k * self.layer.hidden * self.layer.inner
+        return 3 * products if self.training else products
+
+    @property
+    def bytes(self) -> int:
+        expert, tokens = self._expert_bytes, self.total * self.layer.hidden * self.torch_dtype.itemsize
         if self.training:
-            flops *= 3
-            moved = (2 * active + layer.experts) * expert + 5 * self.tokens * layer.hidden * size
-        return max(flops / rates.tflops, moved / rates.tbps) / 1e6
+            return (2 * self.active + self.layer.experts) * expert + 5 * tokens
+        return self.active * expert + 2 * tokens
+
+    @property
+    def _expert_bytes(self) -> int:
+        return 3 * self.layer.hidden * self.layer.inner * self.torch_dtype.itemsize
+
+    @property
+    def resident_bytes(self) -> int:
+        return self.layer.experts * self._expert_bytes
+
+    def describe(self) -> str:
+        w = self.layer
+        extents = f"E={w.experts} top {w.top_k} H={w.hidden} I={w.inner} T={self.total}"
+        return f"layer {extents} {self.distribution} {self.dtype}"
+
+    def for_device(self, device: torch.device) -> Workload:
+        if device.type != "cpu":
+            return self
+        return layer_case(self.suite, self.layer.scaled(CPU_SCALE), max(1, self.total // CPU_SCALE), self.distribution)
 
 
-@dataclass
-class Row:
-    """What was found of one contender in one case; times in microseconds."""
-
-    case: str
-    contender: str
-    floor_us: float
-    us: float = 0.0
-    graph_us: float = 0.0
-    eager_us: float = 0.0
-    kept: float = 0.0
-    error: str = ""
+def layer_case(suite: str, layer: Layer, tokens: int, distribution: str) -> LayerCase:
+    """A layer with a number of tokens."""
+    name = f"{layer.name}:{tokens}"
+    return LayerCase(name, suite, "layer", layer.experts, total=tokens, distribution=distribution, layer=layer)
 
 
-Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
-Contender = tuple[Forward, list[Tensor]]
-"""A layer as a function of x, experts and their weights, and its parameters."""
+def whole_layers() -> list[Workload]:
+    """The suite `layers`."""
+    forward = [(layer, tokens, "forward") for layer in LAYERS.values() for tokens in TOKENS]
+    training = [(layer, tokens, "training") for layer in LAYERS.values() for tokens in TRAINED]
+    return [layer_case(WHOLE, *each) for each in (*forward, *training)]
 
 
-def cases(only: list[str], scale: int = 1) -> list[LayerCase]:
-    """The cases whose keys contain one of these parts (all, if none is named), divided by `scale`."""
-    every = [(layer, tokens, False) for layer in LAYERS for tokens in TOKENS]
-    every += [(layer, tokens, True) for layer in LAYERS for tokens in TRAINED]
-    asked = [case for case in (LayerCase(*each) for each in every) if not only or any(x in case.key for x in only)]
-    if not asked:
-        raise InvalidSetting(f"--only {','.join(only)!r} matches no layer: `multigemm bench --list --suite {SUITE}`")
-    return asked if scale == 1 else list(dict.fromkeys(map(partial(_smaller, scale=scale), asked)))
-
-
-def _smaller(case: LayerCase, scale: int) -> LayerCase:
-    layer = case.layer
-    hidden, inner = (max(16, n // scale // 16 * 16) for n in (layer.hidden, layer.inner))
-    experts = min(layer.experts, 32)
-    return LayerCase(
-        replace(layer, hidden=hidden, inner=inner, experts=experts), max(1, case.tokens // scale), case.training
-    )
+def quantised_layers() -> list[Workload]:
+    """The suite `quantised-layers`."""
+    return [layer_case(QUANTISED, LAYERS["deepseek-v3"], tokens, "forward") for tokens in TOKENS_QUANTISED]
 
 
 # --- operands, and what is right ----------------------------------------------------------------------
 
 
 @dataclass
-class Operands:
-    """The weights of a layer, and a random routing."""
+class LayerTensors:
+    """The weights of a layer, its tokens and their routing."""
 
-    layer: Layer
+    workload: LayerCase
     up: Tensor
     down: Tensor
-    up_bias: Tensor | None
-    down_bias: Tensor | None
+    biases: tuple[Tensor, Tensor] | None
     x: Tensor
+    flow: Tensor
     index: Tensor
     weights: Tensor
+    quantised: dict[str, Experts] = field(default_factory=dict)
 
-    @property
-    def active(self) -> int:
-        """Experts that have a token."""
-        return len(set(self.index.flatten().tolist()))
+    def poison(self) -> None:
+        """Results are new tensors: there is nothing to poison."""
+
+    def reference(self) -> LayerTruth:
+        """The result of the loop over experts, and in training the gradient of x, for the tokens that are checked."""
+        with float32_precision("highest"):
+            return LayerTruth(self.checked(partial(by_loop, self), torch.float32))
+
+    def checked(self, forward: Forward, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """The result and, in training, the gradient of x for the tokens that are checked."""
+        if not self.workload.training:
+            with torch.no_grad():
+                return [forward(self.x.to(dtype or self.x.dtype), self.index, self.weights)]
+        few = slice(0, CHECKED_TOKENS)
+        x = self.x[few].detach().to(dtype or self.x.dtype).requires_grad_()
+        y = forward(x, self.index[few], self.weights[few])
+        (gradient,) = torch.autograd.grad(y, x, self.flow[few].to(y.dtype))
+        return [y.detach(), gradient]
+
+    def step(self, forward: Forward, parameters: list[Tensor]) -> Any:
+        """Runs forward, and computes all gradients."""
+        leaves = [self.x.detach().requires_grad_(), self.weights.detach().requires_grad_()]
+        return torch.autograd.grad(forward(leaves[0], self.index, leaves[1]), [*leaves, *parameters], self.flow)
+
+    def once(self, forward: Forward) -> Any:
+        """Runs forward alone."""
+        with torch.no_grad():
+            return forward(self.x, self.index, self.weights)
 
 
-def _generator(case: LayerCase, device: torch.device) -> torch.Generator:
-    """Its own, since a capture that fails leaves torch's default one unusable."""
-    return torch.Generator(device=device).manual_seed(case.layer.experts * 100003 + case.tokens)
-
-
-def operands(case: LayerCase, device: torch.device) -> Operands:
-    """Of a seed that the case alone decides."""
-    layer, dtype = case.layer, torch.bfloat16
-    draw = _generator(case, device)
+def make_layer(case: LayerCase, device: torch.device) -> LayerTensors:
+    """Seeded random tensors of a layer."""
+    layer, dtype = case.layer, case.torch_dtype
+    if not dtype.is_floating_point:
+        raise Refused(f"a layer has no {case.dtype}")
+    draw = torch.Generator(device=device).manual_seed(layer.experts * 100003 + case.total)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return torch.empty(shape, device=device, dtype=dtype).normal_(0.0, scale, generator=draw)
 
     shapes = (2 * layer.inner, layer.hidden), (layer.hidden, layer.inner)
     up, down = (
-        normal(layer.experts, *(shape[::-1] if layer.network.stacked else shape), scale=shape[1] ** -0.5)
-        for shape in shapes
+        normal(layer.experts, *(shape[::-1] if layer.stacked else shape), scale=shape[1] ** -0.5) for shape in shapes
     )
-    biases = [normal(layer.experts, out) if layer.bias else None for out, _ in shapes]
-    logits = torch.rand(case.tokens, layer.experts, device=device, generator=draw)
-    weights, index = logits.softmax(-1).topk(layer.top_k)
-    return Operands(layer, up, down, biases[0], biases[1], normal(case.tokens, layer.hidden), index, weights.to(dtype))
+    biases = (normal(layer.experts, shapes[0][0]), normal(layer.experts, shapes[1][0])) if layer.bias else None
+    x, flow = (normal(case.total, layer.hidden) for _ in range(2))
+    index, weights = case.routing
+    return LayerTensors(case, up, down, biases, x, flow, index.to(device), weights.to(device, dtype))
 
 
-def by_loop(given: Operands, x: Tensor) -> Tensor:
-    """The layer expert by expert in float32."""
-    layer, y = given.layer, torch.zeros(x.shape, device=x.device, dtype=torch.float32)
-    for expert in sorted(set(given.index.flatten().tolist())):
-        token, place = (given.index == expert).nonzero(as_tuple=True)
-        up, down = (
-            w[expert].float() if layer.network.stacked else w[expert].float().t() for w in (given.up, given.down)
-        )
-        hidden = x[token].float() @ up
-        hidden = hidden if given.up_bias is None else hidden + given.up_bias[expert].float()
-        rows = layer.network.activate(hidden) @ down
-        rows = rows if given.down_bias is None else rows + given.down_bias[expert].float()
-        y = y.index_add(0, token, rows * given.weights[token, place, None].float())
+def by_loop(given: LayerTensors, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """The layer computed expert by expert in float32."""
+    layer, y = given.workload.layer, torch.zeros(x.shape, device=x.device, dtype=torch.float32)
+    for expert in sorted(set(index.flatten().tolist())):
+        token, place = (index == expert).nonzero(as_tuple=True)
+        up, down = (w[expert].float() if layer.stacked else w[expert].float().t() for w in (given.up, given.down))
+        hidden, rows = x[token].float() @ up, None
+        if given.biases is not None:
+            hidden, rows = hidden + given.biases[0][expert].float(), given.biases[1][expert].float()
+        results = layer.gate(hidden) @ down
+        results = results if rows is None else results + rows
+        y = y.index_add(0, token, results * weights[token, place, None].float())
     return y
 
 
-def wrong(forward: Forward, given: Operands, training: bool) -> str:
-    """How a contender's result, or gradient of x, differs from the loop's; "" for a right one."""
-    x = given.x[:CHECKED_TOKENS] if training else given.x
-    part = replace(given, x=x, index=given.index[: len(x)], weights=given.weights[: len(x)])
-    with torch.no_grad():
-        found = _difference("the result", forward(x, part.index, part.weights), by_loop(part, x))
-    if found or not training:
-        return found
-    flow = torch.empty_like(x).normal_(generator=torch.Generator(device=x.device).manual_seed(0))
-    one, other = x.detach().requires_grad_(), x.float().requires_grad_()
-    (got,) = torch.autograd.grad(forward(one, part.index, part.weights), one, flow)
-    (want,) = torch.autograd.grad(by_loop(part, other), other, flow.float())
-    return _difference("the gradient of x", got, want)
+@dataclass
+class LayerTruth:
+    """The result of a layer in float32, and in training the gradient of x."""
+
+    expected: list[Tensor]
+
+    def verdict(self, out: Matrices) -> str:
+        """How a result, or the gradient of x, differs; "" if it is right."""
+        for what, got, want in zip(("the result", "the gradient of x"), out, self.expected, strict=False):
+            if not (off := error(got, want)) <= LIMIT:
+                return f"wrong: {what} is off by {off:.2g} in norm"
+        return ""
 
 
-def _difference(what: str, got: Tensor, want: Tensor) -> str:
-    error = ((got.float() - want).norm() / want.norm().clamp_min(1e-30)).item()
-    return "" if error <= LIMIT else f"wrong: {what} is off by {error:.2g} in norm"
+def error(got: Tensor, want: Tensor) -> float:
+    """The norm of the difference over the norm of the right result."""
+    return float((got.float() - want).norm() / want.norm().clamp_min(1e-30))
 
 
 # --- who is measured ------------------------------------------------------------------------------------
 
 
-def ours(given: Operands, backend: str, fused: bool) -> Contender:
-    """`nn.Experts`."""
-    layer = given.layer
-    _, layout, alpha, beta, limit, stacked, *_ = layer.network
-    made = Experts(
-        layer.experts, layer.hidden, layer.inner, bias=layer.bias, backend=backend, glu_layout=layout, glu_alpha=alpha,
-        glu_beta=beta, glu_limit=limit, stacked=stacked, fused=fused, device="meta", dtype=given.x.dtype,
-    )  # fmt: skip
-    return made, _hold(made, given)
+def prepared(given: LayerTensors, forward: Forward, parameters: list[Tensor], kernel: str) -> Prepared:
+    """A layer ready to be timed. In training, `why` tells the bytes that a forward pass keeps."""
+    if not given.workload.training:
+        return Prepared(partial(given.once, forward), None, kernel, unpack=lambda y: [y])
+    kept = f"keeps {kept_per_token(forward, given, parameters):,.0f} bytes a token for backward"
+    call = partial(given.step, forward, parameters)
+    return Prepared(call, None, kernel, why=kept, unpack=lambda _: given.checked(forward))
 
 
-def _hold(module: nn.Module, given: Operands) -> list[Tensor]:
-    """Gives a module the shared weights; returns them as its parameters."""
-    named = {"gate_up_proj": given.up, "down_proj": given.down}
-    if given.up_bias is not None and given.down_bias is not None:
-        named |= {"gate_up_proj_bias": given.up_bias, "down_proj_bias": given.down_bias}
-    for name, x in named.items():
-        setattr(module, name, nn.Parameter(x))
-    return [getattr(module, name) for name in named]
-
-
-def of_transformers(given: Operands, implementation: str, compiled: bool) -> Contender:
-    """The experts of transformers' models, by one of its implementations."""
-    layer = given.layer
-    if layer.bias:
-        from transformers import GptOssConfig
-        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts as Module
-
-        config: Any = GptOssConfig(
-            hidden_size=layer.hidden, intermediate_size=layer.inner, num_local_experts=layer.experts
-        )
-    else:
-        from transformers import Qwen3MoeConfig as Config
-        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts as Module
-
-        config = Config(hidden_size=layer.hidden, moe_intermediate_size=layer.inner, num_experts=layer.experts)
-    config._experts_implementation_internal = implementation
-    with torch.device("meta"):
-        module: Any = Module(config)
-    parameters = _hold(module, given)
-    return (torch.compile(module, dynamic=False) if compiled else module), parameters
-
-
-PEERS = {
-    "transformers eager": ("eager", False),
-    "transformers grouped_mm": ("grouped_mm", False),
-    "transformers grouped_mm, compiled": ("grouped_mm", True),
-    "transformers multigemm": ("multigemm", False),
-}
-
-
-def contenders(backends: str, peers: str, device: torch.device) -> dict[str, Callable[[Operands], Contender]]:
-    """By name what makes a layer of the shared weights; none of what is not installed."""
-    found: dict[str, Callable[[Operands], Contender]] = {}
-    for backend in [] if backends == "none" else [x for x in backends.split(",") if x] or ["auto"]:
-        if backend != "auto":
-            registry.get(backend)  # raises for one that does not exist
-        for fused in (True, False):
-            found[f"{backend}, {'fused' if fused else 'in steps'}"] = partial(ours, backend=backend, fused=fused)
-    if peers == "none" or importlib.util.find_spec("transformers") is None:
-        return found
-    import multigemm.integrations.transformers  # noqa: F401  (registers the name "multigemm")
-
-    for name, (implementation, compiled) in PEERS.items():
-        if (not peers or implementation in peers) and not (compiled and device.type == "cpu"):
-            found[name] = partial(of_transformers, implementation=implementation, compiled=compiled)
-    return found
-
-
-# --- measuring ------------------------------------------------------------------------------------------
-
-
-def kept_per_token(forward: Forward, given: Operands, parameters: list[Tensor]) -> float:
-    """Bytes that a forward pass keeps for backward, beside x, routing and parameters."""
-    known = {x.untyped_storage().data_ptr() for x in (*parameters, given.x, given.index, given.weights)}
+def kept_per_token(forward: Forward, given: LayerTensors, parameters: list[Tensor]) -> float:
+    """The bytes per token that a forward pass keeps for backward, besides x, routing and parameters."""
+    leaf = given.x.detach().requires_grad_()
+    known = {x.untyped_storage().data_ptr() for x in (*parameters, leaf, given.index, given.weights)}
     seen: dict[int, int] = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -295,90 +253,100 @@ def kept_per_token(forward: Forward, given: Operands, parameters: list[Tensor]) 
             seen[storage.data_ptr()] = storage.nbytes()
         return x
 
-    leaf = given.x.detach().requires_grad_()
-    known.add(leaf.untyped_storage().data_ptr())
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         forward(leaf, given.index, given.weights.detach().requires_grad_())
     return sum(seen.values()) / len(given.x)
 
 
-def _step(forward: Forward, given: Operands, parameters: list[Tensor], flow: Tensor) -> Any:
-    """Forward and all gradients."""
-    leaves = [given.x.detach().requires_grad_(), given.weights.detach().requires_grad_()]
-    return torch.autograd.grad(forward(leaves[0], given.index, leaves[1]), [*leaves, *parameters], flow)
+def hold(module: nn.Module, given: LayerTensors) -> list[Tensor]:
+    """Sets a module's weights to the shared ones. Returns them as its parameters."""
+    named = {"gate_up_proj": given.up, "down_proj": given.down}
+    if given.biases is not None:
+        named |= dict(zip(("gate_up_proj_bias", "down_proj_bias"), given.biases, strict=True))
+    for name, x in named.items():
+        setattr(module, name, nn.Parameter(x))
+    return [getattr(module, name) for name in named]
 
 
-def _forward(forward: Forward, given: Operands) -> Tensor:
-    with torch.no_grad():
-        return forward(given.x, given.index, given.weights)
+def experts_of(given: LayerTensors, backend: str, fused: bool) -> tuple[Experts, list[Tensor]]:
+    """`nn.Experts` with the shared weights, and its parameters."""
+    layer = given.workload.layer
+    shape = layer.experts, layer.hidden, layer.inner
+    made = Experts(*shape, backend=backend, fused=fused, device="meta", dtype=given.x.dtype, **layer.options)
+    return made, hold(made, given)
 
 
-def measured(
-    case: LayerCase, makers: dict[str, Callable[[Operands], Contender]], device: torch.device, rates: Rates,
-    budget_ms: float,
-) -> Iterator[Row]:  # fmt: skip
-    """A row for each contender of a case."""
-    given, calls, rows = operands(case, device), dict[str, Callable[[], Any]](), dict[str, Row]()
-    flow = torch.empty_like(given.x).normal_(generator=_generator(case, device))
-    floor = case.floor_us(given.active, rates)
-    for name, make in makers.items():
-        row = rows[name] = Row(case.key, name, round(floor, 2))
-        try:
-            forward, parameters = make(given)
-            row.error = wrong(forward, given, case.training)
-            if not row.error and case.training:
-                row.kept = kept_per_token(forward, given, parameters)
-        except Exception as error:  # of a peer, or a refusal: the reason stands in its row
-            row.error = f"{type(error).__name__}: {str(error)[:300]}"
-        if not row.error:
-            calls[name] = (
-                partial(_step, forward, given, parameters, flow) if case.training else partial(_forward, forward, given)
-            )
-    for mode in ("cold", "graph") if device.type == "cuda" else ("cold",):
-        for name, timing in measure(calls, device, mode, budget_ms=budget_ms * max(1, len(calls))).items():
-            if timing.ok:
-                setattr(rows[name], "graph_us" if mode == "graph" else "eager_us", round(timing.median, 2))
-            elif mode == "cold":
-                rows[name].error = str(timing.error)
-    for row in rows.values():
-        row.us = min((us for us in (row.graph_us, row.eager_us) if us), default=0.0)
-        yield row
+def _ours(given: LayerTensors, backend: str, fused: bool) -> Prepared:
+    return prepared(given, *experts_of(given, backend, fused), f"nn.Experts, {'fused' if fused else 'in steps'}")
 
 
-def line(row: Row) -> str:
-    """A row for people."""
-    if row.error or not row.us:
-        return f"  {row.contender:36} {row.error or 'not timed'}"
-    times = ", ".join(f"{name} {us:.1f}" for name, us in (("graph", row.graph_us), ("eager", row.eager_us)) if us)
-    kept = f"  keeps {row.kept:,.0f} bytes a token" if row.kept else ""
-    return f"  {row.contender:36} {row.us:10.1f} us  {row.floor_us / row.us:5.2f} of the floor  ({times}){kept}"
+def _quantised(given: LayerTensors, name: str) -> Prepared:
+    """A quantised layer, which is right up to an error of its own; `why` tells the error."""
+    format, scale, scale_dtype, most = FORMATS[name]
+    if format not in given.quantised:
+        given.quantised[format] = quantised_experts(given, format, scale, scale_dtype)
+    held = given.quantised[format]
+    forward = partial(_by_blocks, held) if name == "fp8-blocks" else held
+    few = slice(0, CHECKED_TOKENS)
+    x, index, weights = given.x[few], given.index[few], given.weights[few]
+    with torch.no_grad(), float32_precision("highest"):
+        off = error(forward(x, index, weights), by_loop(given, x, index, weights))
+    if not off <= most:
+        raise LibraryError(f"wrong: the result is off by {off:.2g} in norm")
+    return Prepared(partial(given.once, forward), None, "nn.Experts, quantised", name, f"error {off:.4f}")
 
 
-def listed() -> str:
-    """What `--list` prints."""
-    keys = "\n".join(f"  {case.key}" for case in cases([]))
-    return f"{SUITE}: {len(cases([]))} whole layers (multigemm bench --suite {SUITE}, alone)\n{keys}"
+def quantised_experts(given: LayerTensors, format: quantize.Format, scale: str, scale_dtype: torch.dtype) -> Experts:
+    """The layer after `quantize_`, a few experts at a time."""
+    dense, _ = experts_of(given, "auto", False)
+    held = copy(dense)
+    held._parameters, held._buffers = dict(dense._parameters), dict(dense._buffers)
+    for name in ("gate_up_proj", "down_proj"):
+        few = torch.split(getattr(dense, name).detach(), CHUNK)
+        parts = [quantize_stack(weights, format, scale, scale_dtype) for weights in few]
+        data, scales = _joined([part.data for part in parts]), _joined([part.scale for part in parts])
+        held._parameters[name] = nn.Parameter(data, requires_grad=False)
+        held.register_buffer(f"{name}_scale", scales)
+    held.weight_format = format
+    return held
 
 
-def main(args: argparse.Namespace) -> int:
-    """Measures what was asked for; 0, or 1 if nothing could be timed."""
-    device = places.default_device(args.device)
-    scale = 1 if device.type == "cuda" else CPU_SCALE
-    asked = cases([part for part in args.only.split(",") if part], scale)
-    if args.floor:
-        tflops, tbps = map(float, args.floor.split(","))
-        rates = Rates(tflops, tbps)
-    else:
-        rates = machine.measured_rates(device, {"bf16"})["bf16"]
-    makers, rows = contenders(args.backends, args.peers, device), list[Row]()
-    args.out.mkdir(parents=True, exist_ok=True)
-    target = args.json or args.out / "layers.json"
-    report: dict[str, Any] = {"machine": machine.describe(device), "scale": scale, "rates": asdict(rates)}
-    for case in asked:
-        print(f"{case.key}, {case.layer.experts} experts, {case.layer.hidden} x {case.layer.inner}", flush=True)
-        for row in measured(case, makers, device, rates, args.budget_ms or 100.0):
-            rows.append(row)
-            print(line(row), flush=True)
-        target.write_text(json.dumps(report | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
-    print(f"{target}")
-    return 0 if any(row.us for row in rows) else 1
+def _joined(parts: list[Tensor]) -> Tensor:
+    """One stack; through bytes, since a GPU joins no float8_e8m0fnu."""
+    size = parts[0].dtype.itemsize
+    return torch.cat([x.view(torch.uint8) for x in parts]).view(parts[0].dtype) if size == 1 else torch.cat(parts)
+
+
+def _by_blocks(held: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Both products in float8: tokens are quantised once, and gathered with their scales."""
+
+    def product(name: str, rows: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
+        codes, scales = getattr(held, name).mT, getattr(held, f"{name}_scale").mT
+        found: Tensor = grouped_gemm(rows, codes, ends=ends, scale_a=scale, scale_b=scales, out_dtype=torch.bfloat16)
+        return found
+
+    routing = route(index, held.num_experts)
+    tokens = quantize.quantize(x, "e4m3", "1x128")
+    rows = dispatch(tokens.data.view(torch.uint8), routing).view(tokens.data.dtype)
+    hidden = swiglu(product("gate_up_proj", rows, dispatch(tokens.scale, routing), routing.ends))
+    inner = quantize.quantize(hidden, "e4m3", "1x128")
+    return combine(product("down_proj", inner.data, inner.scale, routing.ends), weights, routing)
+
+
+def layer_entries(backends: list[str]) -> list[Entry]:
+    """Fused layers and layers in steps by each backend ("auto", if none is named), and quantised layers."""
+    found = []
+    for backend in [name for name in backends if name != STATIC] or [AUTO]:
+        for name, fused in (("fused", True), ("steps", False)):
+            label = name if backend == AUTO else f"{name}[{backend}]"
+            prepare = partial(_ours, backend=backend, fused=fused)
+            found.append(Entry(label, "backend", prepare, takes=is_layer))
+    for name in FORMATS:
+        prepare = partial(_quantised, name=name)
+        found.append(Entry(name, "backend", prepare, checks=False, takes=lambda case: case.suite == QUANTISED))
+    return found
+
+
+def is_layer(case: Workload) -> bool:
+    """Whether a workload is a whole layer."""
+    return isinstance(case, LayerCase)

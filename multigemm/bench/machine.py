@@ -1,7 +1,7 @@
-"""Where and when a number was measured, and what that machine allows: without this, no number says anything.
+"""The machine of a measurement: its description, and its measured ceilings.
 
-Everything is read, nothing is set: a benchmark that changes clocks or power limits measures a
-machine that its reader does not have.
+Everything is read and nothing is set: a benchmark that changes clocks or power limits measures another machine than its
+reader has.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ QUERIES = {
 
 
 def _run(*command: str, cwd: Path | None = None) -> str:
-    """The output of a command, or "" where it does not exist or fails."""
+    """The output of a command; "" if it does not exist or fails."""
     if shutil.which(command[0]) is None:
         return ""
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=cwd, check=False)
@@ -53,7 +53,8 @@ def _run(*command: str, cwd: Path | None = None) -> str:
 
 
 def commit() -> str:
-    """The commit of the checkout that this code runs from, with "+" if files differ; else the version."""
+    """The commit of the checkout that this code runs from, with "+" if files differ; outside of a checkout the
+    version."""
     here = Path(__file__).resolve().parents[2]
     found = _run("git", "rev-parse", "--short=12", "HEAD", cwd=here) if (here / ".git").exists() else ""
     if found:
@@ -62,7 +63,7 @@ def commit() -> str:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Those of the packages that are installed."""
+    """The versions of the installed packages that matter for a measurement."""
     found = {}
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -71,7 +72,7 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def clocks(device: torch.device) -> dict[str, float | str]:
-    """What nvidia-smi reports now; empty on a CPU or without nvidia-smi."""
+    """The clocks that nvidia-smi reports; empty on a CPU or without nvidia-smi."""
     if device.type != "cuda":
         return {}
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
@@ -104,7 +105,7 @@ def device_name(device: torch.device) -> str:
 
 
 def load_warning(device: torch.device) -> str:
-    """What to do about other processes that keep a CPU busy; "" where there are none, and for a GPU."""
+    """A warning about other processes that keep a CPU busy, with the remedy; "" if there are none, and for a GPU."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if device.type != "cpu" or load < cores:
         return ""
@@ -115,7 +116,7 @@ def load_warning(device: torch.device) -> str:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """The whole picture, JSON-ready."""
+    """The machine as JSON-ready data."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
@@ -142,7 +143,7 @@ class EnergyMeter:
     """The energy that a GPU has used since its driver was loaded.
 
     Raises:
-        LibraryError: there is no GPU, no NVML, or this GPU counts nothing; the text says which.
+        LibraryError: there is no GPU, no NVML, or this GPU has no energy counter; the text says which.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -163,7 +164,7 @@ class EnergyMeter:
             raise LibraryError(f"{name} returned status {status}: this GPU's energy cannot be read")
 
     def joules(self) -> float:
-        """What was used up to now."""
+        """The energy used so far, in joules."""
         total = ctypes.c_ulonglong()
         self._call("nvmlDeviceGetTotalEnergyConsumption", self._handle, ctypes.byref(total))
         return total.value / 1e3
@@ -204,9 +205,10 @@ COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 
 
 def dense_tflops(device: torch.device, dtype: str) -> float:
-    """The best that torch.mm reaches on large square products of random data; of float8 `torch._scaled_mm`.
+    """The highest rate of torch.mm on large square products of random data; for float8 of `torch._scaled_mm`.
 
-    Without float8 products the ceiling is that of bfloat16; it is that of quantised weights, too.
+    If float8 products are not supported, the ceiling is that of bfloat16, which is also the ceiling for quantised
+    weights.
     """
     recipe = RECIPES.get(dtype)
     if recipe is not None and recipe.a and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
@@ -226,7 +228,7 @@ def dense_tflops(device: torch.device, dtype: str) -> float:
 
 
 def _dense_float8_tflops(device: torch.device) -> float:
-    """With promoted sums, which every entry has to have."""
+    """The rate with promoted sums, which every entry must have."""
     best, one = 0.0, torch.ones((), device=device)
     for n in DENSE_SIZES["cuda"]:
         a, b = torch.randn(2, n, n, device=device).to(torch.float8_e4m3fn)

@@ -1,10 +1,10 @@
-"""Tensors for a workload, and whether a result of them is right: a time is only worth something next to a right answer.
+"""The tensors of a workload, and the check of a result of them.
 
-Data is random and never zero: zeros draw less power and let a GPU run up to a fifth faster than it ever will.
+Data are random and never zero: zeros draw less power and let a GPU run up to a fifth faster than on real data.
 
-The reference is a float32 loop in torch on the same device, fast enough to check every case of every run. Its bound is
+The reference is a float32 loop in torch on the same device, fast enough to check every case of every run. The bound is
 per element: K * 2^-24 * |A||B| for the order of a float32 sum, plus the rounding of the output dtype. The exhaustive
-float64 bound lives in `multigemm.reference`; this one is for problems of 10^12 operations.
+float64 bound is in `multigemm.reference`; this one is for problems of 10^12 operations.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-2
 
 @dataclass
 class Tensors:
-    """The data of one workload. Lists where the form is a list; `offsets` [G+1] int32 on the device.
+    """The data of one workload. Lists if the form is a list; `offsets` [G+1] int32 on the device.
 
-    `own` is the problem that a user brought, whose result goes to `out` as well.
+    `own` is a user's problem, whose result also goes to `out`.
     """
 
     workload: Workload
@@ -46,6 +46,15 @@ class Tensors:
     valid_rows: Tensor | None
     host_offsets: npt.NDArray[np.int64] | None
     own: GroupedGemmProblem | None = None
+
+    def poison(self) -> None:
+        """Overwrites the output with values unlike any answer, so that a kernel that writes nothing is detected."""
+        for out in self.out if isinstance(self.out, list) else [self.out]:
+            out.fill_(float("nan") if out.dtype.is_floating_point else POISON_INT)
+
+    def reference(self) -> Truth:
+        """The expected answer with its per-element bounds."""
+        return _reference(self)
 
 
 @dataclass
@@ -83,7 +92,8 @@ class _Maker:
 
 
 def make(workload: Workload, device: torch.device | str, drawn: bool = True) -> Tensors:
-    """Seeded random tensors of a workload on a device; `out` starts poisoned. Unless `drawn`, nobody writes them."""
+    """Makes seeded random tensors of a workload on a device; `out` is poisoned. With `drawn` False the operands are
+    left uninitialised."""
     where = torch.device(device)
     maker = _Maker(workload, where, torch.Generator(where).manual_seed(workload.seed + 1), drawn)
     if workload.recipe is not None:
@@ -92,7 +102,7 @@ def make(workload: Workload, device: torch.device | str, drawn: bool = True) -> 
 
 
 def _make_quantised(workload: Workload, maker: _Maker, recipe: quantised.Recipe) -> Tensors:
-    """Operands with scales, as the problem of a user."""
+    """Quantised operands with scales, as a problem."""
     w, total = workload, int(workload.sizes.sum())
     out = maker.empty(*((total, w.n) if w.form == "jagged_m" else (w.groups, w.m, w.n)))
     offsets, valid, host = _cuts(w, maker.device)
@@ -105,7 +115,7 @@ def _make_quantised(workload: Workload, maker: _Maker, recipe: quantised.Recipe)
 
 
 def _cuts(w: Workload, device: torch.device) -> tuple[Tensor | None, Tensor | None, npt.NDArray[np.int64] | None]:
-    """Offsets and valid rows on the device, offsets on the host; None where the form has none."""
+    """Offsets and valid rows on the device, and offsets on the host; None for those that the form lacks."""
     if w.form.startswith("jagged"):
         host = np.concatenate([[0], np.cumsum(w.sizes)]).astype(np.int64)
         return torch.tensor(host, dtype=torch.int32, device=device), None, host
@@ -131,8 +141,8 @@ def _make_packed(workload: Workload, maker: _Maker) -> Tensors:
 
 
 def _make_list(workload: Workload, maker: _Maker) -> Tensors:
-    """A list of tensors. Equal products are members of one tensor, as who batches them has them; else a list of them
-    would cost some libraries a table of addresses, and layouts be compared instead of kernels."""
+    """A list of tensors. Equal products are members of one tensor, as programs that batch them have them. As separate
+    tensors they would cost some libraries a table of addresses, and layouts would be compared instead of kernels."""
     w, count = workload, len(workload.products)
     together = len(set(w.products)) == 1 and not w.shared_b
     if together:
@@ -149,31 +159,25 @@ def _make_list(workload: Workload, maker: _Maker) -> Tensors:
     return Tensors(w, a, b, out, bias, None, None, None)
 
 
-def poison(tensors: Tensors) -> None:
-    """Makes the output unlike any answer, so that a kernel which writes nothing is found out."""
-    for out in tensors.out if isinstance(tensors.out, list) else [tensors.out]:
-        out.fill_(float("nan") if out.dtype.is_floating_point else POISON_INT)
-
-
 # --- is a result right? ---------------------------------------------------------------------------
 
 
 class Truth(Protocol):
-    """What a right result of some tensors must satisfy, computed once and compared many times."""
+    """A condition that a right result must satisfy, computed once for all entries."""
 
     def verdict(self, out: Matrices) -> str: ...
 
 
 @dataclass
 class Reference:
-    """Expected groups and their bounds."""
+    """The expected groups and their bounds."""
 
     tensors: Tensors
     expected: list[Tensor]
     bounds: list[Tensor]
 
     def verdict(self, out: Matrices) -> str:
-        """Empty when every element lies within its bound, else the worst group in words."""
+        """Describes the worst group; "" if every element is within its bound."""
         groups = list(zip(group_outputs(self.tensors, out), self.expected, self.bounds, strict=True))
         counts = [(~((got.to(want.dtype) - want).abs() <= bound)).sum() for got, want, bound in groups]
         wrong = torch.stack(counts).tolist() if counts else []  # NaN is wrong too; one read for all groups
@@ -194,7 +198,7 @@ class Reference:
 
 
 def is_plain(problem: GroupedGemmProblem) -> bool:
-    """Whether a problem is products alone, in and of one dtype, its groups from the first row on: peers run these."""
+    """Whether a problem is only products in one dtype whose groups start at the first row: peers run such problems."""
     spec, dtype = problem.spec, problem.spec.a.dtype
     result = torch.int32 if dtype == torch.int8 else dtype
     follows = problem.c is not None or problem.bias is not None or problem.activation is not None
@@ -217,7 +221,7 @@ def group_outputs(tensors: Tensors, out: Matrices) -> list[Tensor]:
 
 
 def group_inputs(tensors: Tensors) -> list[tuple[Tensor, Tensor]]:
-    """(A_g, B_g) as views: the loop that every peer can fall back to."""
+    """(A_g, B_g) as views, for peers that loop over groups."""
     workload, a, b = tensors.workload, tensors.a, tensors.b
     if isinstance(a, list):
         return list(zip(a, b, strict=True))
@@ -237,7 +241,7 @@ def group_inputs(tensors: Tensors) -> list[tuple[Tensor, Tensor]]:
 
 @dataclass
 class Exact:
-    """The exhaustive reference of the package, for a user's problem that is no plain product: slow, and complete."""
+    """The exhaustive reference of the package, for a user's problem that is no plain product. Slow."""
 
     answer: Answer
 
@@ -246,8 +250,7 @@ class Exact:
         return "" if found.ok else f"wrong answer: {found.text}"
 
 
-def reference(tensors: Tensors) -> Truth:
-    """The expected answer of a workload with its per-element bounds."""
+def _reference(tensors: Tensors) -> Truth:
     workload, expected, bounds = tensors.workload, [], []
     if workload.recipe is not None:
         with float32_precision("highest"):
@@ -269,7 +272,7 @@ def reference(tensors: Tensors) -> Truth:
 
 
 def _group_biases(tensors: Tensors, groups: int) -> Sequence[Tensor | None]:
-    """One value for each column of a group's result: its own columns of them all for jagged n."""
+    """The bias of each column of a group's result; for jagged n, of the group's columns."""
     bias = tensors.bias
     if isinstance(bias, list):
         return bias
@@ -293,7 +296,8 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None, dtype: str, out: torch.d
 
 @contextmanager
 def float32_precision(level: str) -> Iterator[None]:
-    """torch's switch: "highest" for true float32, whatever the caller set, "high" for tf32; put back behind it."""
+    """A context that sets torch's float32 switch: "highest" for true float32, "high" for tf32. Restores the former
+    value."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(level)
     try:

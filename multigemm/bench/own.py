@@ -1,4 +1,4 @@
-"""A problem of one's own, with its own tensors: `mg.benchmark(problem)` and `multigemm bench --problem FILE`."""
+"""Benchmarks of a user's problem: `mg.benchmark(problem)` and `multigemm bench --problem FILE`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def benchmark(
     tensors = own_tensors(problem, "problem")
     device, case = problem.device, tensors.workload
     ours, absent = backend_entries(list(backends), device)
-    theirs, missing = peer_entries(list(peers), device)
+    theirs, missing = peer_entries(list(peers), device, [case])
     options = options or Options.usual(device)
     report = Benchmark(**vars(new_report(device, {case.dtype}, options, {**absent, **missing})))
     entries = [*ours, *theirs, ceiling_entry()]
@@ -69,7 +69,7 @@ def benchmark(
 
 
 def load(path: Path) -> GroupedGemmProblem:
-    """Runs a Python file and takes its `problem`: a GroupedGemmProblem, or a function that returns one."""
+    """Runs a Python file and returns its `problem`: a GroupedGemmProblem, or the result of a function of that name."""
     if not path.is_file():
         raise InvalidSetting(f"{path}: there is no such file")
     try:
@@ -83,7 +83,7 @@ def load(path: Path) -> GroupedGemmProblem:
 
 
 def _line_of(error: Exception, path: Path) -> str:
-    """The line of the file at which it failed, in words; empty where that is unknown."""
+    """The line of the file at which it failed, as text; "" if unknown."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return f", line {error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
@@ -91,7 +91,7 @@ def _line_of(error: Exception, path: Path) -> str:
 
 
 def own_tensors(problem: GroupedGemmProblem, name: str) -> Tensors:
-    """The data of a problem as that of a workload; results go to new memory, in rows."""
+    """The `Tensors` of a user's problem; results go to new memory, in row-major order."""
     given = _with_result_of_its_own(problem)
     case = own_workload(given, name)
     offsets = valid = host = None
@@ -105,7 +105,7 @@ def own_tensors(problem: GroupedGemmProblem, name: str) -> Tensors:
 
 
 def own_workload(problem: GroupedGemmProblem, name: str) -> Workload:
-    """What a report says of a problem: form, extents, sizes, dtype and layouts."""
+    """The `Workload` that describes a user's problem in a report: form, extents, sizes, dtype and layouts."""
     if problem.quantisation is not None:
         raise InvalidProblem("benchmarks of quantised operands come later: time multigemm.plan(problem) by yourself")
     if problem.spec.fused is not None:
@@ -128,7 +128,7 @@ def own_workload(problem: GroupedGemmProblem, name: str) -> Workload:
 
 
 def _with_result_of_its_own(problem: GroupedGemmProblem) -> GroupedGemmProblem:
-    """The same problem with an `out` that nobody else sees; what no group owns holds NaN, or a far integer."""
+    """The same problem with a new `out`. Elements that no group owns hold NaN, or a large integer."""
     a, b, keywords = rebuild.arguments(problem)
     poison = float("nan") if problem.out_dtype.is_floating_point else -(2**30)
 

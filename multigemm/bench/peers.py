@@ -1,10 +1,9 @@
-"""Peers: other people's grouped GEMMs, each behind a small adapter that never makes a hard dependency.
+"""Peers: grouped GEMMs of other libraries, each behind an adapter that imports it only when needed.
 
-An adapter imports its library when it prepares a call. A library that is not installed, or that does
-not run a workload, says so in one sentence, and the sentence becomes the row. Whatever a library
-demands of its inputs beforehand (padded rows, another memory order of the weights) is done outside
-the timing and noted in `why`, which flatters the peer rather than us. Results come back in the workload's
-own row order, so that they can be checked.
+An adapter imports its library when it prepares a call. If the library is not installed, or does not run a workload, the
+reason becomes the row. What a library requires of its inputs (padded rows, another memory order of the weights) is done
+before the timing and noted in `why`; that favours the peer. Results come back in the workload's row order, so that they
+can be checked.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from multigemm.bench.entries import Entry, Prepared, Refused
+from multigemm.bench.layers import LayerTensors, hold, is_layer, prepared
 from multigemm.bench.operands import Tensors, group_inputs, group_outputs, is_plain
 from multigemm.bench.workloads import Workload
 from multigemm.errors import InvalidSetting, LibraryError
@@ -32,7 +32,7 @@ cuda: Any = torch.cuda  # parts of torch.cuda carry no types
 
 
 def without_epilogue(tensors: Tensors) -> None:
-    """Peers run plain products only; an epilogue of their own making would not be a fair copy."""
+    """Refuses workloads with an epilogue: peers run plain products only."""
     if tensors.workload.recipe is not None:
         raise Refused("this adapter runs operands without scales")
     if tensors.workload.bias or (tensors.own is not None and not is_plain(tensors.own)):
@@ -63,7 +63,7 @@ def _grouped(tensors: Tensors) -> Prepared:
 
 
 def _scaled_grouped(tensors: Tensors) -> Prepared:
-    """torch's scaled_grouped_mm, by the operator, whose arguments have not changed since it came."""
+    """torch's scaled_grouped_mm, called as an operator, whose arguments are the same in all versions."""
     workload, given = tensors.workload, tensors.own
     if workload.form != "jagged_m" or tensors.offsets is None:
         raise Refused("packed rows only")
@@ -85,14 +85,14 @@ def _scaled_grouped(tensors: Tensors) -> Prepared:
 
 
 def _odd_start(workload: Workload) -> int:
-    """A start of a group that is counted along rows of memory and lies off 16 bytes; 0 if there is none."""
+    """The start of a group, counted along rows of memory, that is not a multiple of 16 bytes; 0 if there is none."""
     along_rows = {"jagged_n": True, "jagged_k": workload.trans_b or not workload.trans_a}.get(workload.form, False)
     starts = workload.sizes.cumsum()[:-1] if along_rows else ()
     return next((int(start) for start in starts if workload.torch_dtype.itemsize * int(start) % 16), 0)
 
 
 def _grouped_nt(tensors: Tensors) -> Prepared:
-    """The same call on weights that lie in memory as [G, N, K], which torch's kernels prefer."""
+    """torch's grouped_mm on weights that lie in memory as [G, N, K], which torch's kernels prefer."""
     b = tensors.b
     if not isinstance(b, Tensor) or b.dim() != 3 or tensors.workload.trans_b:
         raise Refused("the other memory order is only of interest for [G, K, N] weights in row order")
@@ -162,7 +162,7 @@ NORMAL, TRANSPOSED = 0, 1
 
 @lru_cache(maxsize=1)
 def cublas_library() -> ctypes.CDLL:
-    """The cuBLAS that torch has already loaded, so that its handle is valid."""
+    """The cuBLAS library that torch has loaded, so that torch's handle is valid in it."""
     cuda.current_blas_handle()
     with open("/proc/self/maps") as maps:
         paths = {line.split()[-1] for line in maps if "libcublas.so" in line}
@@ -175,7 +175,7 @@ def cublas_library() -> ctypes.CDLL:
 
 
 def _leading(matrix: Tensor) -> tuple[int, int]:
-    """(operation, leading dimension) of a row-major matrix read as the transpose of a column-major one."""
+    """(operation, leading dimension) of a row-major matrix that is read as the transpose of a column-major one."""
     rows, cols = matrix.shape
     if matrix.stride(1) == 1 or cols == 1:
         return NORMAL, max(matrix.stride(0) if rows > 1 else cols, cols, 1)
@@ -189,7 +189,7 @@ def _array(kind: Any, values: list[Any]) -> Any:
 
 
 def _cublas_arguments(groups: list[Group], pointers: list[Tensor], dtype: torch.dtype) -> tuple[Any, ...]:
-    """What follows the handle; the operands are swapped, as column-major reading wants them."""
+    """The arguments after the handle. The operands are swapped for column-major order."""
     ints, real = ctypes.c_int, ctypes.c_double if dtype == torch.float64 else ctypes.c_float
     count, kind = len(groups), CUDA_TYPES[dtype]
     left, right = [_leading(b) for _, b, _ in groups], [_leading(a) for a, _, _ in groups]
@@ -243,7 +243,7 @@ def _cublas_grouped(tensors: Tensors) -> Prepared:
 
 
 def packed_rows(tensors: Tensors, *dtypes: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(a [T, K], b [G, K, N], sizes [G] on the device), or why this library does not fit."""
+    """(a [T, K], b [G, K, N], sizes [G] on the device). Raises Refused if the library cannot run this form."""
     workload = tensors.workload
     without_epilogue(tensors)
     if workload.form != "jagged_m" or workload.shared_b or tensors.offsets is None:
@@ -256,12 +256,12 @@ def packed_rows(tensors: Tensors, *dtypes: str) -> tuple[Tensor, Tensor, Tensor]
 
 
 def by_rows(b: Tensor) -> Tensor:
-    """The weights as [G, N, K] in memory."""
+    """The weights stored as [G, N, K]."""
     return b.transpose(1, 2).contiguous()
 
 
 def _deep_gemm(tensors: Tensors) -> Prepared:
-    """Rows are padded to the library's alignment beforehand; -1 marks the padding."""
+    """DeepGEMM. Rows are padded to the library's alignment beforehand; -1 marks the padding."""
     if tensors.workload.dtype == "fp8-blocks":
         return _deep_gemm_float8(tensors)
     a, b, _ = packed_rows(tensors, "bf16")
@@ -280,7 +280,7 @@ def _deep_gemm(tensors: Tensors) -> Prepared:
 
 
 def _padding(tensors: Tensors, step: int) -> tuple[int, Tensor, Tensor]:
-    """How many rows there are with every group padded to a multiple of `step`; where each row goes, and whose it is."""
+    """The number of rows if every group is padded to a multiple of `step`; the position and the group of each row."""
     assert tensors.offsets is not None
     device, sizes = tensors.offsets.device, [int(s) for s in tensors.workload.sizes]
     starts = [0]
@@ -293,7 +293,8 @@ def _padding(tensors: Tensors, step: int) -> tuple[int, Tensor, Tensor]:
 
 
 def _deep_gemm_float8(tensors: Tensors) -> Prepared:
-    """Its scales of tokens lie as its kernel wants them, so that the call does not turn them."""
+    """DeepGEMM in float8. Scales of tokens are laid out as its kernel reads them, so that the call does not transpose
+    them."""
     given, workload = tensors.own, tensors.workload
     if workload.form != "jagged_m":
         raise Refused("packed rows only")
@@ -321,7 +322,7 @@ def _deep_gemm_float8(tensors: Tensors) -> Prepared:
 
 
 def _quack(tensors: Tensors) -> Prepared:
-    """The fastest of all configs that the library has for this device, found outside the timing."""
+    """QuACK, with the fastest of its configs for this device, found before the timing."""
     workload = tensors.workload
     if workload.form == "jagged_k":
         without_epilogue(tensors)
@@ -391,7 +392,7 @@ TILES = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 3), (128, 128, 64, 4, 4))
 
 
 def _microseconds(call: Callable[[], object]) -> float:
-    """The best of three calls after one; a rough clock, for a choice among three."""
+    """The best of three calls after a warm-up; a rough clock for choosing among three candidates."""
     times: list[float] = []
     event: Any = torch.cuda.Event
     for _ in range(4):
@@ -405,7 +406,7 @@ def _microseconds(call: Callable[[], object]) -> float:
 
 
 def _triton_tutorial(tensors: Tensors) -> Prepared:
-    """The way of Triton's tutorial, with the best of three tiles."""
+    """The kernel of Triton's tutorial, with the best of three tiles."""
     a, b, _ = packed_rows(tensors, "bf16", "fp16")
     if a.shape[1] % 8 or b.shape[2] % 8:
         raise Refused("its descriptors take rows that are multiples of 16 bytes")
@@ -430,6 +431,42 @@ def _triton_tutorial(tensors: Tensors) -> Prepared:
     )
 
 
+# --- whole layers: the experts of transformers' models -----------------------------------------------
+
+
+def _transformers(given: LayerTensors, implementation: str, compiled: bool) -> Prepared:
+    """The experts of transformers' models, by one of its implementations."""
+    import multigemm.integrations.transformers  # noqa: F401  (registers the name "multigemm")
+
+    layer = given.workload.layer
+    if layer.bias:
+        from transformers import GptOssConfig
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts as Module
+
+        config: Any = GptOssConfig(
+            hidden_size=layer.hidden, intermediate_size=layer.inner, num_local_experts=layer.experts
+        )
+    else:
+        from transformers import Qwen3MoeConfig as Config
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts as Module
+
+        config = Config(hidden_size=layer.hidden, moe_intermediate_size=layer.inner, num_experts=layer.experts)
+    config._experts_implementation_internal = implementation
+    with torch.device("meta"):
+        module: Any = Module(config)
+    parameters = hold(module, given)
+    forward = torch.compile(module, dynamic=False) if compiled else module
+    return prepared(given, forward, parameters, f"transformers, {implementation}")
+
+
+LAYER_PEERS = {
+    "transformers_eager": ("eager", False),
+    "transformers_grouped_mm": ("grouped_mm", False),
+    "transformers_compiled": ("grouped_mm", True),
+    "transformers_multigemm": ("multigemm", False),
+}
+
+
 # --- all of them ------------------------------------------------------------------------------------
 
 PREPARE: dict[str, Callable[[Tensors], Prepared]] = {
@@ -444,27 +481,38 @@ PREPARE: dict[str, Callable[[Tensors], Prepared]] = {
     "triton_kernels": _triton_kernels,
     "triton_tutorial": _triton_tutorial,
 }
-PEERS = {name: Entry(name, "peer", prepare) for name, prepare in PREPARE.items()}
+PEERS = {name: Entry(name, "peer", prepare) for name, prepare in PREPARE.items()} | {
+    name: Entry(
+        name, "backend" if how == "multigemm" else "peer",
+        partial(_transformers, implementation=how, compiled=compiled), takes=is_layer,
+    )
+    for name, (how, compiled) in LAYER_PEERS.items()
+}  # fmt: skip
 NEEDS = {
     "deep_gemm": ("deep_gemm", "DeepGEMM"),
     "quack": ("quack", "QuACK"),
     "fbgemm": ("fbgemm_gpu", "FBGEMM"),
     "triton_kernels": ("triton_kernels", "OpenAI triton_kernels"),
     "triton_tutorial": ("triton", "triton"),
+    **dict.fromkeys(LAYER_PEERS, ("transformers", "transformers")),
 }
 """The module that a peer needs, and what the module's library is called."""
-ON_GPU = ("cublas_grouped", "torch_grouped_nt", *NEEDS)
+ON_GPU = ("cublas_grouped", "torch_grouped_nt", "deep_gemm", "quack", "fbgemm", "triton_kernels", "triton_tutorial",
+          "transformers_compiled")  # fmt: skip
 ON_REQUEST = ("triton_tutorial",)
 
 
-def peer_entries(names: list[str], device: torch.device) -> tuple[list[Entry], dict[str, str]]:
-    """Entries for the named peers (all but those on request, if none is named) that are here; why others are not."""
+def peer_entries(
+    names: list[str], device: torch.device, cases: Sequence[Workload]
+) -> tuple[list[Entry], dict[str, str]]:
+    """The entries of the named peers (by default all that take one of the workloads, but those that run on request
+    only), and why others are absent."""
     if unknown := [name for name in names if name not in PEERS]:
         raise InvalidSetting(f"--peers: no peer is called {unknown[0]!r}; known: {', '.join(PEERS)}, none")
     absent: dict[str, str] = {}
     here: list[Entry] = []
     for name, entry in PEERS.items():
-        if name not in names and (names or name in ON_REQUEST):
+        if name not in names and (names or name in ON_REQUEST or not any(map(entry.takes, cases))):
             continue
         module, library = NEEDS.get(name, ("", ""))
         if module and importlib.util.find_spec(module) is None:

@@ -26,12 +26,12 @@ LEAST_FLOOR_US = 0.1
 
 
 def missing() -> str:
-    """ "" or the sentence that says how to get plots."""
+    """A sentence that says how to install what plots need; "" if nothing is missing."""
     return "" if importlib.util.find_spec("matplotlib") else EXTRA
 
 
 def draw(report: Report, folder: Path) -> list[Path]:
-    """All plots that the report has data for."""
+    """Draws every plot for which the report has data."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -64,7 +64,7 @@ def _finish(figure: Any, path: Path, report: Report) -> Path:
 
 
 def _best(report: Report) -> dict[str, list[Row]]:
-    """On each workload our fastest kernel and the fastest peer."""
+    """Our fastest kernel and the fastest peer on each workload."""
     pairs = [contenders(rows) for rows in by_case(report.timed()).values()]
     found = {OURS: [ours for ours, _ in pairs if ours], PEERS: [peer for _, peer in pairs if peer]}
     return {label: rows for label, rows in found.items() if rows}

@@ -1,8 +1,8 @@
-"""Workloads of quantised operands: what a recipe's tensors are, the bytes that they move, and which results are right.
+"""Workloads of quantised operands: the tensors of a recipe, the bytes that they move, and the check of results.
 
-A recipe is what a workload has in the place of a dtype. Elements are drawn, not quantised: normal numbers in float8,
-any code of 4 bits, and scales between a half and three halves. Operands lie contiguous along K, and scales of 128 of K
-in a row as all kernels read them fastest, their tokens side by side.
+A recipe stands in the place of a dtype. Elements are drawn, not quantised: normal numbers in float8, any code of 4
+bits, and scales between 0.5 and 1.5. Operands are contiguous along K. Scales of 128 of K in a row lie as all kernels
+read them fastest, with tokens contiguous.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Recipe:
     scale: torch.dtype = torch.float32
 
     def bytes(self, extents: tuple[int, int, int], with_b: bool = True) -> float:
-        """Those of one group's operands and scales; b is left out where another group has read it."""
+        """The bytes of one group's operands and scales; b is left out if another group has already read it."""
         m, n, k = extents
         deep = -(-k // self.block) if self.block else 1
         moved = float(m * k * (1 if self.a else 2))
@@ -65,13 +65,13 @@ RECIPES = {
 
 
 class Source:
-    """Draws elements and scales of one recipe from one seeded source."""
+    """Draws elements and scales of one recipe from one seed."""
 
     def __init__(self, recipe: Recipe, device: torch.device, source: torch.Generator, drawn: bool) -> None:
         self.recipe, self.device, self.source, self.drawn = recipe, device, source, drawn
 
     def elements(self, format: str, *shape: int) -> Tensor:
-        """Codes of a format [.., lines, K], half as many bytes along K where one holds two; bfloat16 of ""."""
+        """Codes of a format [.., lines, K], with half as many bytes along K if one holds two; bfloat16 for ""."""
         if format in BYTE_FORMATS or format == "int8":
             shape = (*shape[:-1], shape[-1] // 2) if format in BYTE_FORMATS else shape
             codes = torch.empty(shape, dtype=torch.uint8, device=self.device)
@@ -84,7 +84,7 @@ class Source:
         return values.to(quantize.FLOATS[format]) if format else values
 
     def scale(self, *shape: int, tokens: bool = False) -> Tensor:
-        """Scales [.., lines, entries along K]; those of `tokens` lie side by side."""
+        """Scales [.., lines, entries along K]; scales of `tokens` are contiguous along the lines."""
         memory = (*shape[:-2], shape[-1], shape[-2]) if tokens else shape
         numbers = torch.ones(memory, device=self.device)
         if self.drawn:
@@ -95,7 +95,8 @@ class Source:
 
 
 def problem(workload: Workload, source: Source, out: Tensor, cut: dict[str, Any]) -> GroupedGemmProblem:
-    """The workload as a user would write it, into `out`; `cut` says where groups begin, or how many rows count."""
+    """The workload as a `GroupedGemmProblem` that writes into `out`. `cut` gives the groups' boundaries, or how many
+    rows count."""
     w, r, form = workload, source.recipe, workload.form
     total, jagged_k = int(w.sizes.sum()), form == "jagged_k"
     k = total if jagged_k else w.k
@@ -114,7 +115,7 @@ def problem(workload: Workload, source: Source, out: Tensor, cut: dict[str, Any]
 
 
 def dequantised_groups(tensors: Tensors, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """(A_g, B_g) in float32, of the codes of every group."""
+    """(A_g, B_g) of every group in float32."""
     given = tensors.own
     assert given is not None
     q = given.quantisation
@@ -140,7 +141,7 @@ def _numbers(scale: Scale, g: int, rows: slice, ks: slice, side: str, jagged_k: 
 
 
 def error_unit(workload: Workload, k: int) -> float:
-    """What a sum of k products may be off by, as a part of the sum of their magnitudes.
+    """The error bound of a sum of k products, as a fraction of the sum of their magnitudes.
 
     Promoted sums of float8 keep 14 bits of at most 128 of K (docs/how-to/quantised-operands.md); weights may be rounded
     once to bfloat16 with their scale.

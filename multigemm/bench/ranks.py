@@ -25,7 +25,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import product as every
 from pathlib import Path
@@ -41,7 +40,7 @@ from torch.distributed.tensor import DTensor
 from multigemm import fleet
 from multigemm.bench import machine, plots
 from multigemm.bench.peers import grouped_mm
-from multigemm.bench.suites import parts
+from multigemm.bench.workloads import LAYERS, Layer, parts
 from multigemm.errors import InvalidSetting, LibraryError
 from multigemm.interrupts import write_whole
 from multigemm.nn import Experts
@@ -55,35 +54,8 @@ torch rounds after each step of a gate, too."""
 WARM_UP = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """A layer of a model; `tokens` of one GPU. `shared`: intermediate features of experts that every token passes."""
-
-    experts: int
-    top_k: int
-    hidden: int
-    inner: int
-    tokens: int
-    shared: int = 0
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def scaled(self, by: int) -> Layer:
-        """A smaller one."""
-        hidden, inner, shared = (-(-n // by // 16) * 16 for n in (self.hidden, self.inner, self.shared))
-        return Layer(self.experts, self.top_k, hidden, inner, max(1, self.tokens // by), shared, self.options)
-
-
-GPT_OSS = {"glu_layout": "interleaved", "glu_alpha": 1.702, "glu_beta": 1.0, "glu_limit": 7.0, "bias": True}
-LAYERS = {
-    "mixtral": Layer(8, 2, 4096, 14336, 8192),
-    "qwen3-30b": Layer(128, 8, 2048, 768, 16384),
-    "deepseek-v3": Layer(256, 8, 7168, 2048, 8192, shared=2048),
-    "gpt-oss-20b": Layer(32, 4, 2880, 2880, 16384, options={**GPT_OSS, "stacked": True}),
-}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `multigemm bench ranks` takes."""
+    """Adds the options of `multigemm bench ranks`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = __doc__
     add = parser.add_argument
@@ -111,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs what was asked; 0 where everything ran."""
+    """Runs the selected layers. Returns 0 if everything ran."""
     if args.draw:
         if not args.picture:
             raise InvalidSetting("--draw needs --picture FILE, with the ending .svg or .png")
@@ -137,7 +109,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 class _joined:
-    """The process group of all ranks, inside; one rank alone without torchrun."""
+    """A context with the process group of all ranks; a single rank without torchrun."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -167,7 +139,7 @@ class _joined:
 def _measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     runs: list[dict[str, Any]] = []
     for title in parts(args.layers):
-        layer = LAYERS[title].scaled(args.scale)
+        layer = LAYERS[title].scaled(args.scale) if args.scale > 1 else LAYERS[title]
         tokens = args.tokens or layer.tokens
         bed = TestBed(layer, device, args.backend)
         for row in bed.rows(args, title, tokens):
@@ -183,7 +155,7 @@ def _measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, A
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row for people."""
+    """A row as a line of text."""
     text = (
         f"{row['layer']:12} {row['scaling']:6} {row['pass']:8} {row['routing']:7} {row['ranks']} ranks  {row['way']:5} "
         f"chunks {row['chunks']}  {row['ms']:8.3f} ms  host {row['host_ms']:.3f}"
@@ -203,7 +175,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 class TestBed:
-    """One layer: whole on rank 0, and spread over all ranks, with the same weights."""
+    """One layer with the same weights in two forms: whole on rank 0, and spread over all ranks."""
 
     __test__ = False
 
@@ -227,7 +199,7 @@ class TestBed:
                 _fill(self.whole, range(layer.experts))
 
     def rows(self, args: argparse.Namespace, title: str, tokens: int) -> Iterable[dict[str, Any]]:
-        """Every measurement of the layer, one after the other; results are compared first."""
+        """Measures everything of the layer, after comparing results."""
         for way, chunks in _variants(parts(args.ways), args.chunks):
             self.compare(way, chunks, tokens)
         yield from self.timings(args, title, tokens)
@@ -286,7 +258,7 @@ class TestBed:
         return lambda: step(run, batch, [*experts.parameters(), *_parameters(shared)], training)
 
     def alone(self, ways: list[str], tokens: int, routing: str, training: bool, rounds: int) -> float:
-        """Milliseconds of the fastest of our ways on rank 0 alone; the same number on all ranks."""
+        """The milliseconds of the fastest of our ways on rank 0 alone, broadcast to all ranks."""
         found = torch.zeros(1, dtype=torch.float64, device=self.device)
         if self.rank == 0:
             batch = Batch(self.layer, tokens, routing, 0, self.device)
@@ -301,7 +273,8 @@ class TestBed:
         return float(found.item())
 
     def compare(self, way: str, chunks: int, tokens: int) -> None:
-        """The result, the gradients of tokens and weights, and those of all experts are those of rank 0 alone."""
+        """Requires the result, the gradients of tokens and weights, and those of all experts to equal those of rank 0
+        alone."""
         batches = [Batch(self.layer, tokens, "uniform", rank, self.device) for rank in range(self.ranks)]
         got = self.call(way, chunks, batches[self.rank], True)()[: 3 + len(list(self.spread.parameters()))]
         if self.ranks == 1:
@@ -336,7 +309,7 @@ class TestBed:
 
 
 def _variants(ways: list[str], chunks: str) -> list[tuple[str, int]]:
-    """Ways and chunk counts; `plain` has no chunks."""
+    """The pairs of way and chunk count; `plain` has no chunks."""
     counts = [int(n) for n in parts(chunks)]
     return [(way, n) for way in ways for n in (counts if way != "plain" else [1])]
 
@@ -347,7 +320,7 @@ def _parameters(shared: nn.Module | None) -> list[Tensor]:
 
 @torch.no_grad()
 def _fill(experts: Experts, numbers: range) -> None:
-    """The same weights of an expert, wherever it lies."""
+    """Fills weights that depend only on the expert, not on its rank."""
     for place, number in enumerate(numbers):
         for seed, parameter in enumerate(experts.parameters()):
             held: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -356,7 +329,7 @@ def _fill(experts: Experts, numbers: range) -> None:
 
 
 class Shared(nn.Module):
-    """Experts that every token passes through: a gated network."""
+    """Shared experts, which every token passes through: a gated network."""
 
     def __init__(self, layer: Layer, device: torch.device) -> None:
         super().__init__()
@@ -373,7 +346,8 @@ class Shared(nn.Module):
 
 
 class Batch:
-    """One rank's tokens, their experts and weights, and the gradient of the result; the same wherever it is made.
+    """One rank's tokens, their experts and weights, and the gradient of the result; the same on whichever rank it is
+    made.
 
     `redraw` chooses other experts, as the next step of training does.
     """
@@ -398,7 +372,7 @@ class Batch:
 
 
 def step(run: Callable[[Tensor, Tensor], Tensor], batch: Batch, parameters: list[Any], training: bool) -> list[Tensor]:
-    """The result; and in training the gradients of tokens, weights and parameters."""
+    """Runs the layer. Returns the result and, for training, the gradients of tokens, weights and parameters."""
     if not training:
         with torch.no_grad():
             return [run(batch.x, batch.weights)]
@@ -412,7 +386,7 @@ def step(run: Callable[[Tensor, Tensor], Tensor], batch: Batch, parameters: list
 
 
 class _Swap(torch.autograd.Function):
-    """An all-to-all; its gradient goes the other way."""
+    """An all-to-all whose gradient is the reverse all-to-all."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
@@ -456,24 +430,15 @@ class Plain:
         return (spread.view(*index.shape, -1) * weights.unsqueeze(-1).to(spread.dtype)).sum(1)
 
     def _networks(self, rows: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
-        call, options = grouped_mm(), self.layer.options
+        call = grouped_mm()
         ends = ends[: len(self.held["down_proj"])]
         up, down = (
-            w if options.get("stacked") else w.transpose(1, 2)
-            for w in (self.held["gate_up_proj"], self.held["down_proj"])
+            w if self.layer.stacked else w.transpose(1, 2) for w in (self.held["gate_up_proj"], self.held["down_proj"])
         )
         hidden = call(rows, up, offs=ends)
         if "gate_up_proj_bias" in self.held:
             hidden = hidden + self._bias_of("gate_up_proj_bias", experts)
-        if options.get("glu_layout") == "interleaved":
-            gate, value = hidden[:, 0::2], hidden[:, 1::2]
-            limit = options["glu_limit"]
-            gate, value = gate.clamp(max=limit), value.clamp(-limit, limit)
-            hidden = gate * torch.sigmoid(gate * options["glu_alpha"]) * (value + options["glu_beta"])
-        else:
-            gate, value = hidden.chunk(2, 1)
-            hidden = F.silu(gate) * value
-        results: Tensor = call(hidden, down, offs=ends)
+        results: Tensor = call(self.layer.gate(hidden), down, offs=ends)
         return results + self._bias_of("down_proj_bias", experts) if "down_proj_bias" in self.held else results
 
     def _bias_of(self, name: str, experts: Tensor) -> Tensor:
@@ -515,7 +480,7 @@ def _wait(device: torch.device) -> None:
 
 
 def kernels_of(call: Callable[[], Any]) -> list[dict[str, Any]]:
-    """The kernels of one call on this GPU: kind, name, start and length in microseconds; every rank must call it."""
+    """The kernels of one call on this GPU: kind, name, start and length in microseconds. Every rank must call it."""
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     dist.barrier()
     with torch.profiler.profile(activities=activities) as profile:
@@ -549,13 +514,13 @@ KINDS = {
 
 
 def kind(name: str) -> str:
-    """What a kernel is for."""
+    """The purpose of a kernel, by its name."""
     lower = name.lower()
     return next((which for which, words in KINDS.items() if any(word in lower for word in words)), "rest")
 
 
 def split(kernels: list[dict[str, Any]]) -> dict[str, float]:
-    """Milliseconds of each kind, of exchanges beside another kernel, and without any kernel."""
+    """The milliseconds of each kind, of exchanges during another kernel, and without any kernel."""
     spans = {which: [(k["start"], k["start"] + k["us"]) for k in kernels if k["kind"] == which] for which in KINDS}
     found = {which: union(of) for which, of in spans.items()}
     others = [(k["start"], k["start"] + k["us"]) for k in kernels if k["kind"] != "exchange"]
@@ -570,7 +535,7 @@ def split(kernels: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def union(spans: list[tuple[float, float]]) -> float:
-    """The length of what any of the spans covers."""
+    """The total length that the spans cover."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -588,13 +553,13 @@ SHARED_FLOPS = 650e12
 
 
 def _weak_training(run: dict[str, Any]) -> bool:
-    """Whether `forecast` takes a run."""
+    """Whether `forecast` applies to a run."""
     wanted = {"way": "fused", "chunks": 1, "scaling": "weak", "pass": "training", "routing": "uniform"}
     return all(run[name] == value for name, value in wanted.items())
 
 
 def forecast(run: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """A run of weak training with `chunks` 1 on more ranks, where each expert gets as many tokens as any other.
+    """Predicts a run of weak training with `chunks` 1 on more ranks, in which each expert gets equally many tokens.
 
     Products stay as long; rows that travel become more, and this rank's own pairs, beside whose products they travel,
     fewer. Ranks are taken to be in step.
@@ -625,7 +590,7 @@ LANES = {
 
 
 def draw(runs: list[dict[str, Any]], path: Path) -> Path:
-    """The kernels of one training step of each layer that has them: one lane for exchanges, one for all else."""
+    """Draws the kernels of one training step of each layer: one lane for exchanges, one for all else."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -656,6 +621,6 @@ def draw(runs: list[dict[str, Any]], path: Path) -> Path:
 
 
 def _without_addresses(svg: str) -> str:
-    """The picture without what names other hosts: its document type, who drew it when, and an older kind of links."""
+    """Removes from the picture what names other hosts: document type, creator and date, old links."""
     svg = re.sub(r"<!DOCTYPE.*?>\s*|<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     return svg.replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "").replace("xlink:href", "href")

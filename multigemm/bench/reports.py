@@ -1,9 +1,8 @@
-"""The report as data, and what is read out of it: who won, who lost, how far `auto` is behind.
+"""The report as data, and its evaluation: wins, losses, and how far `auto` is behind.
 
-One schema, versioned, written so that a reader sees a whole file or none. A row is one entry on one workload. A row
-without a time carries the reason: refusals, failures and skips are results, and a report that left them out would only
-show the winners. The table, the page, the plots and the README take their judgements from here, so that they mean the
-same by the same word.
+The schema is versioned. A file is written so that a reader sees all of it or nothing. A row is one entry on one
+workload. A row without a time holds the reason: refusals, failures and skips are results, and a report without them
+would show only the winners. The table, the page, the plots and the README all use these functions, so that they agree.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from multigemm.errors import InvalidSetting
 from multigemm.select.timing import Timing
 
 SCHEMA = 1
-AUTO = "auto"
+AUTO, STATIC = "auto", "auto-static"
+"""The backend that `auto` takes, and the one that its static order would take without measuring."""
 HOST_SIZES = "[host sizes]"
 INVARIANT = "[batch invariant]"
 """Ends the name of an entry that solves a problem under batch_invariant=True."""
@@ -36,7 +36,7 @@ Status = Literal["ok", "refused", "failed", "skipped"]
 
 @dataclass
 class Sample:
-    """A distribution of microseconds, reduced: what a Timing leaves in a file."""
+    """A distribution of times in microseconds, reduced to what a report stores of a Timing."""
 
     median: float
     q20: float
@@ -105,7 +105,7 @@ class Row:
 
 @dataclass
 class Report:
-    """A run: where, how, what."""
+    """A run: the machine, the method and the rows."""
 
     machine: dict[str, Any]
     method: dict[str, Any]
@@ -119,18 +119,18 @@ class Report:
         return [row for row in self.rows if row.us is not None]
 
     def cases(self) -> list[str]:
-        """Keys of the workloads in the order in which they were run."""
+        """The keys of the workloads in the order in which they ran."""
         return list(by_case(self.rows))
 
 
 def write(path: Path, report: Report) -> None:
-    """As a whole, or not at all."""
+    """Writes a report, completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     interrupts.write_whole(path, dumps(report))
 
 
 def dumps(report: Report) -> str:
-    """One line per row: small, and a version control's diff shows which row moved."""
+    """A report as JSON with one line per row, so that a version control's diff shows which row changed."""
     whole = asdict(report)
     rows = [_lean(row) for row in whole.pop("rows")]
     head = json.dumps(whole, indent=1, allow_nan=False)
@@ -143,7 +143,7 @@ def _lean(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(path: Path) -> Report:
-    """A report, by its file or the folder that holds it; raises InvalidSetting for another schema or none."""
+    """Reads a report from its file or folder. Raises InvalidSetting for another schema or none."""
     path = path / "report.json" if path.is_dir() else path
     try:
         raw = json.loads(path.read_text())
@@ -157,7 +157,7 @@ def read(path: Path) -> Report:
 
 
 def row(raw: dict[str, Any]) -> Row:
-    """A row as it was before `asdict`."""
+    """Rebuilds a row from `asdict`."""
     for name in ("eager", "graph"):
         if raw.get(name) is not None:
             raw[name] = Sample(**raw[name])
@@ -174,7 +174,7 @@ def family(entry: str) -> str:
 
 
 def by_entry(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Rows by who was measured, in order of first appearance."""
+    """Rows by entry, in order of first appearance."""
     return _by(rows, lambda row: row.entry)
 
 
@@ -191,15 +191,15 @@ def _by(rows: Iterable[Row], key: Callable[[Row], str]) -> dict[str, list[Row]]:
 
 
 def fastest(rows: Iterable[Row]) -> Row | None:
-    """Whoever took least; ceilings compute something else, `auto` is one of the others under another name, and what
-    keeps a promise that nobody asked for is measured for its price alone."""
+    """The entry with the least time. Ceilings are left out because they compute something else, `auto` because it is
+    another entry under a second name, and batch-invariant entries because they are measured only for their cost."""
     own = (row for row in rows if row.kind != "ceiling" and not row.entry.endswith(INVARIANT))
     timed = [row for row in own if row.us and not row.entry.startswith(AUTO)]
     return min(timed, key=lambda row: row.us or 0.0, default=None)
 
 
 def contenders(rows: Iterable[Row]) -> tuple[Row | None, Row | None]:
-    """Our fastest kernel and the fastest peer. cuBLAS behind our name is no kernel of ours."""
+    """Our fastest kernel and the fastest peer. The backend cublas does not count as a kernel of ours."""
     mine = list(rows)
     ours = fastest(row for row in mine if row.kind == "backend" and not row.entry.startswith("cublas"))
     return ours, fastest(row for row in mine if row.kind == "peer")
@@ -207,9 +207,9 @@ def contenders(rows: Iterable[Row]) -> tuple[Row | None, Row | None]:
 
 @dataclass(frozen=True, slots=True)
 class Duel:
-    """Our fastest kernel beside the fastest peer on one workload, as everything here that speaks of won and lost.
+    """Our fastest kernel beside the fastest peer on one workload.
 
-    `ratio` is the peer's time over ours: from 1 on the workload is won, below it is lost.
+    `ratio` is the peer's time over ours: from 1 on the workload is won, below 1 it is lost.
     """
 
     case: str
@@ -224,7 +224,7 @@ class Duel:
 
 
 def duels(report: Report) -> list[Duel]:
-    """Every workload that a kernel of ours and a peer ran, the worst first."""
+    """Every workload that both a kernel of ours and a peer ran, the worst first."""
     found = []
     for case, rows in by_case(report.timed()).items():
         ours, peer = contenders(rows)
@@ -235,36 +235,38 @@ def duels(report: Report) -> list[Duel]:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Regret:
-    """How many times slower `auto` is than the fastest single backend, and how far repeats of the two rows differ."""
+    """The ratio of the time of `auto` to the fastest single backend, how far repeats of the two rows differ, and the
+    seconds that choosing and planning took."""
 
     ratio: float
     case: str
     fastest: str
     on_host: bool
     spread: float
+    planned_s: float
 
     @property
     def place(self) -> str:
         return f"{self.case} {HOST_SIZES}" if self.on_host else self.case
 
     def beyond(self, factor: float, doubt: bool = False) -> bool:
-        """Whether it is more than `factor`; with `doubt`, by more than repeats differ, which a tie never is."""
+        """Whether the ratio is above `factor`; with `doubt`, by more than repeats differ, which a tie never is."""
         return self.ratio > factor + doubt * self.spread
 
 
-def auto_regret(report: Report) -> list[Regret]:
-    """How far `auto` is behind the fastest single backend that knew as much, worst first.
+def auto_regret(report: Report, rule: str = AUTO) -> list[Regret]:
+    """How far `auto` (or "auto-static") is behind the fastest single backend with the same information, worst first.
 
-    With sizes on the device, entries that had them on the host do not count.
+    With sizes on the device, entries with sizes on the host do not count.
     """
     found = []
     for rows in by_case(row for row in report.timed() if row.kind == "backend").values():
-        for auto in (row for row in rows if row.entry in (AUTO, AUTO + HOST_SIZES)):
+        for auto in (row for row in rows if row.entry in (rule, rule + HOST_SIZES)):
             on_host = auto.entry.endswith(HOST_SIZES)
             best = fastest(row for row in rows if on_host or not row.entry.endswith(HOST_SIZES))
             if best is not None:
                 ratio, spread = (auto.us or 0.0) / (best.us or 1.0), max(auto.spread, best.spread)
-                found.append(Regret(ratio, auto.case, best.entry, on_host, spread))
+                found.append(Regret(ratio, auto.case, best.entry, on_host, spread, auto.build_s))
     return sorted(found, reverse=True)
 
 
@@ -285,7 +287,7 @@ def of_best_peer(report: Report, rows: Iterable[Row]) -> float:
 
 
 def unrest_warning(report: Report) -> str:
-    """What to do about a noisy machine; "" where repeats agree."""
+    """A warning about a noisy machine, with the remedy; "" if repeats agree."""
     timed = report.timed()
     noisy = [row for row in timed if row.spread > NOISY]
     if len(noisy) <= NOISY_SHARE * len(timed):
@@ -299,7 +301,7 @@ def unrest_warning(report: Report) -> str:
 
 
 def digits(value: float) -> str:
-    """Three significant digits, and whole numbers whole: 5.53, 22.0, 711, 2398; "" for what is unknown."""
+    """A number with three significant digits, as a whole number from 1000 on: 5.53, 22.0, 711, 2398. "" if unknown."""
     if math.isnan(value):
         return ""
     places = 2 - math.floor(math.log10(float(f"{value:.3g}"))) if value > 0 else 0

@@ -1,8 +1,8 @@
-"""Runs workloads against entries: correct first, then timed together, one workload at a time.
+"""Runs workloads: checks each entry, then times all entries together, one workload at a time.
 
-All entries of a workload are timed interleaved in one process on the same tensors. What fails is
-recorded and the rest goes on; what a CUDA error has made impossible raises `DeviceLost`, with
-everything measured so far already on disk, so that a fresh process can carry on.
+All entries of a workload are timed interleaved in one process on the same tensors. A failure is recorded and the rest
+goes on. After a CUDA error that no later call survives, `DeviceLost` is raised; everything measured so far is then on
+disk, so that a fresh process can continue.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from multigemm import interrupts
 from multigemm.bench import machine, reports
 from multigemm.bench.entries import Entry, Prepared, Refused
-from multigemm.bench.operands import Tensors, Truth, make, poison, reference
+from multigemm.bench.operands import Truth, make
+from multigemm.bench.processes import Marker
 from multigemm.bench.reports import KILLED, Report, Row, Sample, family
-from multigemm.bench.supervise import Marker
 from multigemm.bench.workloads import Rates, Workload
 from multigemm.errors import LibraryError, MultigemmError
 from multigemm.select.timing import CODE_BYTES, FLUSH_BYTES, Mode, Timing, describe, measure, other_code, overhead
@@ -48,12 +49,12 @@ CPU_GOAL_S = 1.6
 
 @dataclass(frozen=True)
 class Options:
-    """How to measure. `budget_ms` is per workload and mode, for all entries together.
+    """How to measure. `budget_ms` is milliseconds per workload and mode, for all entries together.
 
-    `goal_s` is what the whole run should take: behind it, samples become fewer, but no workload is left out.
-    `look_ms` is the budget of a quick look; then only the configs near their backend's best are measured carefully.
-    `rest` is the part of the time in which the device idles between bursts of calls, as `timing.measure` knows it.
-    `energy` also measures the joules of a call, where the GPU counts them.
+    `goal_s` is the wanted time of the whole run in seconds: after it, samples become fewer, but no workload is left
+    out. `look_ms` is the budget of a quick look in milliseconds; then only the configs near their backend's best are
+    measured carefully. `rest` is the fraction of the time in which the device idles between bursts of calls, as in
+    `timing.measure`. `energy` also measures the joules of a call, if the GPU counts them.
     """
 
     reps: int = 100
@@ -70,7 +71,7 @@ class Options:
 
     @classmethod
     def usual(cls, device: torch.device, workloads: int = 1) -> Options:
-        """What `multigemm bench` does where nothing is asked."""
+        """The options of `multigemm bench` without arguments."""
         if device.type == "cuda":
             return cls(reps=300)
         return cls(budget_ms=600.0, goal_s=CPU_GOAL_S * workloads)
@@ -95,7 +96,7 @@ def new_report(device: torch.device, dtypes: Iterable[str], options: Options, ab
 
 
 def flush_text(style: Mode, device: torch.device) -> str:
-    """What happens before each call on a GPU."""
+    """The description of what happens before each call on a GPU."""
     written = f"{FLUSH_BYTES >> 20} MB written before each call"
     if style == "do_bench":
         return written
@@ -105,7 +106,7 @@ def flush_text(style: Mode, device: torch.device) -> str:
 
 
 def add_ceilings(report: Report, device: torch.device, dtypes: set[str], options: Options) -> None:
-    """Measures the ceilings of dtypes that the report has none for yet."""
+    """Measures the ceilings of dtypes for which the report has none yet."""
     lacking = dtypes - set(report.rates)
     measured = (
         {} if not lacking or (options.rates and device.type == "cpu") else machine.measured_rates(device, lacking)
@@ -120,7 +121,8 @@ def _as_numbers(rates: dict[str, Rates]) -> dict[str, dict[str, float]]:
 
 
 def total_unrest(taken: dict[str, Timing]) -> float:
-    """That of all; a failure counts more than any, so that a second look never wins by one."""
+    """The unrest of all timings. A failure counts more than any unrest, so that a second look never wins by a
+    failure."""
     return math.fsum(timing.unrest if timing.ok else 1e6 for timing in taken.values())
 
 
@@ -128,11 +130,21 @@ class DeviceLost(MultigemmError):
     """A CUDA error that no later call in this process survives."""
 
 
+class Data(Protocol):
+    """The tensors of a workload."""
+
+    def poison(self) -> None:
+        """Makes the output unlike any answer."""
+
+    def reference(self) -> Truth:
+        """What a right result must satisfy."""
+
+
 @dataclass
 class Runner:
     """One run. `path` is rewritten every second or two, and at the end.
 
-    `entries_of` says who is measured on a workload; `tensors_of` makes its data.
+    `entries_of` gives the entries of a workload; `tensors_of` makes its data.
     """
 
     entries_of: Callable[[Workload], list[Entry]]
@@ -142,7 +154,7 @@ class Runner:
     path: Path | None = None
     marker: Marker = Marker(None)
     progress: Progress = field(default_factory=lambda: Progress(quiet=True))
-    tensors_of: Callable[[Workload, torch.device], Tensors] = make
+    tensors_of: Callable[[Workload, torch.device], Data] = make
     started: float = field(default_factory=time.monotonic)
     _rows: dict[str, Row] = field(default_factory=dict)
     _behind: bool = False
@@ -151,7 +163,8 @@ class Runner:
     _late: set[str] = field(default_factory=set)
 
     def run(self, cases: list[Workload]) -> Report:
-        """Every workload that the time allows. The rest is listed as unfinished, also where something ends the run."""
+        """Runs every workload for which there is time. The others are listed as unfinished, also after an
+        interruption."""
         if self.options.energy:
             try:
                 self._meter = machine.EnergyMeter(self.device)
@@ -171,7 +184,7 @@ class Runner:
         for index, case in enumerate(cases):
             spent = time.monotonic() - self.started
             try:
-                todo = [entry for entry in self.entries_of(case) if (case.key, entry.name) not in done]
+                todo = [e for e in self.entries_of(case) if e.takes(case) and (case.key, e.name) not in done]
             except (torch.cuda.OutOfMemoryError, MemoryError) as error:
                 self.report.absent[case.key] = describe(error)
                 continue
@@ -196,13 +209,13 @@ class Runner:
         self._saved = time.monotonic()
 
     def _case(self, case: Workload, entries: list[Entry]) -> list[Row]:
-        """The rows of one workload: made, checked, timed."""
+        """Makes, checks and times one workload; returns its rows."""
         self._rows = rows = {entry.name: self._blank(case, entry) for entry in entries}
         try:
             self._say("making tensors and reference", *rows.values())
             self._fits(case)
             tensors = self.tensors_of(case, self.device)
-            truth = reference(tensors)
+            truth = tensors.reference()
         except (Refused, torch.cuda.OutOfMemoryError, MemoryError) as error:
             for row in rows.values():
                 row.status, row.reason = "skipped", describe(error)
@@ -224,7 +237,7 @@ class Runner:
             distribution=case.distribution,
             dtype=case.dtype,
             shape=case.describe(),
-            groups=len(case.extents),
+            groups=case.groups,
             flops=case.flops,
             bytes=case.bytes,
             floor_us=round(floor, 3),
@@ -235,12 +248,12 @@ class Runner:
         )
 
     def _say(self, stage: str, *rows: Row) -> None:
-        """Tells the parent process and the user what is done now, and to which entries."""
+        """Tells the parent process and the user the current stage and its entries."""
         self.marker.say(stage, rows=[asdict(row) for row in rows] if self.marker.path else ())
         self.progress.stage(f"{stage}: {rows[0].entry}" if len(rows) == 1 else stage)
 
     def _fits(self, case: Workload) -> None:
-        """Twice the tensors (references, copies that peers need) must fit into what is free."""
+        """Whether twice the tensors (for references, and copies that peers need) fit into free memory."""
         if self.device.type != "cuda":
             return
         free, _ = torch.cuda.mem_get_info(self.device)
@@ -248,8 +261,8 @@ class Runner:
         if need > free:
             raise Refused(f"needs about {need / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free")
 
-    def _ready(self, entry: Entry, tensors: Tensors, truth: Truth) -> Prepared | None:
-        """Prepares and checks one entry; None, with the reason in its row, if it has no right answer."""
+    def _ready(self, entry: Entry, tensors: Data, truth: Truth) -> Prepared | None:
+        """Prepares and checks one entry. Returns None, with the reason in its row, if it gave no right answer."""
         row = self._rows[entry.name]
         if why := self._given_up(entry):
             row.status, row.reason = "skipped", why
@@ -261,7 +274,7 @@ class Runner:
             row.problem_class, row.fields, row.build_s = ready.problem_class, ready.fields, round(ready.build_s, 3)
             if not entry.checks:
                 return ready
-            poison(tensors)
+            tensors.poison()
             returned = ready.call()
             self._synchronize()
         except Refused as refusal:
@@ -275,7 +288,7 @@ class Runner:
         return None if row.reason else ready
 
     def _given_up(self, entry: Entry) -> str:
-        """Why an entry is not begun; "" if it is."""
+        """Why an entry is not started; "" if it is."""
         if entry.optional and time.monotonic() - self.started > self.options.total_s:
             return LATE
         name, config = family(entry.name), entry.known.get("config")
@@ -285,7 +298,7 @@ class Runner:
         return f"not tried: it hung or crashed {len(struck)} times" if len(struck) >= STRIKES else ""
 
     def _survived(self, row: Row) -> None:
-        """After a failure: does the device still answer? If not, keep the rows that are final and stop."""
+        """Checks after a failure that the device still answers. If not, keeps the final rows and raises DeviceLost."""
         try:
             self._synchronize()
             torch.ones(1, device=self.device).sum().item()
@@ -300,7 +313,8 @@ class Runner:
             torch.cuda.synchronize(self.device)
 
     def _time(self, ready: dict[str, Prepared]) -> None:
-        """Eager for all, graph for what can be captured, then hot and host where they say anything."""
+        """Times eager calls of all entries, graphs of those that can be captured, then hot and host where they
+        apply."""
         if self.options.look_ms:
             ready = self._near_the_best(ready)
         self._record(self._settled({name: p.call for name, p in ready.items()}, self.options.style))
@@ -325,7 +339,7 @@ class Runner:
                 row.spread = round(row.spread, 4) if math.isfinite(row.spread) else 0.0
 
     def _record(self, taken: dict[str, Timing]) -> None:
-        """Times of eager calls; what failed meanwhile has a reason."""
+        """Stores the times of eager calls, and the reasons of failures."""
         for name, timing in taken.items():
             row = self._rows[name]
             if timing.ok:
@@ -335,7 +349,7 @@ class Runner:
                 self._survived(row)
 
     def _near_the_best(self, ready: dict[str, Prepared]) -> dict[str, Prepared]:
-        """Those worth a careful look; the others keep the times of this quick one."""
+        """The entries worth a careful measurement; the others keep the times of the quick look."""
         self._record(self._measure({name: p.call for name, p in ready.items()}, self.options.style, look=True))
         us = {name: self._rows[name].us or math.inf for name in ready}
         best = {family(name): min(us[each] for each in ready if family(each) == family(name)) for name in ready}
@@ -360,7 +374,7 @@ class Runner:
                         row.us, row.spread = timing.median, timing.spread
 
     def _hosts(self, alive: dict[str, Prepared]) -> None:
-        """What calls cost the caller's thread. On a CPU nothing queues up: that is the time of an eager call."""
+        """The host time of calls. On a CPU nothing is queued, so that is the time of an eager call."""
         on_cpu = self.device.type == "cpu"
         short = {name: p for name, p in alive.items() if on_cpu or self._is_short(name)}
         whole = {name: p.whole for name, p in short.items() if p.whole is not None}
@@ -422,7 +436,7 @@ class Runner:
         )
 
     def _relate(self, rows: dict[str, Row]) -> None:
-        """Rates and fractions, which need the dense ceiling of the same workload."""
+        """Computes rates and fractions, which need the dense ceiling of the same workload."""
         cases = {row.case for row in rows.values()}
         known = [row for row in (*rows.values(), *self.report.rows) if row.case in cases and row.kind == "ceiling"]
         dense = next((row.us for row in known if row.us), None)
@@ -446,28 +460,29 @@ class Runner:
 
 
 class Progress:
-    """What is measured now, on standard error: a line for each workload, and the stage of one that takes long."""
+    """Progress on standard error: a line for each workload, and the stage of one that takes long."""
 
     def __init__(self, quiet: bool) -> None:
         self.quiet, self.started = quiet, time.monotonic()
         self._on_terminal, self._told = sys.stderr.isatty(), self.started
 
     def step(self, index: int, total: int, case: Workload, allowed_s: float = math.inf) -> None:
-        """A workload begins: of those before, the mean time tells what is left, `allowed_s` at most."""
+        """Reports the start of a workload. The remaining time is estimated by the mean of the former ones, at most
+        `allowed_s`."""
         spent = time.monotonic() - self.started
         left = min(spent / index * (total - index) if index else math.inf, allowed_s)
         about = f", {'about' if index else 'at most'} {max(left, 0.0):.0f} s left" if math.isfinite(left) else ""
         self._tell(f"[{index + 1}/{total}] {spent:.0f} s{about}  {case.key}", "\n")
 
     def stage(self, text: str) -> None:
-        """What is done with the workload: renewed on a terminal, and every few seconds in a log."""
+        """Reports the stage of the workload: rewritten on a terminal, every few seconds in a log."""
         if self._on_terminal:
             self._tell(f"  {text}", "\r")
         elif time.monotonic() - self._told > STAGE_EVERY_S:
             self._tell(f"  {time.monotonic() - self.started:.0f} s  {text}", "\n")
 
     def end(self) -> None:
-        """Wipes the last stage from a terminal."""
+        """Erases the last stage from a terminal."""
         if self._on_terminal:
             self._tell("", "")
 

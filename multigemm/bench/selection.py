@@ -1,4 +1,4 @@
-"""Which workloads a command line names: the options that `bench` and `tune` have in common."""
+"""The options that select workloads, which `bench` and `tune` share."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import lru_cache, partial
 
 import torch
 
-from multigemm.bench.suites import SUITES, parts, suite
-from multigemm.bench.workloads import DTYPES, Workload, parse_shape, with_dtype
+from multigemm.bench.suites import SUITES, suite
+from multigemm.bench.workloads import DTYPES, Workload, parse_shape, parts, with_dtype
 from multigemm.errors import InvalidSetting
 from multigemm.select.timing import measure
 
@@ -21,9 +21,9 @@ HOPELESS = 8.0
 
 
 def add_selection(parser: argparse.ArgumentParser) -> None:
-    """The options that name workloads; `multigemm bench` and `multigemm tune` mean the same by the same words."""
+    """Adds the options that select workloads."""
     add = parser.add_argument_group("workloads").add_argument
-    add("--suite", default="", help=f"comma separated: {', '.join(SUITES)}, all; layers (default: {USUAL_SUITE})")
+    add("--suite", default="", help=f"comma separated: {', '.join(SUITES)}, all (default: {USUAL_SUITE})")
     add("--shape", action="append", default=[], help="one's own workload, instead of a suite; may be repeated")
     add("--only", default="", help="keep workloads whose key contains one of these parts")
     add("--dist", default="", help="keep these distributions, comma separated")
@@ -32,13 +32,13 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
 
 
 def asks_nothing(args: argparse.Namespace) -> bool:
-    """Whether a command line leaves it to us what is measured."""
+    """Whether a command line leaves the selection to the default."""
     return not (args.suite or args.shape or args.dtypes or getattr(args, "problem", None))
 
 
 @lru_cache(maxsize=1)
 def worthwhile_dtypes() -> tuple[str, ...]:
-    """What this CPU multiplies at a speed that anybody would use; says on stderr what is left out."""
+    """The dtypes that this CPU multiplies at a useful speed. Reports the others on stderr."""
     us: dict[str, float] = {}
     for dtype in CPU_DTYPES:
         x = torch.ones(256, 256, dtype=DTYPES[dtype])
@@ -61,7 +61,8 @@ def selected(args: argparse.Namespace, device: torch.device) -> list[Workload]:
     usual = ",".join(worthwhile_dtypes()) if asks_nothing(args) and device.type == "cpu" else ""
     if dtypes := parts(args.dtypes or usual):
         cases = list({c.key: c for dtype in dtypes for c in (with_dtype(case, dtype) for case in cases)}.values())
-    cases = [replace(case, trans_b=True) if args.nt else case for case in cases]
+    cases = list({case.key: case for case in (case.for_device(device) for case in cases)}.values())
+    cases = [replace(case, trans_b=True) if args.nt and case.form != "layer" else case for case in cases]
     only, dists = parts(args.only), parts(args.dist)
     left = [c for c in cases if not only or any(part in c.key for part in only)]
     left = [c for c in left if not dists or c.distribution in dists]
@@ -76,7 +77,7 @@ def selected(args: argparse.Namespace, device: torch.device) -> list[Workload]:
 
 
 def above_zero(args: argparse.Namespace, *names: str) -> None:
-    """Refuses bounds that leave nothing to do."""
+    """Refuses bounds of 0 or less, which would leave nothing to do."""
     for name in names:
         value = getattr(args, name)
         if value is not None and not value > 0:

@@ -12,6 +12,7 @@
 `small`      launch and scheduling cost rather than arithmetic
 `ragged-odd` primes and unaligned extents, where most libraries refuse or pad
 `spread`     3200 shapes laid out evenly over forms, layouts, dtypes and extents
+`layers`     whole mixture-of-experts layers, forward and training; `quantised-layers`  one with quantised weights
 `random`     20 other shapes, which nobody tunes: what `auto` is worth where nothing was measured; `random:7`: 20 of
              another seed, over all forms
 """
@@ -23,7 +24,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from multigemm.bench.workloads import DTYPES, Workload
+from multigemm.bench.layers import QUANTISED, WHOLE, quantised_layers, whole_layers
+from multigemm.bench.workloads import DTYPES, LAYERS, Workload, parts
 from multigemm.errors import InvalidSetting
 
 UNEVEN = ("balanced", "zipf", "empty")
@@ -167,25 +169,19 @@ def _wgrad() -> list[Workload]:
 
 
 def _layer_products() -> list[Workload]:
-    models = [  # name, experts, experts per token, width of a token, width inside an expert (up to its gate twice)
-        ("Mixtral", 8, 2, 4096, 14336),
-        ("Qwen3-30B", 128, 8, 2048, 768),
-        ("DeepSeek-V3", 256, 8, 7168, 2048),
-        ("gpt-oss-20b", 32, 4, 2880, 2880),
-    ]
     return [
-        Workload(name, LAYER_PRODUCTS, groups=experts, n=n, k=k, total=tokens * top, distribution="multinomial")
-        for model, experts, top, hidden, inner in models
-        for tokens in (64, 4096)
-        for name, n, k in (
-            (f"{model}:{tokens}:up", 2 * inner, hidden),
-            (f"{model}:{tokens}:down", hidden, inner),
+        Workload(
+            f"{layer.name}:{tokens}:{name}", LAYER_PRODUCTS, groups=layer.experts, n=n, k=k,
+            total=tokens * layer.top_k, distribution="multinomial",
         )
-    ]
+        for layer in LAYERS.values()
+        for tokens in (64, 4096)
+        for name, n, k in (("up", 2 * layer.inner, layer.hidden), ("down", layer.hidden, layer.inner))
+    ]  # fmt: skip
 
 
 def layer_of(name: str) -> tuple[str, int]:
-    """The model and the number of tokens of a workload of `layer-products`, by its name."""
+    """The model and the number of tokens of a workload of `layer-products`, from its name."""
     model, tokens, _ = name.split(":")
     return model, int(tokens)
 
@@ -275,7 +271,7 @@ MOST_PRODUCTS = {"fp32": 1e10, "fp64": 1e10, "int8": 1e10, "tf32": 3e10, "n": 2e
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of generated workloads: the least N and K in octaves, multiply-adds and elements at most."""
+    """Bounds of generated workloads: the least N and K in octaves, the largest number of multiply-adds and elements."""
 
     least: float
     products: float
@@ -301,7 +297,7 @@ def spread_out() -> list[Workload]:
 
 
 def _radical_inverse(index: int, base: int) -> float:
-    """The digits of `index` behind the point, in reverse order."""
+    """The digits of `index` mirrored at the point."""
     value, weight = 0.0, 1.0 / base
     while index:
         index, digit = divmod(index, base)
@@ -312,9 +308,9 @@ def _radical_inverse(index: int, base: int) -> float:
 def _generated(
     name: str, suite: str, kind: str, place: Sequence[float], index: int, bounds: Bounds = BOUNDS
 ) -> list[Workload]:
-    """One workload of a kind at a place in the unit cube: rows per group, N, K, groups; none if it is too long.
+    """One workload of a kind at a point of the unit cube (rows per group, N, K, groups); None if it is too large.
 
-    Extents are multiples of 64 as models have them, some of 8, and for the kind "odd" of nothing.
+    Extents are multiples of 64, some of 8, and for the kind "odd" arbitrary.
     """
     step = 1 if kind == "odd" else 8 if index % 4 == 3 else 64
     groups = GROUPS[int(place[3] * len(GROUPS))]
@@ -347,7 +343,8 @@ def _generated(
 
 
 def random(seed: int = SEED) -> list[Workload]:
-    """Of the usual seed: packed rows, G, T, N and K over three octaves each. Of any other: every kind of problem."""
+    """Random workloads. The usual seed draws packed rows, with G, T, N and K over three octaves each; other seeds draw
+    every kind of problem."""
     draw = np.random.default_rng(seed)
     cases: list[Workload] = []
     while len(cases) < 20:
@@ -385,6 +382,8 @@ SUITES: dict[str, Callable[[], list[Workload]]] = {
     "ragged-odd": _ragged_odd,
     "spread": spread_out,
     UNTUNED: random,
+    WHOLE: whole_layers,
+    QUANTISED: quantised_layers,
 }
 
 
@@ -395,16 +394,11 @@ def seed_of(part: str) -> int:
 
 
 def suite(name: str) -> list[Workload]:
-    """The workloads of a suite, or of several joined by commas, or of "all"."""
-    names = list(SUITES) if name == "all" else parts(name)
+    """The workloads of a suite, or of several joined by commas, or of "all" that are no whole layers."""
+    names = [each for each in SUITES if each not in (WHOLE, QUANTISED)] if name == "all" else parts(name)
     unknown = [part for part in names if part not in SUITES and not seed_of(part)]
     if unknown or not names:
         raise InvalidSetting(
             f"suite {', '.join(unknown) or name!r} is unknown; known: {', '.join(SUITES)}, {UNTUNED}:SEED, all"
         )
     return [case for part in names for case in (random(seed_of(part)) if seed_of(part) else SUITES[part]())]
-
-
-def parts(text: str) -> list[str]:
-    """The words of a list that is separated by commas."""
-    return [part.strip() for part in text.split(",") if part.strip()]

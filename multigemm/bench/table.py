@@ -1,6 +1,6 @@
-"""A report as tables: for a terminal, and as Markdown that pages keep equal to the reports that it comes from.
+"""A report as text: sections for a terminal, the same and more as a Markdown page, and tables inside other pages.
 
-A page holds, on lines of their own,
+A page with tables holds, on lines of their own,
 
     <!-- bench PATH/report.json summary moe -->
     <!-- end bench -->
@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from multigemm.bench import reports
 from multigemm.bench.reports import (
     AUTO,
     BEHIND,
     HOST_SIZES,
+    STATIC,
     Regret,
     Report,
     Row,
@@ -43,7 +46,16 @@ Grid = list[list[str]]
 """Rows of cells; the first row holds the headings, the first column names."""
 SHOWN = 5
 BEYOND = "auto is one of the others, and dense is one torch.mm of as many FLOPs: neither counts"
-HEAT_MAP = "the best peer's time over ours, by the size of a group: geometric means"
+NUMBERS = (
+    "workload", "entry", "us", "20 %", "80 %", "samples", "repeats differ by", "hot us", "host us", "host us, call",
+    "TFLOP/s", "GB/s", "J a call", "us under load", "W under load", "TFLOP/J", "of floor", "of dense", "kernel",
+)  # fmt: skip
+METHOD = (
+    "Every answer was checked against a float32 reference, element by element, before it was timed. Floor: the larger "
+    "of FLOPs over the dense rate and bytes over the copy rate; bytes count A, C and the B of every group with rows "
+    "once. A workload is won where the fastest kernel of multigemm (cuBLAS is none) takes at most as long as the "
+    "fastest peer."
+)
 LABELS = {
     "torch_grouped": "torch `grouped_mm`",
     "torch_grouped_nt": "torch `grouped_mm`, weights turned beforehand",
@@ -61,7 +73,7 @@ and no contest."""
 
 
 class Best(str):
-    """A cell that stands out: starred in a terminal, bold in Markdown."""
+    """A cell that stands out: with a star in a terminal, bold in Markdown."""
 
     __slots__ = ()
 
@@ -87,8 +99,8 @@ def _time(row: Row, best: Row | None) -> str:
 
 
 def means(report: Report) -> Grid:
-    """Per entry: geometric means of the fraction of the floor by distribution, how often it was the fastest, the best
-    peer's time over its own, and its time on the host."""
+    """Per entry: the geometric mean of the fraction of the floor by distribution, the number of workloads on which it
+    was the fastest, the best peer's time over its own, and its host time."""
     kinds = distributions(report)
     wins = Counter(best.entry for rows in by_case(report.rows).values() if (best := fastest(rows)))
     heads = ["", *kinds, "all", "timed", "fastest", "of the best peer", "host us", "J a call"]
@@ -103,13 +115,13 @@ def means(report: Report) -> Grid:
 
 
 def without_empty_columns(grid: Grid) -> Grid:
-    """A quantity that nobody measured has no column."""
+    """Removes the columns without any value."""
     kept = [index for index, column in enumerate(zip(*grid[1:], strict=True)) if index == 0 or any(column)]
     return [[row[index] for index in kept] for row in grid]
 
 
 def shares(report: Report) -> Grid:
-    """The fraction of the floor of whoever ran every workload; the best of each column stands out."""
+    """The fraction of the floor of each entry that ran every workload; the best of each column stands out."""
     kinds = distributions(report)
     whole = {
         name: rows
@@ -127,7 +139,7 @@ def shares(report: Report) -> Grid:
 
 
 def won_or_lost(report: Report) -> Grid:
-    """Our fastest kernel beside the fastest peer, the worst workload first; what is won stands out."""
+    """Our fastest kernel beside the fastest peer, the worst workload first; won ones stand out."""
     grid = [["workload", "ours", "best peer", "its time over ours"]]
     for duel in duels(report):
         ratio = digits(duel.ratio)
@@ -136,7 +148,7 @@ def won_or_lost(report: Report) -> Grid:
 
 
 def losses(report: Report) -> Grid:
-    """Every workload that is lost: the nearest kernel of ours, and its share of the best peer's speed."""
+    """Every lost workload: our nearest kernel, and its fraction of the best peer's speed."""
     lost = [[duel.case, duel.ours, digits(duel.ratio)] for duel in duels(report) if not duel.won]
     return [["workload", "nearest", "of the best peer"], *lost]
 
@@ -157,7 +169,7 @@ def heat_map(report: Report) -> Grid:
 
 
 def _short(count: int) -> str:
-    """A power of 4 in binary thousands."""
+    """A power of 4 in units of 1024."""
     step = min(3, (count.bit_length() - 1) // 10)
     return f"{count >> 10 * step}{' KMG'[step]}".strip()
 
@@ -180,7 +192,8 @@ def choices(report: Report) -> Grid:
 
 
 def promised(report: Report) -> Grid:
-    """The part of its speed that a backend keeps under batch_invariant=True, per suite, and where it keeps least."""
+    """The fraction of its speed that a backend keeps under batch_invariant=True, per suite, and where it keeps
+    least."""
     found: dict[tuple[str, str], list[tuple[float, bool, str]]] = {}
     for free, bound in promises(report):
         other = (free.kernel, free.config) != (bound.kernel, bound.config)
@@ -195,8 +208,8 @@ def promised(report: Report) -> Grid:
 
 
 def energy(report: Report) -> Grid:
-    """Of both products of a layer, per workload of `layer-products`: millijoules of a token, and how long they took
-    meanwhile; the least stands out."""
+    """Millijoules per token of both products of a layer, per workload of `layer-products`, and their time meanwhile;
+    the least stands out."""
     layers: dict[tuple[str, int], list[Row]] = {}
     for row in report.rows:
         if row.suite == LAYER_PRODUCTS and row.kind != "ceiling":
@@ -211,11 +224,13 @@ def energy(report: Report) -> Grid:
         us = {name: math.fsum(row.loaded_us or 0.0 for row in mine) for name, mine in whole.items()}
         grid.append([f"{model}, {tokens}: mJ", *_least_marked(millijoules, entries)])
         grid.append([f"{model}, {tokens}: us", *_least_marked(us, entries)])
-    return without_empty_columns(grid)
+    shown = without_empty_columns(grid)
+    return shown if len(shown[0]) > 1 else shown[:1]
 
 
 def _least_marked(values: Mapping[str, float], entries: Sequence[str]) -> list[str]:
-    """A cell for each entry, of which some have no value; `auto` is one of the others."""
+    """A cell for each entry, some without a value; the least stands out. `auto` never does, because it is another entry
+    under a second name."""
     least = min((value for name, value in values.items() if not name.startswith(AUTO)), default=math.nan)
     shown = {name: digits(value) for name, value in values.items()}
     return [Best(shown[name]) if values.get(name) == least else shown.get(name, "") for name in entries]
@@ -229,42 +244,27 @@ def _share(rows: Sequence[Row]) -> str:
     return digits(geomean(r.of_floor for r in rows if r.of_floor))
 
 
-# --- for a terminal ---------------------------------------------------------------------------------
+def numbers(report: Report) -> Grid:
+    """All numbers of every timed row, with the kernel that ran and why."""
+    grid = [list(NUMBERS)]
+    for r in report.timed():
+        shown = min(filter(None, (r.eager, r.graph)), key=lambda sample: sample.median, default=None)
+        sample = [digits(shown.q20), digits(shown.q80), str(shown.count)] if shown else [""] * 3
+        watts, per_joule = None, None
+        if r.joules and r.loaded_us:
+            watts, per_joule = r.joules / r.loaded_us * 1e6, r.flops / r.joules / 1e12
+        values = (r.hot_us, r.host_us, r.whole_host_us, r.tflops, r.gbps, r.joules, r.loaded_us, watts, per_joule)
+        cells = [digits(value) if value else "" for value in (*values, r.of_floor, r.of_dense)]
+        notes = "; ".join(filter(None, (r.kernel, r.config, r.why, *r.notes)))
+        grid.append([r.case, r.entry, digits(r.us or 0), *sample, f"{r.spread:.3f}", *cells, notes])
+    return without_empty_columns(grid)
 
 
-def text(report: Report) -> str:
-    """Everything a reader needs to judge the numbers, as plain text."""
-    parts = [
-        header(report),
-        f"microseconds (* is the fastest; {BEYOND})\n{plain(times(report))}",
-        f"fraction of the floor, geometric means\n{plain(means(report))}",
-        won_and_lost(report),
-        f"{HEAT_MAP}\n{plain(grid)}" if len(grid := heat_map(report)) > 1 else "",
-        f"what batch_invariant=True leaves\n{plain(grid)}" if len(grid := promised(report)) > 1 else "",
-        f"both products of a layer: millijoules of a token, and microseconds meanwhile\n{plain(grid)}"
-        if len((grid := energy(report))[0]) > 1
-        else "",
-        auto_summary(report),
-        tutorial(report),
-        "\n".join(reasons(report)),
-        unrest_warning(report),
-    ]
-    return "\n\n".join(part for part in parts if part)
-
-
-def plain(grid: Grid) -> str:
-    """Columns of even width, names to the left and numbers to the right."""
-    shown = [[f"*{cell}" if isinstance(cell, Best) else cell for cell in row] for row in grid]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    lines = []
-    for name, *cells in shown:
-        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        lines.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())
-    return "\n".join(lines)
+# --- words ------------------------------------------------------------------------------------------
 
 
 def header(report: Report) -> str:
-    """Machine, commit and method in a few lines."""
+    """Machine, commit and method."""
     m, how = report.machine, report.method
     clocks = m.get("clocks") or {}
     power = ""
@@ -295,7 +295,7 @@ def overhead_text(overhead_us: dict[str, float]) -> str:
 
 
 def won_and_lost(report: Report) -> str:
-    """How our own kernels stand against the best peer; "" where they met none."""
+    """How many workloads our kernels won and lost against the best peer; "" without peers."""
     found = duels(report)
     if not found:
         return ""
@@ -308,7 +308,7 @@ def won_and_lost(report: Report) -> str:
 
 
 def auto_summary(report: Report) -> str:
-    """How far `auto` is behind; "" where it did not run beside a single backend."""
+    """How far `auto` is behind; "" if it did not run beside a single backend."""
     regrets = auto_regret(report)
     if not regrets:
         return ""
@@ -319,11 +319,17 @@ def auto_summary(report: Report) -> str:
         f"{len(behind)} are above {BEHIND}, {sure} of them by more than repeats differ; at worst"
     ]
     lines += [f"  {r.ratio:.3f} (repeats {r.spread:.3f}) on {r.place} (fastest: {r.fastest})" for r in regrets[:SHOWN]]
+    planned = [1e3 * r.planned_s for r in regrets]
+    middle, most = digits(statistics.median(planned)), digits(max(planned))
+    lines.append(f"to choose and plan took {middle} ms (median), {most} ms at most")
+    if static := auto_regret(report, STATIC):
+        mean, worst = geomean(r.ratio for r in static), static[0]
+        lines.append(f"its static order, without measuring: {mean:.3f}; at worst {worst.ratio:.3f} on {worst.place}")
     return "\n".join(lines)
 
 
 def tutorial(report: Report) -> str:
-    """Triton's tutorial in its own form, ours beside the published figures; "" unless the report holds its cubes."""
+    """Triton's tutorial in its own form beside the published figures; "" unless the report holds its cubes."""
     rows = {n: {r.entry: r for r in report.timed() if r.case == f"seed_cube_{n}/list/fp16"} for n in PUBLISHED_MS}
     if not any(rows.values()):
         return ""
@@ -339,8 +345,8 @@ def tutorial(report: Report) -> str:
     return "\n".join([*lines, f"(measured: {style}, {device}; --style do_bench measures as the tutorial does)"])
 
 
-def reasons(report: Report) -> list[str]:
-    """Why something has no time: each reason once, with how often it occurred."""
+def reasons(report: Report) -> str:
+    """The reasons for missing times, each once, with the number of occurrences."""
     counted = Counter((r.entry, r.status, r.reason) for r in report.rows if r.us is None)
     lines = [f"{entry}: {status} on {count} workload(s): {why}" for (entry, status, why), count in counted.items()]
     lines += [f"{name}: absent: {why}" for name, why in report.absent.items()]
@@ -349,7 +355,78 @@ def reasons(report: Report) -> list[str]:
         lines.append(
             f"{len(left)} workload(s) not reached (more --seconds, or --resume): {', '.join(left[:SHOWN])}{more}"
         )
-    return lines
+    return "\n".join(lines)
+
+
+# --- sections ---------------------------------------------------------------------------------------
+
+
+class Section(NamedTuple):
+    """A section of the report: an introduction and a table. A section without either is left out.
+
+    A terminal shows the table only where there are no words. `page_only`: too long for a terminal.
+    """
+
+    title: str
+    grid: Callable[[Report], Grid] = lambda report: [[]]
+    words: Callable[[Report], str] = lambda report: ""
+    page_only: bool = False
+
+
+SECTIONS = (
+    Section("", words=header),
+    Section(f"microseconds (the fastest stands out; {BEYOND})", times),
+    Section("fraction of the floor, geometric means", means),
+    Section("won and lost", won_or_lost, won_and_lost),
+    Section("the best peer's time over ours, by the size of a group: geometric means", heat_map),
+    Section("what batch_invariant=True leaves", promised),
+    Section("both products of a layer: millijoules of a token, and microseconds meanwhile", energy),
+    Section("auto over the fastest single backend", choices, auto_summary),
+    Section("", words=tutorial),
+    Section("every number (times in microseconds)", numbers, page_only=True),
+    Section("", words=reasons),
+    Section("", words=unrest_warning),
+)
+
+
+def text(report: Report) -> str:
+    """The report as plain text, with everything needed to judge its numbers. A star marks the fastest."""
+    parts = []
+    for section in SECTIONS:
+        if section.page_only:
+            continue
+        if words := section.words(report):
+            parts.append(words)
+        elif len(grid := section.grid(report)) > 1:
+            parts.append(f"{section.title}\n{plain(grid)}")
+    return "\n\n".join(parts)
+
+
+def plain(grid: Grid) -> str:
+    """A table with aligned columns: names to the left, numbers to the right."""
+    shown = [[f"*{cell}" if isinstance(cell, Best) else cell for cell in row] for row in grid]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    lines = []
+    for name, *cells in shown:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())
+    return "\n".join(lines)
+
+
+def page(report: Report, pictures: Sequence[Path] = ()) -> str:
+    """The report as a Markdown page, with every number. The fastest is bold; `pictures` lie beside the page."""
+    command = f"Measured with `{report.method.get('command', 'multigemm bench')}`."
+    parts = [f"# Grouped GEMM on {report.machine['device']}, {report.machine['date'][:10]}", command, METHOD]
+    parts += [f"![{path.stem}]({path.name})" for path in pictures]
+    for section in SECTIONS:
+        words, grid = section.words(report), section.grid(report)
+        if section.title and len(grid) > 1:
+            parts.append(f"## {section.title[0].upper()}{section.title[1:]}")
+        if words:
+            parts.append(f"```\n{words}\n```")
+        if len(grid) > 1:
+            parts.append(markdown(grid))
+    return "\n\n".join(parts) + "\n"
 
 
 # --- Markdown ---------------------------------------------------------------------------------------
@@ -365,7 +442,7 @@ def markdown(grid: Grid, names: Callable[[str], str] = str) -> str:
 
 
 def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _bold_backends(report: Report, labels: bool = False) -> Callable[[str], str]:

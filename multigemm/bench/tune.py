@@ -26,13 +26,13 @@ import torch
 from multigemm import interrupts
 from multigemm.bench import machine, reports
 from multigemm.bench.entries import available_backends, config_entries
+from multigemm.bench.processes import CONTEXT_LOST, Marker, as_child, supervise
 from multigemm.bench.quantised import RECIPES
 from multigemm.bench.reports import HOST_SIZES, Report, Row, by_case, digits, family
 from multigemm.bench.runner import LATE, DeviceLost, Options, Progress, Runner
 from multigemm.bench.selection import above_zero, add_selection, selected
-from multigemm.bench.suites import UNTUNED, parts
-from multigemm.bench.supervise import CONTEXT_LOST, Marker, as_child, supervise
-from multigemm.bench.workloads import DTYPES, Rates, Workload, geomean
+from multigemm.bench.suites import UNTUNED
+from multigemm.bench.workloads import DTYPES, Rates, Workload, geomean, parts
 from multigemm.errors import InvalidSetting
 from multigemm.fleet import default_device
 from multigemm.select import registry
@@ -89,6 +89,8 @@ def main(args: argparse.Namespace) -> int:
         why = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
         raise InvalidSetting(f"no backend that could be tuned is here ({why}); see `multigemm info`")
     cases = selected(args, device)
+    if layers := [case.key for case in cases if case.form == "layer"]:
+        raise InvalidSetting(f"{layers[0]} is a whole layer, whose products are tuned: --suite layer-products")
     if device.type == "cuda" and args.marker is None:
         with tempfile.TemporaryDirectory(prefix="multigemm-tune-") as folder:
             marker = Path(folder) / "doing.json"
@@ -102,7 +104,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def tunable(names: Sequence[str], device: torch.device) -> tuple[list[str], dict[str, str]]:
-    """The backends to tune here, and why others are not."""
+    """The backends to tune on this machine, and why others are not."""
     states = available_backends(device)
     for name in names:
         registry.get(name)  # raises for one that does not exist
@@ -139,13 +141,14 @@ def _tune(args: argparse.Namespace, device: torch.device, backends: Sequence[str
 
 
 def tuner(backends: Sequence[str], device: torch.device, options: Options, configs: int = 0) -> Runner:
-    """A run of the benchmark with so many configs of each backend as entries; 0 is all."""
+    """A benchmark run with this many configs of each backend as entries; 0 means all."""
     report = Report(machine.describe(device), {}, {dtype: asdict(Rates()) for dtype in (*DTYPES, *RECIPES)})
     return Runner(lambda case: config_entries(case, backends, configs, device), device, options, report)
 
 
 def lines_of(report: Report) -> Iterator[str]:
-    """What was tried for each workload: each backend's best config, its first guess, the next ones, its failures."""
+    """The outcome of each workload as lines: each backend's best config, its first guess, the next ones, its
+    failures."""
     for case, rows in by_case(report.rows).items():
         yield f"{case}  [{'] ['.join(dict.fromkeys(row.problem_class for row in rows if row.problem_class))}]"
         tried: dict[str, list[Row]] = {}
@@ -169,7 +172,7 @@ def lines_of(report: Report) -> Iterator[str]:
 
 
 def _keep(found: list[Entry], args: argparse.Namespace, where: dict[str, Any]) -> int:
-    """Shows, records and writes what was found."""
+    """Shows, stores and exports the outcome."""
     count = sum(len(entry.backends) for entry in found)
     print(f"measurements: {count}; classes of problems: {len(found)}; on {where['device']}")
     if not args.quiet:
@@ -186,7 +189,7 @@ def _keep(found: list[Entry], args: argparse.Namespace, where: dict[str, Any]) -
 
 
 def _choice(entry: Entry) -> str:
-    """What `auto` takes for a class from now on, and why."""
+    """What `auto` will take for a class, and why."""
     (name, best), *others = sorted(entry.backends.items(), key=lambda item: item[1].us)
     config = ", ".join(f"{field}={value}" for field, value in best.config.items()) or "its own choice of config"
     behind = ", ".join(f"{other} {digits(measured.us)}" for other, measured in others)
@@ -195,7 +198,7 @@ def _choice(entry: Entry) -> str:
 
 
 def _write(path: Path, found: list[Entry], where: dict[str, Any]) -> None:
-    """The form of `multigemm cache export`, one class per line, with where and when it was measured."""
+    """Writes the file of `multigemm cache export`: one class per line, with machine and date."""
     kept = ("date", "commit", "device", "capability", "packages", "cuda")
     origin = {name: where[name] for name in kept if name in where}
     lines = ",\n  ".join(json.dumps(entry.encoded(), sort_keys=True) for entry in found)
@@ -209,7 +212,7 @@ def _write(path: Path, found: list[Entry], where: dict[str, Any]) -> None:
 
 @dataclass
 class ClassResult:
-    """What was tried for one class: `us[choice][workload]`, the configs (text and fields) by choice, and failures."""
+    """The measurements of one class: `us[choice][workload]`, the configs (text and fields) by choice, and failures."""
 
     key: str
     us: dict[Choice, dict[str, float]] = field(default_factory=dict)
@@ -226,7 +229,7 @@ class ClassResult:
         return max((mine.get(case, math.inf) / us for case, us in best.items()), default=math.inf)
 
     def winner(self, backend: str) -> Choice | None:
-        """The backend's choice of least regret; its first config unless another is clearly better."""
+        """The backend's choice with the least regret; its first config unless another is clearly better."""
         mine = sorted(choice for choice in self.us if choice[0] == backend and math.isfinite(self.regret(choice)))
         if not mine:
             return None
@@ -236,7 +239,7 @@ class ClassResult:
 
 
 def kept_of(report: Report) -> list[Entry]:
-    """What a tuning run keeps: of each class and backend the best config."""
+    """What a tuning run stores: the best config of each class and backend."""
     return _winners(_classes([report]), bind=True)
 
 

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""A grouped GEMM as Triton's tutorial teaches it, written anew: each program walks all groups one by one.
+"""A grouped GEMM as Triton's tutorial teaches it, written anew. Our own scheduler is compared with it.
 
-Programs stay, and take every n-th tile of the concatenation of all groups; operands come through descriptors
-that a program makes on the device when it enters a group. What our own scheduler is compared with.
+Each program walks through all groups and takes every n-th tile of their concatenation. Operands come through
+descriptors that a program makes on the device when it enters a group.
 """
 
 import triton

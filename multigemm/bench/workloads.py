@@ -1,4 +1,4 @@
-"""Workloads by name: what is multiplied, in which form, and how many rows each group has.
+"""Workloads by name: form, extents, and how many rows each group has.
 
 A `Workload` has no data. It knows its host sizes, its floating-point operations and the fewest bytes
 that any implementation must move; `operands.py` makes tensors of it. Tests, tuning and benchmarks
@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from multigemm.bench.quantised import RECIPES, Recipe
 from multigemm.errors import InvalidSetting
@@ -111,7 +113,7 @@ def draw(name: str, groups: int, total: int, seed: int = 0) -> Sizes:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine can do: dense matrix products (TFLOP/s) and memory (TB/s). Defaults: an H100, bf16."""
+    """The ceilings of a machine: dense matrix products (TFLOP/s) and memory (TB/s). Defaults: an H100, bf16."""
 
     tflops: float = 770.0
     tbps: float = 3.0
@@ -127,7 +129,7 @@ class Workload:
 
     name: str
     suite: str
-    form: Form = "jagged_m"
+    form: Form | Literal["layer"] = "jagged_m"
     groups: int = 1
     m: int = 0
     n: int = 0
@@ -152,12 +154,12 @@ class Workload:
 
     @property
     def recipe(self) -> Recipe | None:
-        """Of quantised operands; None of others."""
+        """The recipe of quantised operands, else None."""
         return RECIPES.get(self.dtype)
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """That of the operands; of quantised ones that of activations and results."""
+        """The dtype of the operands; for quantised ones, of activations and results."""
         return DTYPES["bf16" if self.recipe else self.dtype]
 
     @property
@@ -193,7 +195,7 @@ class Workload:
 
     @property
     def bytes(self) -> int:
-        """A and C, and the B of every group that has rows, once each (a shared operand once)."""
+        """The bytes of A and C, and of B of every group that has rows, once each (a shared operand once)."""
         if self.recipe is not None:
             return self._quantised_bytes(self.recipe)
         width, out = self.torch_dtype.itemsize, self.out_dtype.itemsize
@@ -207,7 +209,7 @@ class Workload:
         return moved
 
     def _quantised_bytes(self, recipe: Recipe) -> int:
-        """The same with the bytes of codes, and those of scales."""
+        """`bytes` for quantised operands: codes and scales."""
         used = [extents for extents in self.extents if self.form == "jagged_k" or all(extents[:2])]
         results = sum(m * n for m, n, _ in used) * self.out_dtype.itemsize
         return round(sum(recipe.bytes(extents) for extents in used)) + results
@@ -219,7 +221,7 @@ class Workload:
 
     @property
     def resident_bytes(self) -> int:
-        """What its tensors occupy, so that a machine with too little memory can say so beforehand."""
+        """The memory of its tensors in bytes, to refuse it before allocating."""
         width, out = self.torch_dtype.itemsize, self.out_dtype.itemsize
         if self.products:
             return sum((m * k + k * n) * width + m * n * out for m, n, k in self.products)
@@ -231,8 +233,12 @@ class Workload:
             return (self.groups * self.m * self.k + self.k * self.total) * width + self.m * self.total * out
         return (rows * self.k + weights) * width + rows * self.n * out
 
+    def for_device(self, device: torch.device) -> Workload:
+        """The workload as it is measured on a device. Whole layers are smaller on a CPU."""
+        return self
+
     def describe(self) -> str:
-        """The case in words, for tables and error texts."""
+        """The case as text, for tables and error messages."""
         if self.products:
             seen = "x".join(map(str, self.products[0]))
             same = len(set(self.products)) == 1
@@ -245,8 +251,67 @@ class Workload:
         return f"{self.form} {shape} {self.distribution} {self.dtype}"
 
 
+@dataclass(frozen=True)
+class Layer:
+    """A mixture-of-experts layer of a model, for each product of it and for the whole.
+
+    `tokens` are those of one GPU where a layer is spread over several; `shared` the intermediate features of experts
+    that every token passes; `options` what `nn.Experts` takes beside the extents.
+    """
+
+    name: str
+    experts: int
+    top_k: int
+    hidden: int
+    inner: int
+    tokens: int
+    shared: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether weights lie as [E, in, out]."""
+        return bool(self.options.get("stacked"))
+
+    @property
+    def bias(self) -> bool:
+        return bool(self.options.get("bias"))
+
+    def scaled(self, by: int) -> Layer:
+        """A layer with smaller extents, in multiples of 16, and at most 32 experts."""
+        hidden, inner, shared = (-(-n // by // 16) * 16 for n in (self.hidden, self.inner, self.shared))
+        experts, tokens = min(self.experts, 32), max(1, self.tokens // by)
+        return replace(self, experts=experts, hidden=hidden, inner=inner, shared=shared, tokens=tokens)
+
+    def gate(self, hidden: Tensor) -> Tensor:
+        """Applies the gate to results of the first product, in plain torch."""
+        if self.options.get("glu_layout") != "interleaved":
+            gate, value = hidden.chunk(2, -1)
+            return torch.mul(F.silu(gate), value)
+        limit, alpha, beta = (self.options[name] for name in ("glu_limit", "glu_alpha", "glu_beta"))
+        gate, value = hidden[..., 0::2].clamp(max=limit), hidden[..., 1::2].clamp(-limit, limit)
+        return torch.mul(gate * torch.sigmoid(gate * alpha), value + beta)
+
+
+GPT_OSS = {"glu_layout": "interleaved", "glu_alpha": 1.702, "glu_beta": 1.0, "glu_limit": 7.0, "bias": True}
+LAYERS = {
+    layer.name.lower(): layer
+    for layer in (
+        Layer("Mixtral", 8, 2, 4096, 14336, 8192),
+        Layer("Qwen3-30B", 128, 8, 2048, 768, 16384),
+        Layer("DeepSeek-V3", 256, 8, 7168, 2048, 8192, shared=2048),
+        Layer("gpt-oss-20b", 32, 4, 2880, 2880, 16384, options={**GPT_OSS, "stacked": True}),
+    )
+}
+
+
+def parts(text: str) -> list[str]:
+    """The items of a comma-separated list."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def rows_and_weights(shape: str) -> tuple[float, int] | None:
-    """Rows per group and N x K, out of what `Workload.describe` says; None where groups share no N and K."""
+    """Rows per group and N x K, read from the text of `Workload.describe`; None if groups share no N and K."""
     if alike := re.search(r" \d+ x (\d+)x(\d+)x(\d+) ", shape):
         m, n, k = map(int, alike.groups())
         return float(m), n * k
@@ -265,7 +330,7 @@ def dtype_name(text: str) -> str:
 
 
 def with_dtype(workload: Workload, dtype: str) -> Workload:
-    """The same workload in another dtype, named as `dtype_name` reads it."""
+    """The same workload in another dtype. Takes every name that `dtype_name` knows."""
     return replace(workload, dtype=dtype_name(dtype))
 
 
@@ -331,7 +396,7 @@ EXTENTS = {
 
 
 def _sensible(own: Workload, said: set[str]) -> Workload:
-    """Refuses what no problem has: an extent that the form would ignore, and one that was forgotten and so is 0."""
+    """Refuses an extent that the form would ignore, and a missing one, which would be 0."""
     if own.form not in EXTENTS:
         raise ValueError(f"form {own.form!r} is not one of {', '.join(EXTENTS)}")
     if own.groups < 1:
@@ -351,6 +416,6 @@ _FLAGS = ("shared_b", "trans_a", "trans_b", "bias")
 
 
 def geomean(values: Iterable[float]) -> float:
-    """The geometric mean of what is positive and finite; NaN of nothing."""
+    """The geometric mean of the positive, finite values; NaN for none."""
     logs = [math.log(v) for v in values if v > 0 and math.isfinite(v)]
     return math.exp(sum(logs) / len(logs)) if logs else math.nan

@@ -1,1 +1,1 @@
-"""The small commands of the command line; each module has `add_arguments(parser)` and `main(args)`."""
+"""The small commands. Each module has `add_arguments(parser)` and `main(args)`."""

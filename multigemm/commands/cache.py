@@ -1,4 +1,4 @@
-"""`multigemm cache`: what lies on disk, and how to move or drop it."""
+"""`multigemm cache`: shows, clears, exports and imports what is cached on disk."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _folders() -> list[DiskCache]:
-    """The parts of the cache that hold anything; other folders that lie beside them are not ours."""
+    """The parts of the cache that hold anything. Other folders beside them are ignored."""
     root = settings().cache_dir
     found = sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
     return [part for part in map(DiskCache, found) if part.entries()]
 
 
 def _state() -> str:
-    """What a user has to know who finds the cache empty."""
+    """Why the cache may be empty: switched off, or its folder is not safe."""
     if not settings().cache:
         return " (switched off)"
     folder = next(path for path in (settings().cache_dir, *settings().cache_dir.resolve().parents) if path.exists())

@@ -1,4 +1,4 @@
-"""`multigemm demo`: one jagged problem, every backend that is here, one verified answer."""
+"""`multigemm demo`: one jagged problem through every available backend, checked and timed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import argparse
 
 import torch
 
-from multigemm.bench.suites import parts
-from multigemm.bench.workloads import DTYPES, dtype_name
+from multigemm.bench.workloads import DTYPES, dtype_name, parts
 from multigemm.commands.verify import check
 from multigemm.fleet import default_device
 from multigemm.problem.problem import GroupedGemmProblem

@@ -1,4 +1,4 @@
-"""`multigemm explain`: a problem out of a few words; who runs it and why, in words and as a table."""
+"""`multigemm explain`: states which backend runs a problem and why, in sentences and as a table."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 
 from multigemm.api import explain
 from multigemm.bench import entries, operands
-from multigemm.bench.suites import parts
-from multigemm.bench.workloads import DTYPES, dtype_name, parse_shape
+from multigemm.bench.workloads import DTYPES, dtype_name, parse_shape, parts
 from multigemm.errors import InvalidSetting
 from multigemm.fleet import default_device
 from multigemm.problem.problem import GroupedGemmProblem, Keywords
@@ -50,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints who can, who cannot and why, who is chosen and why; 1 if nobody is chosen for one of the dtypes."""
+    """Prints the candidates, their reasons, the choice and its rule. Returns 1 if no backend is chosen for one of the
+    dtypes."""
     names = parts(args.backends)
     found = []
     for dtype in parts(args.dtypes) or [""]:
@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def in_words(told: Explanation) -> str:
-    """What would run and why, in sentences; the table has the details."""
+    """The choice and its reason in sentences; the table has the details."""
     spec = told.spec
     asked = f"{spec.groups} products in {str(spec.compute).removeprefix('torch.')}: {IN_WORDS[spec.form]}."
     if not told.chosen:
@@ -85,7 +85,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def problem_from(args: argparse.Namespace) -> GroupedGemmProblem:
-    """The problem that the options describe, over memory that nobody has written; `args.dtypes` names one dtype."""
+    """The problem that the options describe, over uninitialised memory. `args.dtypes` names one dtype."""
     device = default_device(args.device)
     if args.shape:
         return _of_workload(args, device)
@@ -101,7 +101,7 @@ def problem_from(args: argparse.Namespace) -> GroupedGemmProblem:
 
 
 def _complete(args: argparse.Namespace) -> None:
-    """Takes what was left out from `WITHOUT_SHAPE`; refuses what would say nothing."""
+    """Fills omitted options from `WITHOUT_SHAPE`. Refuses options that would have no effect."""
     if args.host_sizes:
         raise InvalidSetting("--host-sizes goes with --shape: the sizes of --sizes lie on the host anyway")
     given = [name for name in WITHOUT_SHAPE if getattr(args, name) is not None]
@@ -123,7 +123,7 @@ def _complete(args: argparse.Namespace) -> None:
 
 
 def _shapes(form: str, sizes: list[int], m: int, n: int, k: int) -> tuple[Any, Any]:
-    """Those of a and b; lists of them for per_group."""
+    """The shapes of a and b; lists of shapes for per_group."""
     groups, total = len(sizes), sum(sizes)
     stacked = (groups, m, k), (groups, k, n)
     return {

@@ -1,4 +1,4 @@
-"""`multigemm info`: what is here, what is missing and the command that installs it, what is unusable and why."""
+"""`multigemm info`: what is available, what is missing, how to install it, and what is unusable and why."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def collect() -> dict[str, Any]:
-    """Everything that a report about this machine should hold."""
+    """The facts about this machine, for a report."""
     current = settings()
     return {
         "multigemm": __version__,
@@ -71,7 +71,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def as_text(state: dict[str, Any]) -> str:
-    """The same for people."""
+    """The facts as text."""
     lines = [f"multigemm {state['multigemm']}, Python {state['python']}, {sys.platform}"]
     lines.append("packages: " + ", ".join(f"{k} {v}" for k, v in state["packages"].items()))
     lines.append("devices:")

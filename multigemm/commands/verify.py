@@ -1,4 +1,4 @@
-"""`multigemm verify`: a problem of one's own through every backend that is here, each result checked."""
+"""`multigemm verify`: a problem from a file through every available backend, each result checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from multigemm.api import plan
 from multigemm.bench import own
 from multigemm.bench.reports import digits
-from multigemm.bench.suites import parts
+from multigemm.bench.workloads import parts
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.reference.verify import Answer, answer, judge
@@ -29,12 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Solves, checks and times; 1 if a backend that ran was wrong, or none ran."""
+    """Solves, checks and times. Returns 1 if a backend was wrong, or none ran."""
     return check(own.load(args.problem), parts(args.backends))
 
 
 def check(problem: GroupedGemmProblem, names: Sequence[str] = ()) -> int:
-    """Prints a line for each backend, and how far their results differ; nothing of the caller's is written."""
+    """Prints one line per backend, and how far their results differ. Writes none of the caller's arrays."""
     for name in names:
         get(name)  # raises for one that does not exist
     posed = problem if problem.out is None else own.own_tensors(problem, "own").own

@@ -1,10 +1,10 @@
-"""The arguments of a kernel, laid out once, which follow the operands of later calls.
+"""The arguments of a kernel, laid out once and updated for the operands of later calls.
 
-A launch is bound to one set of operands. A later call of the same class differs in where the operands lie, and may
-differ in its number of tokens. Its arguments are the old ones with other addresses and another count. An `Address` is
-an integer that remembers which operand it belongs to, a `Tokens` one that is the number of tokens; `Fields` are bytes
-that remember where such words stand in them. An `ArgumentBlock` holds the arguments of a kernel in memory: `move`
-writes new addresses into it, `resize` a new number of tokens.
+A launch is bound to one set of operands. A later call of the same class differs in the operands' addresses, and may
+differ in its number of tokens; nothing else in the arguments changes. An `Address` is an integer that remembers its
+operand, a `Tokens` is an integer that is the number of tokens. `Fields` are bytes that remember where such words lie in
+them. An `ArgumentBlock` holds a kernel's arguments in memory: `move` writes new addresses into it, `resize` a new
+number of tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MOST_COPIES = 64
 
 
 class Address(int):
-    """Where an operand lies, or a place at a fixed distance from there."""
+    """The address of an operand, or an address at a fixed distance from it."""
 
     operand: int
     base: int
@@ -61,18 +61,18 @@ class Address(int):
         return made
 
     def at(self, value: int) -> Address:
-        """Another place of the same operand, which keeps its distance when the operand moves."""
+        """Another address of the same operand, which keeps its distance when the operand moves."""
         return Address(value, PLACES[self.operand], self.base)
 
 
 def along(address: int, value: int) -> int:
-    """Another place of the operand that an address belongs to, if it belongs to one."""
+    """Another address of the operand to which an address belongs, if it belongs to one."""
     return address.at(value) if isinstance(address, Address) else value
 
 
 class Tokens(int):
-    """The number of tokens of a problem whose rows, or whose inner extents, are cut. What is computed from it is an
-    ordinary integer."""
+    """The number of tokens of a problem whose rows or inner extents are cut. Arithmetic on it gives an ordinary
+    integer."""
 
     __slots__ = ()
 
@@ -87,7 +87,8 @@ class Counted(Protocol):
     step: int
 
     def changes(self, before: int, after: int) -> Sequence[tuple[int, int]]:
-        """The words that differ between two numbers of tokens: where they stand, in bytes, and what they hold then."""
+        """The words that differ between two numbers of tokens: their offsets in bytes, and their values for the second
+        number."""
         ...
 
     def alike(self, before: int, after: int) -> bool:
@@ -96,7 +97,7 @@ class Counted(Protocol):
 
 
 class Slot(NamedTuple):
-    """Words that hold `distance` bytes more than the address of an operand: `repeats` of them, `step` bytes apart."""
+    """Words that hold the address of an operand plus `distance` bytes: `repeats` of them, `step` bytes apart."""
 
     offset: int
     operand: int
@@ -106,10 +107,10 @@ class Slot(NamedTuple):
 
 
 class Fields(bytes):
-    """Bytes with words in them that later calls change.
+    """Bytes that contain words which later calls change.
 
-    `slots` are the places of addresses, `tokens` the offsets of words that are the number of tokens, `counted` the
-    offsets of parts that depend on it otherwise.
+    `slots` are the offsets of addresses, `tokens` the offsets of words that equal the number of tokens, `counted` the
+    offsets of parts that depend on it in another way.
     """
 
     slots: tuple[Slot, ...] = ()
@@ -120,21 +121,22 @@ class Fields(bytes):
 def fields(
     raw: bytes, slots: Iterable[Slot], tokens: Iterable[int] = (), counted: Iterable[tuple[int, Counted]] = ()
 ) -> Fields:
-    """Bytes, and where in them those words stand that later calls change."""
+    """Makes `Fields` of bytes and the offsets of the words that later calls change."""
     made = Fields(raw)
     made.slots, made.tokens, made.counted = tuple(slots), tuple(tokens), tuple(counted)
     return made
 
 
 def slot_of(address: int, offset: int) -> tuple[Slot, ...]:
-    """The slot of an address at an offset; none where it is no address of an operand."""
+    """The slot of an address at an offset; none if the address belongs to no operand."""
     if not isinstance(address, Address):
         return ()
     return (Slot(offset, address.operand, address - address.base),)
 
 
 def tokens_at(values: Iterable[int | float], start: int = 0) -> list[int]:
-    """The offsets of those of some 64-bit words that are the number of tokens, the first of which stands at `start`."""
+    """The offsets of those of some 64-bit words that are the number of tokens. The first word has the offset
+    `start`."""
     return [start + 8 * i for i, value in enumerate(values) if type(value) is Tokens]
 
 
@@ -146,7 +148,7 @@ def words(*values: int | float) -> Fields:
 
 
 def join(parts: Iterable[bytes]) -> Fields:
-    """Parts one behind the other, with all that later calls change in them."""
+    """Concatenates parts, with the offsets of everything that later calls change."""
     raw, slots, tokens, counted = bytearray(), list[Slot](), list[int](), list[tuple[int, Counted]]()
     for part in parts:
         if isinstance(part, Fields):
@@ -196,7 +198,7 @@ class ArgumentBlock:
         self._addresses: Sequence[int | None] = ()
 
     def move(self, addresses: Addresses) -> None:
-        """Writes the addresses of the operands that lie elsewhere than at the last move."""
+        """Writes the addresses of operands that changed since the last move."""
         if self._writers is None:
             self._writers, self._addresses = self._make_writers(), UNKNOWN
         before, self._addresses = self._addresses, UNKNOWN  # should this be interrupted
@@ -208,7 +210,7 @@ class ArgumentBlock:
         self._addresses = addresses
 
     def _make_writers(self) -> tuple[tuple[int, list[_Writer]], ...]:
-        """For each operand its slots: the distance from there, and what writes all words of a slot at once."""
+        """For each operand its slots: the distance, and the function that writes all words of the slot."""
         found, writers = np.frombuffer(self._words, dtype=np.uint64), dict[int, list[_Writer]]()
         for start, slots in self._slots:
             for slot in slots:
@@ -217,7 +219,7 @@ class ArgumentBlock:
         return tuple(writers.items())
 
     def resize(self, before: int, after: int) -> None:
-        """Writes another number of tokens; `before` is the one that stands there."""
+        """Writes another number of tokens; `before` is the current one."""
         if self._resizers is None:
             self._resizers = self._make_resizers()
         plain, counted = self._resizers
@@ -229,7 +231,7 @@ class ArgumentBlock:
                 fills[offset // 8](value)
 
     def can_resize(self, before: int, after: int) -> bool:
-        """Whether `resize` gives what laying out the arguments anew would give, between two numbers of tokens."""
+        """Whether `resize` between two numbers of tokens gives the same as laying out the arguments anew."""
         return all(each.alike(before, after) for _, part in self._counts for _, each in part.counted)
 
     def _make_resizers(self) -> tuple[list[int], list[_Resizer]]:
@@ -263,7 +265,7 @@ class ArgumentBlock:
 
 
 class PackedArguments(ArgumentBlock):
-    """The arguments of a kernel that takes nothing but 64-bit words, as one buffer: `extra` leads to it.
+    """The arguments of a kernel that takes only 64-bit words, as one buffer, which the launch's `extra` points to.
 
     Laying out many words at once takes a fraction of the time of an argument for each.
     """
@@ -280,11 +282,10 @@ class PackedArguments(ArgumentBlock):
 
 
 class DeviceFields:
-    """Bytes in device memory with addresses of operands in them, such as tensor maps that a kernel loads by itself.
+    """Bytes in device memory that contain operands' addresses, such as tensor maps that a kernel loads itself.
 
-    A copy is never written again: kernels in front of this one may still read it. Operands that lie elsewhere, or are
-    of another number of tokens, get a copy of their own, and the latest copies stay, since operands mostly return to
-    where they lay before.
+    A copy is never rewritten, because earlier kernels may still read it. Operands at other addresses, or with another
+    number of tokens, get a new copy. The latest copies are kept, because operands mostly return to earlier addresses.
 
     A copy belongs to the stream on which it was uploaded: launches there come after the upload, and its memory is
     reused there only after the last launch that reads it.
@@ -303,7 +304,8 @@ class DeviceFields:
         """Where the first copy lies: an argument for the kernel, which changes when the launch moves."""
 
     def follow(self, addresses: Addresses) -> int:
-        """Where the copy for these addresses lies; makes one, in front of the next launch on the current stream."""
+        """The address of the copy for these operands. Makes a new one, in front of the next launch on the current
+        stream."""
         key = (current_raw_stream(self._index), self._tokens, *(addresses[operand] for operand in self._operands))
         found = self._copies.get(key)
         if found is None:
@@ -312,21 +314,21 @@ class DeviceFields:
         return found.data_ptr()
 
     def can_resize(self, before: int, after: int) -> bool:
-        """Whether `resize` gives what laying out the bytes anew would give."""
+        """Whether `resize` gives the same as laying out the bytes anew."""
         return self._content.can_resize(before, after)
 
     def resize(self, before: int, after: int) -> None:
-        """The next copy is for another number of tokens."""
+        """Makes the next copy one for another number of tokens."""
         self._content.resize(before, after)
         self._tokens = after
 
     @property
     def nbytes(self) -> int:
-        """Device memory that the copies may take, by the allocator's least piece."""
+        """The device memory of the copies, in units of the allocator's smallest block."""
         return MOST_COPIES * max(ALLOCATED, next(iter(self._copies.values())).nbytes)
 
     def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
-        """Whether some word lies inside one of these ranges of memory and would not follow."""
+        """Whether some word holds an address in one of these memory ranges and would not be updated."""
         return self._content.stays_behind(spans)
 
     def _upload(self, key: tuple[int, ...]) -> Tensor:
@@ -347,8 +349,8 @@ _pointers = cache(lambda count: ctypes.c_void_p * max(1, count))
 def _write(
     arguments: Sequence[Argument], places: list[int], view: memoryview, into: memoryview
 ) -> tuple[list[tuple[int, Sequence[Slot]]], list[tuple[int, Fields]]]:
-    """Writes arguments to their places in a block; returns the slots, and the parts that depend on the number of
-    tokens, each with the place that its offsets are counted from."""
+    """Writes arguments into a block. Returns the slots, and the parts that depend on the number of tokens, each with
+    the position to which its offsets are relative."""
     slots, counts = list[tuple[int, Sequence[Slot]]](), list[tuple[int, Fields]]()
     for argument, place in zip(arguments, places, strict=True):
         if isinstance(argument, int):
@@ -369,6 +371,6 @@ def _write(
 
 
 def _words_of(slot: Slot, start: int) -> slice:
-    """The places of a slot's words in a block of words."""
+    """The positions of a slot's words in a block of words."""
     first, step = (start + slot.offset) // 8, slot.step // 8
     return slice(first, first + (slot.repeats - 1) * step + 1, step)

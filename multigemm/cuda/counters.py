@@ -1,10 +1,9 @@
-"""Zeroed words in device memory, in which the programs of a launch count: tiles that are drawn, parts that are done.
+"""Zeroed counters in device memory, with which the blocks of a launch count drawn tiles and finished parts.
 
-Each bound problem borrows some, and its launches leave them zero. They were zero before any stream could see
-them, so a bound problem may be launched on any stream, at once, and in a CUDA graph. Words come back when the
-bound problem is gone, wait behind all others, and so serve again long after its last launch. A graph may be
-replayed whenever its owner likes, after the bound problem is gone as well: words that were ever captured
-never come back.
+Each bound problem borrows some, and its launches leave them zero. They were zeroed before any stream could see them, so
+a bound problem may be launched on any stream, at once, and in a CUDA graph. Returned words join the end of a queue, so
+that they are reused long after their last launch. A graph may be replayed after the bound problem is gone, so words
+that were ever captured are never returned.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ SLOTS = {8: 8192, 256: 1024, 4096: 64}
 
 @cache
 def pool(index: int, size: int) -> tuple[Tensor, deque[int]]:
-    """All words of that size on a device, and the numbers of the slots that are free."""
+    """All words of one size on a device, and the free slots."""
     memory = torch.zeros(size * SLOTS[size], dtype=torch.int32, device=torch.device("cuda", index))
     torch.cuda.synchronize(index)
     return memory, deque(range(SLOTS[size]))
 
 
 def ready(index: int, words: int) -> None:
-    """Makes the words of that size and the smaller ones; while a graph is captured it would be too late."""
+    """Allocates the words of this size and of smaller sizes in advance, because a capture cannot allocate them."""
     for size in SLOTS:
         pool(index, size)
         if words <= size:
@@ -38,7 +37,7 @@ def ready(index: int, words: int) -> None:
 
 
 class Words:
-    """So many zeroed words: borrowed ones go back with this object, unless they were pinned."""
+    """Zeroed words of one size. Borrowed ones return when this object is gone, unless they were captured."""
 
     def __init__(self, index: int, words: int) -> None:
         self.pin: Callable[[], object] | None = None
@@ -61,7 +60,7 @@ class Words:
 
     @staticmethod
     def _own(index: int, words: int) -> Tensor:
-        """Words of its own: zeroed by each replay where they are captured, else before any other stream sees them."""
+        """Separate words: zeroed by each replay if they are captured, else before any other stream sees them."""
         made = torch.zeros(words, dtype=torch.int32, device=torch.device("cuda", index))
         if not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream(made.device).synchronize()
@@ -69,5 +68,5 @@ class Words:
 
     @property
     def address(self) -> int:
-        """Where kernels find them."""
+        """The device address that kernels receive."""
         return self.tensor.data_ptr()

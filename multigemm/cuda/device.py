@@ -1,4 +1,4 @@
-"""Facts about a device, and small host data on its way there."""
+"""Properties of a device, and copies of small host data to it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ FITTED_PROCESSORS = 132
 
 @cache
 def processors(index: int) -> int:
-    """Multiprocessors of a device."""
+    """The number of multiprocessors of a device."""
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
 def index_of(device: torch.device) -> int:
-    """The device's number; the current one where a device has none."""
+    """The index of a device; of the current device if it has none."""
     return device.index if device.index is not None else torch.cuda.current_device()
 
 
@@ -44,10 +44,10 @@ STAGED_BYTES = 32 << 10
 
 
 def to_device(array: npt.NDArray[np.int64] | npt.NDArray[np.int32], device: torch.device) -> Tensor:
-    """A small host array on the device, without waiting for it.
+    """Copies a small host array to the device without waiting.
 
-    A copy of few bytes starts where the array lies, since the driver takes them before it returns, in half the time
-    that pinned memory costs. A longer one starts in pinned memory, whose allocator keeps it until the copy has run.
+    Few bytes are copied from pageable memory, because the driver takes them before it returns, in half the time that
+    pinned memory costs. More bytes go through pinned memory, which torch's allocator keeps until the copy has run.
     """
     own = array if array.flags.writeable else array.copy()  # torch would hand out memory that must not be written
     values = torch.from_numpy(own)

@@ -1,13 +1,12 @@
-"""Small files that outlive the process: tunings and compiled kernels.
+"""The disk cache: tunings and compiled kernels as small files.
 
-One file per key. A writer fills a temporary file and renames it into place, so that a reader sees a
-whole entry or none, however many processes write at once. A damaged or foreign entry reads as
-absent. The key is the `fingerprint` of everything that the value depends on (version, source, device):
-a change of any of them makes another key, never a stale hit. Whatever else lies in the folder, by its
-name, is not the cache's: it is neither shown nor removed.
+One file per key. A writer fills a temporary file and renames it, so that a reader sees a whole entry or none. A damaged
+or foreign entry counts as absent. The key is the `fingerprint` of everything on which the value depends (version,
+source, device), so that a change of any of them makes another key. Other files in the folder are neither shown nor
+removed.
 
-Entries are machine code that this process will run. So nothing is read from, or written to, a folder that belongs to
-another user than this one and root, or that its group or others may write.
+Entries are machine code that this process will run. So a folder that belongs to another user (root excepted), or that
+group or others may write, is neither read nor written.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _verdicts: dict[Path, bool] = {}
 
 
 def fault_of(folder: Path) -> str:
-    """Who else could put entries into a folder; "" if nobody. OSError if there is no such folder."""
+    """Who else could write into a folder; "" if nobody. Raises OSError if there is no such folder."""
     found, user = os.stat(folder), getattr(os, "geteuid", lambda: None)()
     if not stat.S_ISDIR(found.st_mode):
         raise NotADirectoryError(folder)
@@ -46,12 +45,12 @@ def fault_of(folder: Path) -> str:
 
 
 def _fault_above(folder: Path) -> str:
-    """The same of the folder above; a sticky bit, as that of /tmp, keeps others from replacing what is in it."""
+    """`fault_of` for a parent folder, where a sticky bit (as on /tmp) stops others from replacing its contents."""
     return "" if os.stat(folder).st_mode & stat.S_ISVTX else fault_of(folder)
 
 
 def fingerprint(*parts: object) -> str:
-    """A short name for everything that an entry depends on."""
+    """A short hash of everything on which an entry depends."""
     digest = hashlib.sha256()
     for part in parts:
         raw = part if isinstance(part, bytes) else str(part).encode()
@@ -60,7 +59,7 @@ def fingerprint(*parts: object) -> str:
 
 
 class DiskCache:
-    """A folder of entries. `get` and `put` never raise for a missing, damaged or unwritable entry."""
+    """A folder of entries. `get` and `put` do not raise for a missing, damaged or unwritable entry."""
 
     def __init__(self, name: str, root: Path | None = None) -> None:
         self.name, self._root = name, root
@@ -71,7 +70,7 @@ class DiskCache:
 
     @property
     def is_safe(self) -> bool:
-        """Whether nobody but this user and root could have written the folder; False while there is none."""
+        """Whether only this user and root could have written the folder. False if it does not exist."""
         folder = self.folder
         if folder not in _verdicts:
             try:
@@ -92,7 +91,7 @@ class DiskCache:
         return self.folder / f"{key}{suffix}"
 
     def get(self, key: str, suffix: str = ".bin") -> bytes | None:
-        """The stored value, or None; an entry that does not check out is treated as absent."""
+        """The stored value; None if it is absent or damaged."""
         if not settings().cache:
             return None
         if not self.is_safe:
@@ -105,7 +104,7 @@ class DiskCache:
         return value if head == MAGIC + hashlib.sha256(value).digest() else None
 
     def put(self, key: str, value: bytes, suffix: str = ".bin") -> bool:
-        """Stores a value; False where the folder cannot be written (a cache is a help, not a duty)."""
+        """Stores a value. False if the folder cannot be written; callers go on without."""
         if not settings().cache:
             return False
         name = ""
@@ -125,7 +124,7 @@ class DiskCache:
         return True
 
     def get_code(self, key: str) -> tuple[dict[str, Any], bytes] | None:
-        """Machine code and the facts about it that were stored with it, or None."""
+        """Machine code and its metadata, or None."""
         stored = self.get(key, ".cubin")
         if stored is None:
             return None
@@ -133,11 +132,11 @@ class DiskCache:
         return json.loads(facts), code
 
     def put_code(self, key: str, facts: Mapping[str, Any], code: bytes) -> None:
-        """Stores machine code behind a line of facts about it."""
+        """Stores machine code after a line of metadata."""
         self.put(key, json.dumps(facts).encode() + b"\n" + code, ".cubin")
 
     def entries(self) -> list[Path]:
-        """All entries, oldest first; one that another process removes meanwhile is left out."""
+        """All entries, oldest first. An entry that another process removes meanwhile is left out."""
         found = []
         for path in self._named(ENTRY):
             with suppress(FileNotFoundError):
@@ -145,7 +144,7 @@ class DiskCache:
         return [path for _, path in sorted(found)]
 
     def clear(self) -> int:
-        """Removes all entries, and what broken-off writers left; says how many entries there were."""
+        """Removes all entries and leftovers of interrupted writers. Returns the number of entries."""
         found = self.entries()
         for path in (*found, *self._named(BROKEN_OFF)):
             path.unlink(missing_ok=True)

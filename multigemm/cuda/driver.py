@@ -1,9 +1,9 @@
 """The CUDA driver through ctypes: the library, its errors, the context of a thread, the launch record.
 
-Calls of the driver run inside `on_device`, which makes the device's primary context (the one that torch and CuPy share)
-current on the calling thread: a thread that never touched CUDA, such as the one on which autograd runs backward, has
-none. Launches (`settle`) and encodings of tensor maps are tried first and repeated with the context where it was
-missing, since looking costs as much.
+Calls of the driver run inside `on_device`, which makes the device's primary context (shared with torch and CuPy)
+current on the calling thread. A thread that never touched CUDA has none, for example autograd's backward thread.
+Launches (`settle`) and encodings of tensor maps are tried first and repeated with the context if it was missing,
+because checking beforehand costs as much as a launch.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class LaunchConfig(ctypes.Structure):
 
 
 class Records(dict[int, Any]):
-    """References to a launch record, one for each raw stream that it is launched on: threads that launch the same
-    plan at once must not write their streams into one record."""
+    """References to a launch record, one per raw stream, so that threads that launch the same plan at once do not
+    overwrite each other's stream."""
 
     def __init__(self, record: LaunchConfig) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Records(dict[int, Any]):
         return reference
 
     def set_grid(self, blocks: tuple[int, int, int]) -> None:
-        """Gives the launch, which no other thread makes meanwhile, other numbers of blocks."""
+        """Changes the grid of a launch that no other thread is making."""
         if blocks != self._blocks:
             if self._blocks is None:  # the record was that of all launches of this shape
                 self._record = LaunchConfig.from_buffer_copy(self._record)
@@ -77,12 +77,12 @@ class Records(dict[int, Any]):
 
 @cache
 def library() -> Any:
-    """libcuda; raises OSError where no driver is installed."""
+    """libcuda. Raises OSError if no driver is installed."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 def check(code: int, call: str) -> None:
-    """Raises LibraryError, with the driver's own name of the error, unless the call succeeded."""
+    """Raises LibraryError with the driver's name of the error, unless the call succeeded."""
     if code:
         name = ctypes.c_char_p()
         library().cuGetErrorName(code, ctypes.byref(name))
@@ -90,13 +90,14 @@ def check(code: int, call: str) -> None:
 
 
 def use_context(index: int) -> None:
-    """Makes the primary context of a device this thread's own, for good: only for threads that work on that device."""
+    """Makes the primary context of a device this thread's current one permanently, for threads that work on that device
+    only."""
     check(library().cuCtxSetCurrent(ctypes.c_void_p(primary_context(index))), "cuCtxSetCurrent")
 
 
 def settle(code: int, device: int, again: Callable[[], int], call: str) -> None:
-    """After a launch that failed: once more with the device's context, which a thread that never touched CUDA lacks;
-    any other error is raised."""
+    """Repeats a failed launch with the device's context, which a thread that never touched CUDA lacks. Raises any other
+    error."""
     if code == NO_CONTEXT:
         use_context(device)
         code = again()
@@ -104,9 +105,9 @@ def settle(code: int, device: int, again: Callable[[], int], call: str) -> None:
 
 
 class on_device:
-    """The driver's library, with the primary context of a device current on this thread; restores what was current.
+    """The driver's library, with a device's primary context current on this thread; restores the former context.
 
-    A thread without a context gets back none: what torch calls its current device follows the context.
+    A thread that had no context has none afterwards, because torch's current device follows the context.
     """
 
     __slots__ = ("_before", "_wanted")
@@ -129,8 +130,8 @@ class on_device:
 
 @contextmanager
 def beside_captures() -> Iterator[None]:
-    """Calls that the capture of a CUDA graph, in whatever thread, forbids to all (allocating, loading code; waiting for
-    what is not captured) are allowed to this thread."""
+    """Allows this thread calls that any thread's capture of a CUDA graph forbids: allocating, loading code, waiting for
+    uncaptured work."""
     mode = ctypes.c_int(RELAXED)
     check(library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
     try:
@@ -141,7 +142,7 @@ def beside_captures() -> Iterator[None]:
 
 @cache
 def primary_context(index: int) -> int:
-    """The handle of the context that torch and CuPy share on a device."""
+    """The handle of a device's context that torch and CuPy share."""
     device, context = ctypes.c_int(), ctypes.c_void_p()
     check(library().cuInit(0), "cuInit")
     check(library().cuDeviceGet(ctypes.byref(device), index), "cuDeviceGet")

@@ -1,4 +1,5 @@
-"""Kernels that are loaded on a device, and their launches: one foreign call each, laid out beforehand."""
+"""Kernels that are loaded on a device, and their launches: one foreign call each, with arguments laid out
+beforehand."""
 
 from __future__ import annotations
 
@@ -40,20 +41,20 @@ class MovableLaunch(Protocol):
     def move(self, addresses: Addresses) -> None: ...
 
     def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
-        """Whether it holds an address inside one of these ranges that `move` would not replace."""
+        """Whether it holds an address in one of these ranges that `move` would not replace."""
         ...
 
     def workspace_bytes(self) -> int:
-        """Device memory that it owns."""
+        """The device memory that it owns, in bytes."""
         ...
 
     def can_resize(self, before: int, after: int) -> bool:
-        """Whether `resize` gives the launch that a bind for another number of tokens would give."""
+        """Whether `resize` gives the same launch as a bind for that number of tokens."""
         ...
 
     def resize(self, before: int, after: int, regrid: bool) -> None:
-        """Makes it the launch for another number of tokens; a `move` has to follow. `regrid`: tokens are rows, which
-        the grid covers; it does not depend on inner extents."""
+        """Changes it to another number of tokens; a `move` must follow. `regrid`: tokens are rows, so the grid changes
+        too; for inner extents it does not."""
         ...
 
 
@@ -61,7 +62,7 @@ Grid = int | tuple[int, int, int]
 
 
 class Kernel:
-    """A kernel that is loaded on one device, for the life of the process."""
+    """A kernel that is loaded on one device until the process ends."""
 
     __slots__ = ("handle", "index", "name")
 
@@ -77,18 +78,18 @@ class Kernel:
 
     @classmethod
     def loaded(cls, handle: int, name: str, index: int) -> Kernel:
-        """A kernel that another library has loaded on a device, and keeps."""
+        """A kernel that another library has loaded on a device and keeps loaded."""
         made = cls.__new__(cls)
         made.name, made.index, made.handle = name, index, ctypes.c_void_p(handle)
         return made
 
     def allow_shared(self, size: int) -> None:
-        """Lets the kernel use more dynamic shared memory than kernels have by default."""
+        """Allows the kernel more dynamic shared memory than the default limit."""
         with on_device(self.index) as cuda:
             check(cuda.cuFuncSetAttribute(self.handle, MAX_DYNAMIC_SHARED, size), f"cuFuncSetAttribute of {self.name}")
 
     def blocks_per_processor(self, threads: int, shared: int) -> int:
-        """How many blocks a multiprocessor holds at once; at least 1."""
+        """The number of blocks that are resident on a multiprocessor at once; at least 1."""
         count = ctypes.c_int()
         with on_device(self.index) as cuda:
             code = cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor(
@@ -99,7 +100,7 @@ class Kernel:
 
     @cache  # noqa: B019  (kernels live as long as the process)
     def resident_clusters(self, cluster: int, threads: int, shared: int) -> int:
-        """How many clusters the device holds at once: a processor group may not divide into whole clusters."""
+        """The number of clusters that are resident on the device at once. A GPC may not divide into whole clusters."""
         attribute = LaunchAttribute(id=CLUSTER_DIMENSION, dim=(cluster, 1, 1))
         config = LaunchConfig(grid=(cluster, 1, 1), block=(threads, 1, 1), shared=shared)
         config.attributes, config.attribute_count = ctypes.addressof(attribute), 1
@@ -138,7 +139,7 @@ class Kernel:
 
 @cache
 def launch_attributes(cluster: int, overlap: bool) -> ctypes.Array[LaunchAttribute]:
-    """What a launch asks for besides its size; kept for good, since launches point to it."""
+    """The attributes of a launch besides its size. Kept until the process ends, because launches point to them."""
     wanted = [LaunchAttribute(id=CLUSTER_DIMENSION, dim=(cluster, 1, 1))] if cluster > 1 else []
     wanted += [LaunchAttribute(id=PROGRAMMATIC, dim=(1, 0, 0))] if overlap else []
     return (LaunchAttribute * len(wanted))(*wanted)
@@ -146,7 +147,7 @@ def launch_attributes(cluster: int, overlap: bool) -> ctypes.Array[LaunchAttribu
 
 @lru_cache(maxsize=4096)
 def _config(grid: Grid, threads: int, shared: int, cluster: int, overlap: bool) -> LaunchConfig:
-    """The shape of a launch, of which each stream's record is a copy: never written."""
+    """The shape of a launch. Each stream's record is a copy of it, so it is never written."""
     attributes = launch_attributes(cluster, overlap)
     return LaunchConfig(_blocks(grid), (threads, 1, 1), shared, None, ctypes.addressof(attributes), len(attributes))
 
@@ -156,7 +157,7 @@ def _blocks(grid: Grid) -> tuple[int, int, int]:
 
 
 class BoundKernel:
-    """A launch of a kernel on its device's current stream."""
+    """A bound launch of a kernel on its device's current stream."""
 
     __slots__ = (
         "_block", "_call", "_fields", "_grid_for", "_handle", "_keep", "_kernel", "_lent", "_records",
@@ -195,7 +196,7 @@ class BoundKernel:
         self.on(stream)
 
     def on(self, stream: int) -> None:
-        """Launches on a raw stream of the current device, of which no graph is captured."""
+        """Launches on a raw stream of the current device that is not being captured."""
         record, block = self._records[stream], self._block
         code = self._call(record, self._handle, block.pointers, block.extra)
         if code:
@@ -203,30 +204,29 @@ class BoundKernel:
             settle(code, self.index, again, f"cuLaunchKernelEx of {self._kernel.name}")
 
     def move(self, addresses: Addresses) -> None:
-        """Gives the launch, which comes next on this thread's current stream, other addresses of its operands."""
+        """Sets other operand addresses. The launch must be the next one on this thread's current stream."""
         self._lent = None
         if self._fields is not None:
             addresses = (*addresses, self._fields.follow(addresses))
         self._block.move(addresses)
 
     def lend(self, memory: torch.Tensor) -> None:
-        """Keeps the memory at the address of `work` until the launch moves: whoever moves it lends as much."""
+        """Keeps the memory at the address `work` until the launch moves. Each mover lends as much."""
         self._lent, self.work_bytes = memory, memory.nbytes
 
     def drop_lent(self) -> None:
-        """Gives up the memory that it was lent: it has to move before it is called again."""
+        """Releases the lent memory. The launch must move before its next call."""
         self._lent = None
 
     def can_resize(self, before: int, after: int) -> bool:
-        """Whether `resize` gives the launch that a bind for another number of tokens would give."""
+        """Whether `resize` gives the same launch as a bind for that number of tokens."""
         if self._grid_for is None:
             return False
         fields = self._fields is None or self._fields.can_resize(before, after)
         return fields and self._block.can_resize(before, after)
 
     def resize(self, before: int, after: int, regrid: bool) -> None:
-        """Makes it the launch for another number of tokens, with another grid if they are rows; a `move` has to
-        follow."""
+        """Changes it to another number of tokens, with another grid if tokens are rows; a `move` must follow."""
         assert self._grid_for is not None
         self._block.resize(before, after)
         if self._fields is not None:
@@ -235,11 +235,11 @@ class BoundKernel:
             self._records.set_grid(_blocks(self._grid_for(after)))
 
     def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
-        """Whether it holds an address inside one of these ranges that `move` would not replace."""
+        """Whether it holds an address in one of these ranges that `move` would not replace."""
         return self._block.stays_behind(spans) or (self._fields is not None and self._fields.stays_behind(spans))
 
     def workspace_bytes(self) -> int:
-        """Device memory that it owns, without what it is lent."""
+        """The device memory that it owns, in bytes, without lent memory."""
         own = sum(x.nbytes for x in self._keep if isinstance(x, torch.Tensor))
         return own + (0 if self._fields is None else self._fields.nbytes)
 
@@ -283,12 +283,12 @@ class LaunchSequence(_Steps):
             super().__call__()
 
     def on(self, stream: int) -> None:
-        """Launches on a raw stream of the current device, if that is `index`, of which no graph is captured."""
+        """Launches on a raw stream of the current device that is not being captured, if that device is `index`."""
         for step in self._steps:
             step.on(stream)
 
     def move(self, addresses: Addresses) -> None:
-        """Gives every launch other addresses of the operands."""
+        """Sets other operand addresses in every launch."""
         for step in self._steps:
             step.move(addresses)
 
@@ -301,33 +301,33 @@ class LaunchSequence(_Steps):
         return all(step.can_resize(before, after) for step in self._steps)
 
     def resize(self, before: int, after: int, regrid: bool) -> None:
-        """Makes every launch one for another number of tokens."""
+        """Changes every launch to another number of tokens."""
         for step in self._steps:
             step.resize(before, after, regrid)
 
     def drop_lent(self) -> None:
-        """Gives up the memory that the launches were lent: they have to move before they are called again."""
+        """Releases the lent memory. The launches must move before their next call."""
         for step in self._steps:
             if hasattr(step, "drop_lent"):
                 step.drop_lent()
 
     @property
     def work_bytes(self) -> int:
-        """Bytes that whoever moves the launches lends them, at the address of `work`."""
+        """The bytes that a mover must lend, at the address of `work`."""
         return max((step.work_bytes for step in self._steps if hasattr(step, "work_bytes")), default=0)
 
     def workspace_bytes(self) -> int:
-        """Device memory that the launches own; what they share counts more than once."""
+        """The device memory that the launches own, in bytes. Shared memory counts once per launch."""
         return sum(step.workspace_bytes() for step in self._steps)
 
 
 def in_turn(steps: Sequence[Launch]) -> Launch:
-    """Several launches as one, which can follow its operands if all of them can."""
+    """Several launches as one. It can follow its operands if all of them can."""
     return LaunchSequence(steps) if all(hasattr(step, "move") for step in steps) else _Steps(steps)
 
 
 def without_move(launch: MovableLaunch) -> Launch:
-    """The same launch as a plain callable: for one that holds addresses which no move would replace."""
+    """The launch as a plain callable, for a launch that holds addresses which no move would replace."""
     return launch.__call__
 
 

@@ -27,13 +27,13 @@ ELEMENTS = Path(__file__).parent / "elements.cuh"
 
 
 def source_of(path: Path) -> str:
-    """The text of a kernel, with that of `elements.cuh` where it is included."""
+    """The text of a kernel, with the text of `elements.cuh` in place of its include."""
     return path.read_text().replace(f'#include "{ELEMENTS.name}"\n', ELEMENTS.read_text())
 
 
 @lru_cache(maxsize=1)
 def compiler() -> Any:
-    """NVRTC, of the major version that torch was built with; OSError where it cannot be loaded."""
+    """NVRTC of the major version with which torch was built. Raises OSError if it cannot be loaded."""
     major = (torch.version.cuda or "0").split(".")[0]
     return ctypes.CDLL(f"libnvrtc.so.{major}")
 
@@ -75,15 +75,15 @@ def _cubin(source: str, name: str, options: tuple[str, ...]) -> bytes:
 
 
 class Kernel:
-    """A loaded kernel of one device, for launches that are bound at each call: `bound` lays out nothing of its own, and
-    enters one function of Python where `launch.Kernel.bound` enters ten."""
+    """A loaded kernel of one device, for launches that are bound at each call: its `bound` makes one Python call where
+    `launch.Kernel.bound` makes ten."""
 
     def __init__(self, loaded: launch.Kernel) -> None:
         self.name, self._device, self._function = loaded.name, loaded.index, loaded.handle
         self._launch = library().cuLaunchKernelEx
 
     def bound(self, blocks: int, threads: int, values: Sequence[Any], keep: object, *, overlap: bool = False) -> Step:
-        """The launch of these arguments (ctypes objects) on a raw stream; `keep` lives as long as it. `overlap`: as of
+        """Binds these arguments (ctypes objects) on a raw stream. `keep` lives as long as the launch. `overlap`: as in
         `launch.Kernel.bound`."""
         call, function, attributes = self._launch, self._function, launch.launch_attributes(1, overlap)
         arguments = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
@@ -107,11 +107,11 @@ def _options(defines: tuple[str, ...], device: int) -> tuple[str, ...]:
 
 @cache
 def loaded(source: str, name: str, defines: tuple[str, ...], device: int) -> launch.Kernel:
-    """The kernel of one source, set of types and device: loaded once in this process."""
+    """The kernel of one source, set of types and device, loaded once per process."""
     return launch.Kernel(_cubin(source, name, _options(defines, device)), name, device)
 
 
 @cache
 def kernel(source: str, name: str, defines: tuple[str, ...], device: int) -> Kernel:
-    """The same for launches that are bound at each call."""
+    """The same as `loaded`, for launches that are bound at each call."""
     return Kernel(loaded(source, name, defines, device))

@@ -1,6 +1,6 @@
-"""Sizes on a GPU as ends: one small kernel of our own.
+"""Running sums of sizes on a GPU (`ends`) by one small kernel.
 
-torch's cumsum makes up to three launches of it and asks its allocator, before every launch of a plan over sizes.
+torch's cumsum takes up to three launches and an allocation each time a plan over sizes is launched.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def _compiles() -> bool:
 
 
 def running_sums(sizes: Tensor, ends: Tensor) -> Step:
-    """A launch that writes the sums of the first 1, 2, ... `sizes` to `ends` (int64), as torch's cumsum does.
+    """A launch that writes the running sums of `sizes` to `ends` (int64), as torch's cumsum does.
 
-    It is torch's for many sizes, where there is no NVRTC, and in a capture, where no kernel may be loaded and the
-    host's time is free.
+    Falls back on torch's cumsum for many sizes, without NVRTC, and in a capture, where no kernel may be loaded and the
+    host's time does not matter.
     """
     device = sizes.device
     if device.type != "cuda" or not 0 < sizes.numel() <= MOST or capturing(device) or not _compiles():

@@ -1,8 +1,8 @@
-"""How a kernel sums along K: what decides the bits of an element besides its row of A, its column of B and K.
+"""How a kernel sums along K. This decides the bits of an element, besides its row of A, its column of B and K.
 
-Every kernel keeps one accumulator for an element and adds to it from k = 0 on. So the instruction is what is left: how
-many products it adds at once, and how it rounds. A backend declares the `Summation` of each config; where a problem is
-batch invariant it takes configs of one `Summation` alone, whatever the sizes.
+Every kernel keeps one accumulator per element and adds to it from k = 0 on. What differs is the instruction: how many
+products it adds at once, and how it rounds. A backend declares the `Summation` of each config; for a batch-invariant
+problem it uses configs of one `Summation` alone, whatever the sizes.
 
 * Tensor cores align the `step` products of one instruction and the sum so far, add them in an order that does not
   matter, and truncate once. mma.sync and wgmma of the same step do so alike on the GPUs in `ALIKE`; the shape of the
@@ -21,7 +21,8 @@ from typing import Literal, NamedTuple
 
 
 class Summation(NamedTuple):
-    """How one element is summed. `parts`: K is cut into as many parts as the sizes suggest, whose sums are added."""
+    """How one element is summed. `parts`: K is split into a number of parts that depends on the sizes, and their sums
+    are added."""
 
     unit: Literal["mma.sync", "wgmma", "fused multiply-add", "integers"]
     step: int = 1
@@ -54,7 +55,7 @@ def same_bits(one: Summation, other: Summation, capability: tuple[int, int]) -> 
 
 
 def difference(found: Summation, wanted: Summation, capability: tuple[int, int]) -> str:
-    """Why a config cannot run a batch-invariant problem, or ''."""
+    """Why a config cannot run a batch-invariant problem; "" if it can."""
     if same_bits(found, wanted, capability):
         return ""
     return f"batch_invariant=True takes kernels that sum alike ({wanted}), and this one does not ({found})"

@@ -1,7 +1,7 @@
-"""Tensor maps: what the copy engine (TMA) has to know about an operand, 128 bytes that the driver encodes.
+"""Tensor maps: the 128-byte descriptors of operands that the copy engine (TMA) reads and the driver encodes.
 
-A map holds the operand's address in one word. Where that word stands is found once, by encoding one map at two
-addresses; a map whose other bytes depend on the address as well could not follow an operand, and says so.
+A map holds the operand's address in one word. That word's position is found once, by encoding one map at two addresses.
+A map whose other bytes also depend on the address could not follow an operand, and raises.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WORDS = Struct(f"<{SIZE // 8}Q")
 
 
 class _Scratch:
-    """Arrays of one rank that the arguments of every encoding are written to, and references to them.
+    """Arrays of one rank into which the arguments of every encoding are written, and references to them.
 
     The references are made once, since ctypes takes a ready one four times as fast as it converts an argument.
     """
@@ -54,7 +54,7 @@ class _Scratch:
 
 
 class _Scratches(threading.local):
-    """The arrays of each rank. Every thread has its own: the driver runs outside of Python's lock."""
+    """The arrays of each rank, one set per thread: the driver runs outside of Python's lock."""
 
     def __init__(self) -> None:
         self.of_rank = {rank: _Scratch(rank) for rank in range(1, MOST_DIMS + 1)}
@@ -103,7 +103,7 @@ def _encoded(
     boxes: tuple[tuple[int, ...], ...],
     modes: tuple[int, int],
 ) -> memoryview:
-    """The maps in memory of this thread, which the next call overwrites; `modes`: swizzle and promotion."""
+    """The maps in memory of this thread, which the next call overwrites. `modes`: swizzle and promotion."""
     own, rank, call = _scratches.of_rank[len(extents)], len(extents), library().cuTensorMapEncodeTiled
     own.extents[:], own.strides[:] = extents, strides  # type: ignore[call-overload]  # a tuple serves as well
     sizes, steps = own.layout
@@ -120,10 +120,10 @@ def _encoded(
 
 
 class CountedMaps:
-    """Maps of one tensor with an extent that is the number of tokens: one for each of some boxes.
+    """Maps of one tensor with an extent that is the number of tokens, one per box.
 
-    They differ in what says how large the box is, and nowhere else. So the words that another number of tokens changes
-    in the first map are found by encoding that one, and change alike in the others (`alike` makes sure of it).
+    The maps differ only in the words of the box. So the words that another number of tokens changes are found by
+    encoding the first map, and change in the same way in the others (`alike` checks this).
     """
 
     __slots__ = ("_boxes", "_dtype", "_extents", "_known", "_modes", "_place", "_strides", "repeats")
@@ -152,7 +152,7 @@ class CountedMaps:
         return [(8 * i, word) for i, word in enumerate(new) if word != old[i]]
 
     def alike(self, before: int, after: int) -> bool:
-        """Whether those words change alike in the maps of all boxes."""
+        """Whether those words change in the same way in the maps of all boxes."""
         old, new = (bytearray(self._encoded(count, self._boxes)) for count in (before, after))
         for offset, word in self.changes(before, after):
             for at in range(offset, len(old), SIZE):
@@ -168,7 +168,7 @@ class CountedMaps:
 
 
 def repeat(encoded: Fields, distances: Iterable[int]) -> Fields:
-    """One map at several distances in bytes from its address: those of a stack's matrices, all of one layout."""
+    """One map at several byte distances from its address, for the matrices of a stack, all of one layout."""
     place = _place_of_address()
     (before, word, behind), slots, parts = (encoded[:place], encoded[place : place + 8], encoded[place + 8 :]), [], []
     address = int.from_bytes(word, "little")
@@ -180,7 +180,7 @@ def repeat(encoded: Fields, distances: Iterable[int]) -> Fields:
 
 @cache
 def _place_of_address() -> int:
-    """Where in a map the address stands."""
+    """The position of the address in a map."""
     low, high = 1 << 40, (1 << 40) + (1 << 46) + 4096
     one, other = (encode_together(torch.uint8, at, (64, 64), (64,), ((64, 1),)) for at in (low, high))
     places = [i for i in range(0, SIZE, 8) if one[i : i + 8] != other[i : i + 8]]

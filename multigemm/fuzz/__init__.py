@@ -1,1 +1,1 @@
-"""The fuzzer: campaigns of generated problems over backends, their failures made small."""
+"""The fuzzer: campaigns of random problems over backends, whose failures are made small."""

@@ -1,14 +1,13 @@
-"""A campaign: worker processes, their ends, and the sum of what they say.
+"""A campaign: starts worker processes, replaces those that die, and adds up their results.
 
-Each worker has a pipe and a piece of shared memory of its own, so one that dies, however it dies,
-takes nothing with it: the parent reads from the shared memory which problem it was at, records the
-crash, and starts a new worker behind that problem. One that stands still for too long is ended. The
-campaign is over when its problems, or its time, are: a worker that then still compiles is ended as
-well, and the summary says what it had not begun.
+Each worker has a pipe and shared memory of its own, so that its death loses nothing: the parent reads from the shared
+memory which problem the worker was at, records the crash, and starts a new worker after that problem. A worker without
+progress for too long is killed. The campaign ends with its problems or its time; workers that then still compile are
+killed too, and the summary lists what they had not begun.
 
-On many GPUs and hosts each rank runs other problems, and rank 0 sums up. Within a process, workers take the devices in
-turn. Ranks draw from seeds that lie far apart, so that no problem is run twice; a failure holds its problem, and so
-repeats anywhere.
+On many GPUs and hosts each rank runs other problems, and rank 0 adds up. Within a process, workers take the devices in
+turn. Ranks draw from seeds that are far apart, so that no problem runs twice. A failure holds its problem, so it can be
+repeated anywhere.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _context = mp.get_context("forkserver")
 
 @dataclass(slots=True)
 class WorkerProcess:
-    """One worker process and what the parent knows of it.
+    """One worker process as the parent knows it.
 
     After an end whose cause is open, the batch's first problem runs again with one backend at a time;
     `suspect` is the failure to be recorded if none of them fails alone. `waits`: it has asked for a
@@ -74,12 +73,12 @@ class WorkerProcess:
 
     @property
     def quiet(self) -> float:
-        """Seconds since it began the problem that it is at."""
+        """The seconds since it began its current problem."""
         return 0.0 if self.waits or self.done else time.monotonic() - self.position.heartbeat
 
 
 class Campaign:
-    """The parent's side: hands out batches, adds up, replaces workers that die."""
+    """The parent: hands out batches, adds up, replaces workers that die."""
 
     def __init__(self, options: Options) -> None:
         self.options, self.total, self.crashes = options, Tally(), 0
@@ -101,7 +100,7 @@ class Campaign:
         self.workers.append(WorkerProcess(name, process, parent, position, batch, batch.first, suspect))
 
     def run(self, progress: Progress | None) -> None:
-        """Until all problems are done, or the time is over."""
+        """Runs until all problems are done or the time is over."""
         for name in range(self.options.jobs):
             if batch := self.queue.next_batch():
                 self.start(name, batch)
@@ -115,7 +114,7 @@ class Campaign:
                 self.finish()
 
     def over(self) -> bool:
-        """Whether nothing is left to wait for but workers that are stuck, whose problems others have run."""
+        """Whether only stuck workers remain, whose problems others have run."""
         if time.monotonic() > self.deadline + GRACE_SECONDS:
             return True
         if self.queue.left > 0 or self.total.problems < self.options.examples:
@@ -125,7 +124,7 @@ class Campaign:
         )
 
     def step(self) -> None:
-        """Hears the workers, once."""
+        """Reads the workers' messages once."""
         ready = wait([each.pipe for each in self.workers], timeout=0.5)
         for worker in list(self.workers):
             with interrupts.held():  # a message that is half read would be lost
@@ -140,7 +139,7 @@ class Campaign:
             self.give_batch(worker)
 
     def hear(self, worker: WorkerProcess) -> bool:
-        """Takes one message; False once the worker's end of the pipe is closed."""
+        """Reads one message. False once the worker's end of the pipe is closed."""
         try:
             message = worker.pipe.recv()
         except (EOFError, OSError):
@@ -155,7 +154,7 @@ class Campaign:
         return True
 
     def give_batch(self, worker: WorkerProcess) -> None:
-        """Another batch, or the end where no more will come."""
+        """Gives a worker another batch, or the end if there is none."""
         compiling = sum(self.queue.must_compile(other.batch.first) for other in self.workers if other is not worker)
         fresh = self.options.jobs == 1 or compiling < self.options.jobs - 1  # one at least runs what there is
         worker.loaded.add(self.options.slot_of(worker.batch.first))
@@ -172,7 +171,7 @@ class Campaign:
         return any(not worker.waits and not worker.done for worker in self.workers)
 
     def relieve(self) -> None:
-        """Where workers wait, what is left of the batches of those that are stuck goes to them."""
+        """If workers wait, gives them the rest of the batches of stuck workers."""
         if self.queue.left > 0 or not any(worker.waits for worker in self.workers):
             return
         for worker in self.workers:
@@ -181,7 +180,7 @@ class Campaign:
                 self.queue.add(worker.batch.stop - worker.number)
 
     def replace_ended(self, worker: WorkerProcess, hung: bool) -> None:
-        """A worker whose pipe is closed or that hangs: blames, and starts another one behind the problem."""
+        """Records the failure of workers that died or hang, and starts new ones after the problem."""
         if hung:
             worker.process.kill()
         worker.process.join(30)
@@ -213,7 +212,7 @@ class Campaign:
         return Failure(name, oracle, text, drawn(self.options, number).to_dict(), number, max(config, 0), chosen)
 
     def finish(self) -> None:
-        """Hears the workers' last words, ends them, and says what was not begun."""
+        """Reads the workers' last messages, ends them, and lists what was not begun."""
         for worker in self.workers:
             while worker.pipe.poll() and self.hear(worker):
                 pass
@@ -255,7 +254,7 @@ def run(options: Options, progress: Progress | None = None) -> Summary:
 
 
 def fails_alone(case: Case, failure: Failure, device: str) -> bool:
-    """Whether a case ends a process of its own with anything but success."""
+    """Whether a case ends a process of its own with an exit code other than 0."""
     process = _context.Process(
         target=trial, args=(case.to_dict(), failure.backend, failure.repeat, device), daemon=True
     )
@@ -270,7 +269,7 @@ def fails_alone(case: Case, failure: Failure, device: str) -> bool:
 
 
 def _shrink_crashes(summary: Summary) -> None:
-    """Makes the first few crashing cases small, each trial in a process of its own."""
+    """Makes the first few crashing cases small, with a process for each trial."""
     options = summary.options
     crashed = [f for f in summary.tally.failures if f.shrunk is None and f.oracle in ("crash", "hang", "exception")]
     for failure in [f for f in crashed if f.backend in options.backends][:2]:
@@ -314,7 +313,7 @@ def of_rank(options: Options, place: fleet.Place) -> Options:
 
 
 def merge(options: Options, parts: Sequence[Summary]) -> Summary:
-    """The sum of what the ranks found."""
+    """Adds up the ranks' summaries."""
     total = Tally()
     for part in parts:
         total.add(part.tally)
@@ -331,7 +330,7 @@ def merge(options: Options, parts: Sequence[Summary]) -> Summary:
 
 
 def run_on_ranks(options: Options, place: fleet.Place, progress: Progress | None = None) -> Summary | None:
-    """This rank's part; on rank 0 the whole campaign's summary, on the others None."""
+    """Runs this rank's part. Returns the whole campaign's summary on rank 0, None on the others."""
     with fleet.joined(place):
         parts = fleet.gather(place, run(of_rank(options, place), progress))
     if place.rank:

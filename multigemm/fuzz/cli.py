@@ -30,7 +30,7 @@ SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "floa
 
 
 def at_least(lowest: float, kind: type = int) -> Callable[[str], Any]:
-    """Reads a number of an option, and refuses one that means nothing."""
+    """An argparse type: a number, refused below a limit."""
 
     def read(text: str) -> Any:
         try:
@@ -111,7 +111,7 @@ def _split(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
 
 
 def _emulate() -> None:
-    """The switch is an environment variable, so that worker processes inherit it."""
+    """Sets the environment variable for emulation, which worker processes inherit."""
     os.environ["MULTIGEMM_EMULATE"] = "1"
     settings.cache_clear()
 
@@ -143,7 +143,7 @@ def _backends(asked: str, device: str) -> tuple[str, ...]:
 
 
 def options_of(args: argparse.Namespace) -> Options:
-    """The campaign that the arguments describe."""
+    """The `Options` that the arguments describe."""
     named = _split(args.backends, (), "backend")
     if args.emulate and args.device not in ("", "cpu"):
         raise InvalidSetting(f"--device {args.device} beside --emulate, which runs CPU tensors: leave one of them out")
@@ -168,8 +168,8 @@ def options_of(args: argparse.Namespace) -> Options:
 
 
 class _Progress:
-    """A line that renews itself on a terminal, or one now and then in a log; and the summary so far, so that
-    a campaign that is cut off leaves its counts behind."""
+    """Progress: a line that is rewritten on a terminal, or printed now and then in a log. Also writes the summary so
+    far, so that an interrupted campaign leaves its counts."""
 
     def __init__(self, options: Options, quiet: bool, target: str) -> None:
         self._options, self._quiet, self._target = options, quiet, target
@@ -193,7 +193,7 @@ def _write_json(summary: Summary, target: str) -> None:
 
 
 def _make_room(args: argparse.Namespace) -> None:
-    """Folders for what will be written: a campaign's results would be lost if that failed behind it."""
+    """Creates the output folders before the campaign, so that its results are not lost."""
     for option, name, folder in (("--corpus", args.corpus, args.corpus), ("--json", args.json, Path(args.json).parent)):
         try:
             if name:
@@ -205,7 +205,7 @@ def _make_room(args: argparse.Namespace) -> None:
 
 
 def _stored(name: str) -> list[Path]:
-    """A file, or all stored problems of a folder."""
+    """The stored problems of a file or folder."""
     if not Path(name).is_dir():
         return [Path(name)]
     if found := sorted(Path(name).glob("*.json")):
@@ -214,7 +214,7 @@ def _stored(name: str) -> list[Path]:
 
 
 def replay(files: list[str], args: argparse.Namespace) -> int:
-    """Stored problems on every chosen backend; 1 if any fails."""
+    """Runs stored problems on every chosen backend. Returns 1 if any fails."""
     options, bad = options_of(args), 0
     for path in [path for name in files for path in _stored(name)]:
         entry = corpus.load(path)
@@ -229,7 +229,7 @@ def replay(files: list[str], args: argparse.Namespace) -> int:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the campaign or the replay; 0 if nothing disagreed."""
+    """Runs the campaign or the replay. Returns 0 if nothing disagreed."""
     if args.replay:
         return replay(args.replay, args)
     place, options = fleet.here(), options_of(args)
@@ -256,7 +256,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _after_ctrl_c(summary: Summary, args: argparse.Namespace) -> str:
-    """What was kept, where, and how to go on."""
+    """Reports what was kept, where, and how to continue."""
     files = " and ".join(filter(None, (args.json, args.corpus and f"{args.corpus} (failures)")))
     kept = f"kept in {files}" if files else "the counts are above, and in no file (--json FILE keeps them)"
     words = [*args.words, "--seed", str(summary.next_seed)]  # of an option that is given twice the last counts
@@ -267,7 +267,7 @@ def _after_ctrl_c(summary: Summary, args: argparse.Namespace) -> str:
 
 
 def interrupted(args: argparse.Namespace) -> None:
-    """After Ctrl-C before the campaign, or behind it."""
+    """Reports after Ctrl-C outside of the campaign itself."""
     if args.told or args.replay:
         return
     if args.json:

@@ -1,11 +1,11 @@
-"""What a campaign is asked to do, what it counts, and which problems a worker gets next.
+"""The plan of a campaign: options, counts, failures, and the queue of problems for workers.
 
-Options, counts and failures are plain data that travels between processes.
+Options, counts and failures are plain data that travel between processes.
 
-Problem numbers come in batches of one slot: a kind of problem under one of its configs. The first batch of every slot
-is handed out first, for it compiles; what follows of a slot is handed out once one of its problems has come back, to
-whoever has nothing to do, and rather to one who has run the slot before. So compilers run side by side from the start,
-none is begun late, and a slow one holds up nobody but the worker that waits for it.
+A slot is a kind of problem under one of its configs; a batch is a run of problem numbers of one slot. The first batch
+of every slot is handed out first, because it compiles. The rest of a slot is handed out once one of its problems is
+done, to an idle worker, preferably one that has run the slot before. So compilers run side by side from the start, none
+starts late, and a slow one delays only its own worker.
 """
 
 from __future__ import annotations
@@ -71,35 +71,35 @@ class Options:
         return set(self.forms) == set(FORMS) and set(self.dtypes) == set(DTYPES)
 
     def at(self, worker: int) -> Options:
-        """The campaign as one of its workers sees it: on its own device."""
+        """The options for one worker, with its device."""
         return replace(self, device=self.devices[worker % len(self.devices)]) if self.devices else self
 
     def limits_of(self, number: int) -> Limits:
-        """The limits of one problem, by its number."""
+        """The limits of a problem, by its number."""
         large = self.large and number % self.large == self.large - 1
         return replace(self.limits, work=16 * self.work) if large else self.limits
 
     @property
     def slots(self) -> int:
-        """Pairs of a kind and a turn; each turn of a kind may have a config of its own. 0 without kinds."""
+        """The number of pairs of a kind and a turn; each turn of a kind may have its own config. 0 without kinds."""
         return self.kinds * self.turns
 
     def slot_of(self, number: int) -> int:
-        """The slot of a problem number: all kinds in their first turn come first."""
+        """The slot of a problem number; the first turns of all kinds come first."""
         return number // self.burst % self.slots if self.slots else 0
 
     def kind_of(self, number: int) -> int:
-        """Which of the kinds a problem number belongs to; 0 where there is no limit on them."""
+        """The kind of a problem number; 0 if kinds are not limited."""
         return self.slot_of(number) % self.kinds if self.kinds else 0
 
     def config_of(self, number: int) -> int:
-        """The position of a problem number's config among those of all kinds and turns."""
+        """The position of a problem number's config among the configs of all kinds and turns."""
         return self.kind_of(number) * self.turns + (self.slot_of(number) // self.kinds if self.kinds else 0)
 
 
 @dataclass(slots=True)
 class Failure:
-    """One disagreement: the case as it was drawn, and as small as it was made."""
+    """One disagreement: the drawn case, and the smallest case that still fails."""
 
     backend: str
     oracle: str
@@ -113,7 +113,7 @@ class Failure:
 
     @property
     def repeat(self) -> int | str:
-        """What repeats the choice of the config: its text where that is known."""
+        """The choice of the config that repeats the failure: its text if known."""
         return self.config_text or self.config
 
     def to_dict(self) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class Tally:
 
 @dataclass(slots=True)
 class Summary:
-    """The end of a campaign. `interrupted`: by Ctrl-C; from `next_seed` on, no problem was drawn."""
+    """The outcome of a campaign. `interrupted`: by Ctrl-C. From `next_seed` on, no problem was drawn."""
 
     options: Options
     tally: Tally
@@ -194,11 +194,11 @@ class WorkQueue:
 
     @property
     def slots(self) -> int:
-        """How many slots there are; 0 where every problem is of a kind of its own."""
+        """The number of slots; 0 if every problem is of a kind of its own."""
         return self.options.slots
 
     def unbegun(self) -> list[int]:
-        """Slots of which no problem has come back."""
+        """The slots of which no problem is done yet."""
         return [slot for slot in range(self.slots) if slot not in self.compiled]
 
     def must_compile(self, number: int) -> bool:
@@ -206,14 +206,14 @@ class WorkQueue:
         return bool(self.slots) and self.options.slot_of(number) not in self.compiled
 
     def note_done(self, number: int) -> bool:
-        """A problem has come back; whether it was the last slot's first."""
+        """Records a finished problem. Returns whether it was the first of the last slot."""
         before = len(self.compiled)
         if self.slots:
             self.compiled.add(self.options.slot_of(number))
         return before < len(self.compiled) == self.slots
 
     def add(self, count: int) -> None:
-        """So many problems are to be handed out beside those that are with a worker that is stuck."""
+        """Adds problems to hand out again, because their worker is stuck."""
         self.left += count
 
     def next_batch(self, *, fresh: bool = True, loaded: Collection[int] = ()) -> Batch | None:

@@ -1,4 +1,4 @@
-"""A campaign in words, in a table and in JSON."""
+"""A campaign's outcome as text, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RHO = "rho: the error of an element over half an ulp plus sqrt(K) u |A||B|; a he
 
 
 def missing(summary: Summary) -> list[str]:
-    """Required classes that the campaign did not meet; empty where it was narrowed by its options: to few kinds too."""
+    """Required classes that the campaign did not meet; empty if its options narrowed it."""
     options, tally = summary.options, summary.tally
     if not options.is_whole or tally.problems < GATE_FROM:
         return []
@@ -26,19 +26,19 @@ def missing(summary: Summary) -> list[str]:
 
 
 def idle(summary: Summary) -> list[str]:
-    """Configs that a kind was to run under and that never ran, in a campaign long enough to reach them."""
+    """Configs that were assigned to a kind and never ran, in a campaign long enough to reach them."""
     if summary.tally.problems < GATE_FROM:
         return []
     return sorted(f"{name} {config}" for (name, config), count in summary.tally.configs.items() if not count)
 
 
 def unchecked(summary: Summary) -> list[str]:
-    """Backends that no problem was checked on: nothing is known of them."""
+    """Backends on which no problem was checked."""
     return [name for name in summary.options.backends if not summary.tally.checks[name]]
 
 
 def failed(summary: Summary) -> bool:
-    """Whether a campaign found something, or proves nothing: by classes or configs that never came, or by no check."""
+    """Whether a campaign found a fault, or proves nothing: classes or configs that never came, or no check."""
     nothing = len(unchecked(summary)) == len(summary.options.backends)
     return bool(summary.tally.failures or missing(summary) or idle(summary) or nothing)
 
@@ -56,7 +56,7 @@ def _rms(squares: float, count: int) -> float:
 
 
 def to_dict(summary: Summary) -> dict[str, Any]:
-    """Everything, for a file."""
+    """The whole summary as data for a file."""
     options, tally = summary.options, summary.tally
     checks = sum(tally.checks.values())
     return {
@@ -113,7 +113,7 @@ def _failure_text(summary: Summary) -> list[str]:
 
 
 def to_text(summary: Summary) -> str:
-    """The table that a person reads at the end."""
+    """The table that is printed at the end."""
     tally = summary.tally
     lines = [progress_line(tally, summary.seconds), ""]
     lines.append(f"{'backend':10} {'checks':>8} {'refused':>8} {'failed':>7} {'rho max':>8} {'rho rms':>8}")

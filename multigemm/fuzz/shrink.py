@@ -1,7 +1,7 @@
-"""Makes a failing case small: tries simpler cases, keeps those that still fail, until none does.
+"""Makes a failing case small: tries simpler cases and keeps those that still fail, until none does.
 
-Structure is all there is to shrink, since the numbers follow from mode and seed. `fails` may run
-the case in another process, so that a kernel that kills its process can be shrunk as well.
+Only structure shrinks, since the numbers follow from mode and seed. `fails` may run the case in another process, so
+that a kernel that kills its process can be shrunk as well.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _plainer(case: Case) -> Iterator[Case]:
 
 
 def _plainer_numbers(case: Case) -> Iterator[Case]:
-    """Operands that are not quantised; else fewer and plainer scales."""
+    """Simpler cases with operands that are not quantised, or with fewer and plainer scales."""
     unscaled = replace(case, scale_a=UNSCALED, scale_b=UNSCALED, zero_b="")
     yield replace(unscaled, dtype="bfloat16", dtype_b="", b_format="", mode="int", alpha=float(round(case.alpha)))
     if case.zero_b:
@@ -121,7 +121,8 @@ def _plainer_numbers(case: Case) -> Iterator[Case]:
 
 
 def _less_fused(case: Case) -> Iterator[Case]:
-    """Nothing fused; else one index, weight or number of the gate less, or an index that is honest."""
+    """Simpler cases with nothing fused, or with one index, weight or gate number fewer, or with an index that is
+    valid."""
     fused = case.fused
     yield replace(case, fused=UNFUSED, activation=None if case.gated else case.activation)
     for name, value in asdict(UNFUSED).items():
@@ -146,7 +147,7 @@ def _changed_part(fused: Fused, name: str, value: Any) -> Fused:
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Cases that are simpler in one respect, the boldest first."""
+    """Cases that are simpler in one respect, the largest step first."""
     for propose in (_fewer_groups, _plainer, _smaller_sizes):
         for candidate in propose(case):
             candidate = legal(candidate)
@@ -155,7 +156,7 @@ def simpler(case: Case) -> Iterator[Case]:
 
 
 def shrink(case: Case, fails: Callable[[Case], bool], seconds: float = 20.0) -> Case:
-    """The smallest failing case found in the time."""
+    """The smallest failing case found within the time."""
     deadline = time.monotonic() + seconds
     progress = True
     while progress and time.monotonic() < deadline:

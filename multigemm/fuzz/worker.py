@@ -1,8 +1,8 @@
-"""One worker process of a campaign: draws, runs, judges, shrinks, and tells its parent.
+"""One worker process of a campaign: draws, runs, judges and shrinks problems, and reports to its parent.
 
-Where the worker is, is written to shared memory before each step, so that a kernel that ends the
-process leaves behind which problem did it. After a CUDA error the context is lost: the worker says
-what it found and leaves, and the parent starts another one behind the problem.
+The worker writes its position to shared memory before each step, so that a kernel that ends the process leaves behind
+which problem did it. After a CUDA error the context is lost: the worker reports what it found and exits, and the parent
+starts another one after the problem.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def _kinds(options: Options) -> list[Case]:
 
 
 def with_required(options: Options) -> Options:
-    """The campaign with what must come up: problems that show every required class and, where each kind has a config of
-    its own, kinds for every config that a backend ships for anything."""
+    """The options with problems for every required class and, if each kind has a config of its own, with kinds for
+    every config that a backend ships."""
     if not options.kinds and options.is_whole and not 0 < options.examples < GATE_FROM:
         return replace(options, begin_with=covering(options.limits, options.seed))
     if options.configs != "pinned" or not options.kinds:
@@ -61,7 +61,7 @@ def with_required(options: Options) -> Options:
 
 
 def drawn(options: Options, number: int) -> Case:
-    """The case of a problem number; with `kinds`, one that the kernels compiled for its kind can run."""
+    """The case of a problem number; with `kinds`, a case that the kernels compiled for its kind can run."""
     if number < len(options.begin_with):
         return options.begin_with[number]
     if not options.kinds:
@@ -77,7 +77,7 @@ def _assigned(options: Options, name: str) -> list[list[Any]]:
 
 
 def subject_of(options: Options, name: str, config: int) -> Subject:
-    """The backend under the config of a position or, in a campaign with pinned ones, of a slot."""
+    """The backend under the config of a position, or of a slot in a campaign with pinned configs."""
     if options.configs != "pinned" or not options.kinds:
         return Subject(name, config)
     subject, configs = Subject(name), _assigned(options, name)[config // options.turns]
@@ -101,7 +101,7 @@ def deep_checks(device_case: DeviceCase, subject: Subject, outcome: Outcome, num
 
 
 def _positions(subject: Subject, device_case: DeviceCase, options: Options, slot: int) -> list[int]:
-    """Which configs to run: the first, all of them, or one that goes with the kind of problem."""
+    """Which configs to run: the first, all, or the one assigned to the kind."""
     if options.configs == "pinned":
         return [slot]
     if options.configs != "all":
@@ -113,12 +113,12 @@ def _positions(subject: Subject, device_case: DeviceCase, options: Options, slot
 
 
 def is_lost(outcome: Outcome) -> bool:
-    """Whether a finding says that the CUDA context is gone."""
+    """Whether a finding says that the CUDA context is lost."""
     return any(mark in finding.text for finding in outcome.findings for mark in MARKS)
 
 
 class Position(ctypes.Structure):
-    """Where a worker is, in memory that it shares with its parent."""
+    """A worker's position, in memory that it shares with its parent."""
 
     _fields_ = (
         ("number", ctypes.c_int64), ("alone", ctypes.c_int64), ("config", ctypes.c_int64), ("index", ctypes.c_int64),
@@ -152,7 +152,7 @@ class Worker:
         return self.subjects[key]
 
     def announce(self) -> None:
-        """Tells which configs the kinds are to run under, so that one that never runs is noticed."""
+        """Reports which configs are assigned to the kinds, so that one that never runs is noticed."""
         if self.options.configs != "pinned" or not self.options.kinds:
             return
         for name in self.options.backends:
@@ -179,12 +179,12 @@ class Worker:
             alone_from = -1
 
     def send(self) -> None:
-        """After every problem, so that the end of this process loses no result."""
+        """Sends results after every problem, so that the end of this process loses none."""
         self.pipe.send(self.tally)
         self.tally = Tally()
 
     def problem(self, number: int, alone_from: int = -1) -> None:
-        """One problem on every backend."""
+        """Runs one problem on every backend."""
         begin = time.perf_counter()
         case = drawn(self.options, number)
         device_case = DeviceCase.from_case(case, self.device)
@@ -237,7 +237,7 @@ class Worker:
         os._exit(LOST_CONTEXT)  # an ordinary end of the process would wait for the lost device
 
     def one(self, case: Case, device_case: DeviceCase, name: str, config: int, number: int, outcome: Outcome) -> None:
-        """Counts one outcome, and runs the expensive oracles where it is their turn."""
+        """Counts one outcome, and runs the expensive oracles if it is their turn."""
         if not outcome.ran:
             for reason in outcome.refusals:
                 self.tally.refusals[name, reason] += 1
@@ -271,7 +271,7 @@ class Worker:
             self.leave()
 
     def fails(self, case: Case, name: str, config: int) -> bool:
-        """Whether a simpler case still fails; a case that cannot even be built does not."""
+        """Whether a simpler case still fails. A case that cannot be built does not."""
         self.position.heartbeat = int(time.monotonic())
         try:
             device_case = DeviceCase.from_case(case, self.device)
@@ -296,6 +296,6 @@ def main(options: Options, pipe: Any, position: Position, batch: Batch, deadline
 
 
 def trial(case: dict[str, Any], name: str, config: int | str, device: str) -> None:
-    """One case in a process of its own; ends with exit code 0 only if all is right."""
+    """Runs one case in a process of its own, which exits with 0 only if all is right."""
     torch.set_num_threads(1)
     sys.exit(1 if check_case(Case.from_dict(case), name, device, config).findings else 0)

@@ -1,7 +1,7 @@
-"""multigemm inside other people's programs: the torch operator, autograd, drop-ins, transformers, TritonBench.
+"""Integrations: the torch operator, autograd, stand-ins for other libraries, transformers, TritonBench.
 
-Importing this package registers `torch.ops.multigemm.grouped_gemm`. Packages that are not installed
-are imported by the module that is about them, and by no other.
+Importing this package registers `torch.ops.multigemm.grouped_gemm`. Each optional package is imported only by the
+module named after it.
 """
 
 from multigemm.integrations.torch_op import grouped_gemm

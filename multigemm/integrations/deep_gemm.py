@@ -1,4 +1,5 @@
-"""Stand-ins for DeepGEMM's grouped float8 products, on every backend that takes float8: no alignment, no padding.
+"""Stand-ins for DeepGEMM's grouped float8 products, on every backend that takes float8, without alignment or
+padding.
 
     from multigemm.integrations import deep_gemm
 
@@ -255,7 +256,7 @@ def _refuse_packed(*scales: Tensor) -> None:
 
 
 def _offsets(layout: Tensor, groups: int) -> Tensor:
-    """Offsets [G+1] from the group of each row. Padding within belongs to the group before it."""
+    """Offsets [G+1] from the group of each row. Padding between two groups counts as rows of the group before it."""
     if not layout.is_cuda:
         owned = layout[layout >= 0]
         if len(owned) and (bool((owned.diff() < 0).any()) or int(owned[-1]) >= groups):
@@ -270,7 +271,7 @@ def _offsets(layout: Tensor, groups: int) -> Tensor:
 
 
 def _scale(scale: Tensor, k: int) -> Tensor:
-    """A scale [.., lines, blocks of K]; bytes in int32 become e8m0."""
+    """A scale [.., lines, blocks of K]. Bytes packed in int32 become e8m0."""
     if scale.dtype is not torch.int32:
         return scale
     codes = scale.contiguous().view(torch.uint8)
@@ -278,7 +279,7 @@ def _scale(scale: Tensor, k: int) -> Tensor:
 
 
 def _blocks_in(held: int, k: int) -> int:
-    """How many scales of a row count, which are padded to four."""
+    """How many scales of a row count; packed scales are padded to a multiple of four."""
     for block in (128, 64, 32):
         count = -(-k // block)
         if -(-count // PACKED) * PACKED == held:
@@ -287,12 +288,13 @@ def _blocks_in(held: int, k: int) -> int:
 
 
 def _turned(scale: Tensor) -> Tensor:
-    """A scale of b.T as that of b."""
+    """The scale of b, from the scale of b.T."""
     return scale.mT if scale.dim() > 1 else scale
 
 
 def _spread(scale: Tensor, lengths: Tensor, total: int, block: int) -> Tensor:
-    """[sum of ceil(K_g / block), lines] as [total // block + G, lines]: block j of g at starts[g] // block + g + j."""
+    """Moves scales from [sum of ceil(K_g / block), lines] to [total // block + G, lines]: block j of g goes to
+    starts[g] // block + g + j."""
     groups, lengths = len(lengths), lengths.to(torch.int64)
     starts = lengths.cumsum(0) - lengths
     counts = (lengths + block - 1) // block

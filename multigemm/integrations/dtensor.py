@@ -1,4 +1,4 @@
-"""DTensor: how the operator's operands may lie on a mesh, so that it runs where they are.
+"""DTensor: the sharding strategies with which the operator runs on a mesh.
 
     import multigemm.integrations.dtensor  # registers the strategies
 
@@ -32,7 +32,7 @@ STATIC = [
 
 
 def strategies(*args: Any, **options: Any) -> list[tuple[list[Any], list[Any]]]:
-    """(placement of the result, placements of the operands) for one mesh dimension."""
+    """Lists the strategies of one mesh dimension, each as (placement of the result, placements of the operands)."""
     given = dict(zip(TENSORS, args, strict=False))
     form, bias = _form(given, options), given.get("bias")
     epilogue = bias is not None or given.get("c") is not None or options.get("activation") is not None

@@ -1,7 +1,7 @@
-"""Operators with a gradient that an eager call without gradients crosses torch's dispatcher for only once.
+"""Operators with gradients that cross torch's dispatcher once in an eager call without gradients.
 
-torch's own registration goes through Python twice, once for autograd and once for the kernel; a layer of small
-operators spends most of its time there when it decodes a few tokens.
+An operator registered by torch's own functions crosses it twice through Python, once for autograd and once for the
+kernel. For small operators on a few tokens that is most of a layer's time.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ PLAIN = frozenset((Tensor, Parameter, type(None)))
 
 
 def differentiable(overload: Any, backward: Callable[..., Any], keep: Callable[..., None]) -> Callable[..., Any]:
-    """An operator's kernel for autograd: `run(keyset, *args, **options)`, with all of `args`.
+    """An operator's autograd kernel: `run(keyset, *args, **options)`, with all of `args`.
 
-    `keep(ctx, args, options, output)` saves what `backward(ctx, grad)` reads, which gives a gradient for each argument.
-    torch's own way, torch.library.register_autograd, reads the schema at each call, for as long as many launches take.
+    `keep(ctx, args, options, output)` saves what `backward(ctx, grad)` needs; `backward` returns a gradient for each
+    argument. torch.library.register_autograd reads the schema at each call, which takes as long as many launches.
     """
 
     def forward(ctx: Any, keyset: Any, options: dict[str, Any], *args: Any) -> Any:
@@ -64,7 +64,7 @@ def differentiable(overload: Any, backward: Callable[..., Any], keep: Callable[.
 def register(
     library: Any, overload: Any, cpu: Callable[..., Any], cuda: Callable[..., Any], backward: Any, keep: Any
 ) -> None:
-    """Gives an operator without keywords its kernels and its gradient."""
+    """Registers the kernels and the gradient of an operator without keywords."""
     general = differentiable(overload, backward, lambda ctx, args, _, output: keep(ctx, args, output))
 
     def run(keyset: Any, *args: Any) -> Any:
@@ -80,12 +80,12 @@ def register(
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """The device of x as the current one; entering what is current already costs nothing."""
+    """A context in which the device of x is current. Free if it already is."""
     return _SAME if x.get_device() == current_device() else torch.cuda.device(x.device)
 
 
 def plain_call(*tensors: Tensor | None) -> bool:
-    """Whether tensors hold their values in memory, and nothing but the plain result of a call on them is wanted."""
+    """Whether a call needs only its plain result, and all tensors have their values in memory."""
     if not only_result_wanted(*tensors) or not PLAIN.issuperset(map(type, tensors)):
         return False
     return all(x is None or (x.data_ptr() >= LOWEST and not x.is_neg()) for x in tensors)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Triton kernels of a layer of experts on many ranks: which rows travel, rows that leave, and rows that came home."""
+"""Triton kernels of a layer of experts on many ranks: choose the rows to send, copy them, add returned rows."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _lay_out_departures_kernel(index, counts, sent, place, tokens, length, exper
 
 
 def _departures(index, experts, each, here, chunks, ranks):
-    """The grid of both kernels, and what they share."""
+    """The grid and the constants that both kernels share."""
     tokens, top_k = index.shape
     length = -(-tokens // chunks)
     blocks = tiles_of(length, DEPARTURES_BLOCK)
@@ -87,9 +87,9 @@ def _departures(index, experts, each, here, chunks, ranks):
 
 
 def count_departures(index, experts, each, here, chunks, into):
-    """Adds to `into` [ranks, 1 + 2 chunks]: how many numbers are no experts, then rows and pairs of each chunk.
+    """Adds to `into` [ranks, 1 + 2 chunks]: the number of invalid expert numbers, then rows and pairs of each chunk.
 
-    Returns how many rows of each block of tokens travel, which `lay_out_departures` takes.
+    Returns how many rows each block of tokens sends, an argument of `lay_out_departures`.
     """
     index, ranks = index.contiguous(), into.shape[0]
     grid, values = _departures(index, experts, each, here, chunks, ranks)
@@ -101,7 +101,8 @@ def count_departures(index, experts, each, here, chunks, into):
 
 
 def lay_out_departures(index, experts, each, here, chunks, counts):
-    """(the tokens of all rows that travel, with room for more; [chunks, ranks, tokens of a chunk] where each went)."""
+    """Returns the tokens of all rows to send (with spare room), and the position of each row [chunks, ranks, tokens of
+    a chunk]."""
     index, ranks = index.contiguous(), counts.shape[1]
     grid, values = _departures(index, experts, each, here, chunks, ranks)
     place = torch.empty((chunks, ranks, values["length"]), dtype=torch.int64, device=index.device)
@@ -130,7 +131,7 @@ def _copy_rows_kernel(x, y, rows, to_x, to_y, x_width, y_width, x_stride, y_stri
 
 
 def copy_rows(sources, rows, to):
-    """Copies `rows` of a wide and of a narrow matrix, all of them where that is None."""
+    """Copies the first `rows` rows of a wide and of a narrow matrix; all rows if that is None."""
     (x, y), (to_x, to_y) = map(lined, sources), to
     if not to_x.shape[0]:
         return
@@ -158,7 +159,8 @@ def _add_returned_kernel(own, rows, place, out, width, ranks, each, WIDE: tl.con
 
 
 def add_returned(own, rows, place):
-    """own [tokens, n] plus the rows [m, n] that `place` [chunks, ranks, tokens of a chunk] names; rounded once."""
+    """Adds to own [tokens, n] the rows [m, n] that `place` [chunks, ranks, tokens of a chunk] names, and rounds
+    once."""
     own, rows = own.contiguous(), rows.contiguous()
     out = torch.empty_like(own)
     if out.numel():

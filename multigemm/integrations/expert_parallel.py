@@ -1,14 +1,14 @@
-"""Experts on many ranks: rows travel to the rank that holds their expert, and back. Dropless.
+"""Experts on many ranks: rows travel to the rank that holds their expert, and back. No row is dropped.
 
-Every rank holds ceil(E/R) of E experts, the last ranks fewer or none. A rank sorts its rows by expert, so
-what goes to one rank is one piece; counts travel first, then rows, by torch's functional all-to-all, whose
-gradient is the way back. Between the two sits whatever the caller does to rows that are sorted by local
-expert. Fused experts (fused_parallel.py) exchange tokens instead, once for each rank.
+Every rank holds ceil(E/R) of E experts; the last ranks may hold fewer or none. A rank sorts its rows by expert, so that
+the rows for one rank are contiguous. Counts travel first, then rows, by torch's functional all-to-all, whose gradient
+is the reverse exchange. Between the two exchanges the caller's function runs on rows sorted by local expert. Fused
+experts (fused_parallel.py) send each token once to each rank instead.
 
-The splits of an uneven all-to-all are host numbers in torch, so each exchange waits for the device
-once, for all counts together. With `chunks` > 1 tokens are cut in pieces. All pieces are sent before
-the first is computed on, and results are waited for after the last was computed, so that rows travel
-while others are multiplied; the same holds backwards.
+In torch the splits of an uneven all-to-all are host numbers, so each exchange waits for the device once, for all counts
+together. With `chunks` > 1 the tokens are cut into pieces. All pieces are sent before the first is computed, and
+results are waited for after the last was computed, so that rows travel during products; the same holds for the backward
+pass.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Journey:
-    """How many rows of one piece go to and come from each rank, and which local expert each arriving row is for."""
+    """How many rows of one piece go to and come from each rank, and the local expert of each arriving row."""
 
     sent: list[int]
     received: list[int]
@@ -44,7 +44,7 @@ class Journey:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One piece of the tokens under way: what came here, and how to send results home."""
+    """One piece of tokens on its way: the rows that arrived here, and how to send results back."""
 
     routing: Routing
     rows: Exchange
@@ -52,7 +52,8 @@ class Sent:
 
 
 def groups_of(mesh: Any) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-    """(the ranks that the experts are spread over, the ranks that hold slices of each, or None) of a DeviceMesh.
+    """The process groups of a DeviceMesh: the ranks over which experts are spread, and the ranks that hold slices of
+    each expert, or None.
 
     A mesh of one dimension, or a process group, spreads experts; the second dimension of a mesh slices them.
     """
@@ -67,12 +68,12 @@ def groups_of(mesh: Any) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
 
 
 def experts_per_rank(experts: int, ranks: int) -> int:
-    """How many experts a rank holds, but for the last ones, which may hold fewer or none: as DTensor's Shard(0)."""
+    """The number of experts of a rank, as DTensor's Shard(0) has it; the last ranks may hold fewer or none."""
     return -(-experts // ranks)
 
 
 def experts_here(experts: int, group: dist.ProcessGroup) -> int:
-    """How many of `experts` this rank of the group holds."""
+    """The number of `experts` that this rank of the group holds."""
     each = experts_per_rank(experts, group.size())
     return max(0, min(each, experts - group.rank() * each))
 
@@ -138,7 +139,7 @@ def run_experts(
 
 
 def device_of(mesh: Any, x: Tensor) -> torch.device:
-    """Where the ranks of a mesh exchange rows, wherever the tokens of one of them may lie."""
+    """The device on which the ranks of a mesh exchange rows, wherever a rank's tokens lie."""
     if isinstance(mesh, dist.ProcessGroup):
         return x.device
     cuda = mesh.device_type == "cuda"
@@ -146,7 +147,7 @@ def device_of(mesh: Any, x: Tensor) -> torch.device:
 
 
 def check_routing(x: Tensor, index: Tensor, weights: Tensor, device: torch.device) -> None:
-    """Refuses what is no routing of tokens x [tokens, H], index and weights [tokens, k], or is not on the device."""
+    """Refuses an index or weights that are not [tokens, k] for tokens x [tokens, H], or not on the device."""
     if x.dim() != 2 or index.shape != weights.shape or index.dim() != 2 or index.shape[0] != x.shape[0]:
         raise InvalidProblem(
             f"x {tuple(x.shape)}, index {tuple(index.shape)}, weights {tuple(weights.shape)}: index and weights must "
@@ -160,7 +161,7 @@ def check_routing(x: Tensor, index: Tensor, weights: Tensor, device: torch.devic
 
 
 def _journeys(agreed: Agreed, chunks: int, here: int) -> list[Journey]:
-    """The way of each piece, by the counts of [ranks, pieces, experts of a rank]."""
+    """The `Journey` of each piece, from the counts [ranks, pieces, experts of a rank]."""
     ranks = len(agreed.sent)
     cuts = [slice(piece * here, (piece + 1) * here) for piece in range(chunks)]
     sent, received = ([[sum(n[cut]) for n in counts] for cut in cuts] for counts in (agreed.sent, agreed.received))
@@ -173,9 +174,10 @@ def _journeys(agreed: Agreed, chunks: int, here: int) -> list[Journey]:
 
 
 def _send_home(piece: Sent, compute: Compute, here: int, group: dist.ProcessGroup) -> Exchange:
-    """Rows came by rank, and within a rank by expert; a stable sort puts each expert's rows together.
+    """Computes on the rows of a piece and sends the results back. Rows arrive by rank, and by expert within a rank; a
+    stable sort makes each expert's rows contiguous.
 
-    Waits for the rows of this piece, and not for what it sends back.
+    Waits for the rows of this piece, but not for the results to arrive.
     """
     sorting = route(piece.way.local.unsqueeze(1), here)
     results = compute(permute(piece.rows.arrive(), sorting.order, sorting.inverse), sorting.ends)
@@ -191,21 +193,21 @@ def _send_home(piece: Sent, compute: Compute, here: int, group: dist.ProcessGrou
 
 
 def begin(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Starts to send `sent[r]` rows to each rank r; `received[r]` rows of each will be in the result."""
+    """Starts to send `sent[r]` rows to each rank r. The result will hold `received[r]` rows of each rank."""
     with explained(group):
         under_way: Tensor = _collectives.all_to_all_single(rows.contiguous(), received, sent, group.group_name)
     return under_way
 
 
 def finish(under_way: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The rows of `begin`, there for whatever the current stream does next."""
+    """The rows of `begin`, which work on the current stream may read from now on."""
     with explained(group):
         there: Tensor = _collectives.wait_tensor(under_way)
     return there
 
 
 class _Depart(torch.autograd.Function):
-    """Rows -> a ticket without data, of the rows' shape because its gradients are theirs."""
+    """Autograd function: rows -> a ticket without data, which has the rows' shape because its gradient is theirs."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
@@ -218,7 +220,7 @@ class _Depart(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
-    """A ticket, and the rows that are under way for it -> the rows."""
+    """Autograd function: a ticket, and the rows on their way for it -> the rows."""
 
     @staticmethod
     def forward(ctx: Any, ticket: Tensor, under_way: Tensor, *way: Any) -> Tensor:
@@ -235,7 +237,7 @@ class _Arrive(torch.autograd.Function):
 
 
 class Exchange:
-    """Rows on their way; `arrive()` gives them, once."""
+    """Rows on their way. `arrive()` returns them and can be called once."""
 
     def __init__(self, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> None:
         self._way = received, sent, group
@@ -243,7 +245,7 @@ class Exchange:
         self._under_way = begin(rows.detach(), *self._way)
 
     def arrive(self) -> Tensor:
-        """The rows that came: from here on they may be read."""
+        """Returns the rows that came, which may be read from now on."""
         rows: Tensor = _Arrive.apply(self._ticket, self._under_way, *self._way)  # type: ignore[no-untyped-call]
         return rows
 
@@ -276,7 +278,8 @@ class _Leave(torch.autograd.Function):
 
 
 class _Share(torch.autograd.Function):
-    """A bias that every rank adds to its partial sum: a share of it, but the gradient of the whole."""
+    """Autograd function: this rank's share of a bias that every rank adds to its partial sum. Its gradient is that of
+    the whole bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
@@ -294,12 +297,12 @@ def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def enter(x: Tensor, group: Any) -> Tensor:
-    """Into the region: `x` is the same on all ranks."""
+    """Enters the sliced region, in which `x` is the same on all ranks."""
     return _Enter.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def leave(x: Tensor, group: Any) -> Tensor:
-    """Out of the region: the sum of all ranks' parts."""
+    """Leaves the sliced region: adds the parts of all ranks."""
     return _Leave.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -1,4 +1,4 @@
-"""The experts of a layer as fused products: rows are picked, gated, weighted and summed inside of them.
+"""The experts of a layer as fused products, which pick, gate, weight and sum rows themselves.
 
 Forward: a sort, h = gate(x[rows] @ up), out = the weighted sums of h @ down. For backward only g and u are kept (the
 columns that the gate joins), besides the inputs and two numbers for each pair of token and expert:
@@ -35,7 +35,8 @@ from multigemm.torch_internals import any_requires_grad
 
 
 class Network(NamedTuple):
-    """What the two products of an expert are, beside their weights: `stacked` weights are [E, in, out]."""
+    """The activation and layout of an expert's two products, without their weights. `stacked` weights are [E, in,
+    out]."""
 
     activation: str = "swiglu"
     glu_layout: str = "halves"
@@ -49,7 +50,7 @@ class Network(NamedTuple):
 
     @property
     def gate(self) -> Gate | None:
-        """The gate, if that is what the activation is."""
+        """The gate; None if the activation is no gate."""
         if self.activation not in GATES:
             return None
         kind: Any = self.activation
@@ -58,11 +59,11 @@ class Network(NamedTuple):
 
     @property
     def usual_gate(self) -> bool:
-        """Whether the gate is SwiGLU or GEGLU of halves, which have kernels of their own beside a product."""
+        """Whether the gate is SwiGLU or GEGLU of halves, for which a layer in steps has kernels."""
         return self.gate is not None and self.gate in (Gate("swiglu"), Gate("geglu"))
 
     def check(self) -> None:
-        """Refuses numbers of a gate that no problem takes."""
+        """Refuses gate numbers that no problem takes."""
         names = ("activation", "glu_layout", "glu_alpha", "glu_beta", "glu_limit")
         x, given = np.zeros((1, 2)), {name: getattr(self, name) for name in names}
         GroupedGemmProblem(x, x.repeat(2, 0), **given)
@@ -77,7 +78,7 @@ class Network(NamedTuple):
         return {"activation": self.activation, **numbers}
 
     def activate(self, x: Tensor) -> Tensor:
-        """The activation or gate of results of the first product, in steps of torch; rounded once."""
+        """Applies the activation or gate to results of the first product by torch functions; rounds once."""
         if self.usual_gate:
             return (swiglu if self.activation == "swiglu" else geglu)(x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -135,7 +136,7 @@ def experts_forward(
 
 
 def check_pairs(x: Tensor, index: Tensor, weights: Tensor) -> None:
-    """Refuses experts and weights that are not those of the tokens."""
+    """Refuses an index or weights that do not fit the tokens."""
     shape = index.shape
     if len(shape) != 2 or weights.shape != shape or shape[0] != x.shape[0]:
         raise InvalidProblem(
@@ -148,7 +149,7 @@ def run_experts(
     net: Network, x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
     down_bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The layer for arguments whose shapes fit: bound, or by the operators one after the other."""
+    """Runs the layer for arguments whose shapes fit: as one bound sequence, or operator by operator."""
     nets = layer_call.Networks(
         up, down, up_bias, down_bias, net.stacked, backend=net.backend, batch_invariant=net.batch_invariant, fused=net
     )
@@ -166,7 +167,7 @@ def run_experts(
 
 
 def in_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """The operands as torch.autocast wants them, as those of the torch operator."""
+    """Casts the operands as torch.autocast demands, like those of the torch operator."""
     kind = next(x.device.type for x in tensors if x is not None)
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -177,7 +178,7 @@ def in_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
 def experts_in_steps(
     x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Any, down_bias: Any, net: Network
 ) -> Tensor:
-    """The same layer by operators that have gradients of all orders: sort, rows, product, gate, product, sum."""
+    """The layer by operators that have gradients of every order: sort, rows, product, gate, product, sum."""
     routing = route(index, up.shape[0])
 
     def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
@@ -196,7 +197,8 @@ def experts_in_steps(
 
 @dataclass(slots=True)
 class Pairs:
-    """Pairs of token and expert, by expert: their tokens [S], where each pair went [T, k], where experts end [E]."""
+    """Pairs of token and expert, sorted by expert: their tokens [S], the position of each pair [T, k], the ends of
+    experts [E]."""
 
     rows: Tensor
     place: Tensor
@@ -213,7 +215,7 @@ def pairs_of(net: Network, index: Tensor, up: Tensor) -> Pairs:
 
 
 def product(net: Network, a: Tensor, b: Tensor, ends: Tensor | None, **keywords: Any) -> Tensor:
-    """A grouped product that autograd does not see: a call like an earlier one finds its launch."""
+    """A grouped product without autograd. A call like an earlier one reuses its launch."""
     if torch.is_grad_enabled():
         a, b = a.detach(), b.detach()
         keywords = {name: x.detach() if isinstance(x, Tensor) else x for name, x in keywords.items()}
@@ -224,7 +226,7 @@ def product(net: Network, a: Tensor, b: Tensor, ends: Tensor | None, **keywords:
 
 
 def by_rows(weight: Tensor, stacked: bool) -> Tensor:
-    """Weights as the second operand of rows @ weight."""
+    """The weights as the second operand of rows @ weight."""
     return weight if stacked else weight.transpose(1, 2)
 
 
@@ -238,7 +240,7 @@ def preact_for(net: Network, x: Tensor, pairs: Pairs, up: Tensor) -> Tensor:
 
 
 def _summable(weights: Tensor, x: Tensor) -> Tensor:
-    """Weights of a dtype that a sum takes."""
+    """Weights in a dtype that a sum takes."""
     return weights if weights.dtype in (torch.float32, x.dtype) else weights.float()
 
 
@@ -246,14 +248,14 @@ def _forward(
     net: Network, pairs: Pairs, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Any, down_bias: Any,
     preact: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Both products; `preact` receives what the gate is applied to."""
+    """Computes both products. `preact` receives the input of the gate."""
     hidden = first_product(net, x, pairs, up, up_bias, preact)
     sums = (pairs.place, _summable(weights, x).detach())
     return product(net, hidden, by_rows(down, net.stacked), pairs.ends, bias=down_bias, combine=sums)
 
 
 class _Experts(torch.autograd.Function):
-    """The layer; its tensors are passed one by one so that autograd sees them."""
+    """The autograd function of the layer. Tensors are separate arguments so that autograd sees them."""
 
     @staticmethod
     def forward(
@@ -279,7 +281,7 @@ class _Experts(torch.autograd.Function):
 
 
 def _through_steps(net: Network, saved: Any, wanted: Any, grad: Tensor) -> list[Tensor | None]:
-    """Gradients that have gradients themselves."""
+    """Gradients that are differentiable themselves."""
     index, *given = saved[:7]
     inputs = [None if x is None else x.view_as(x) for x in given]
     x, weights, up, down, up_bias, down_bias = inputs
@@ -291,7 +293,7 @@ def _through_steps(net: Network, saved: Any, wanted: Any, grad: Tensor) -> list[
 
 
 class _Backward:
-    """First derivatives of one layer."""
+    """The first derivatives of one layer."""
 
     def __init__(self, net: Network, saved: Any, grad: Tensor) -> None:
         self._net, self._grad = net, grad
@@ -305,7 +307,7 @@ class _Backward:
         self._by_pair = torch.empty_like(weights.reshape(-1)).scatter_(0, place, weights.reshape(-1))
 
     def gradients(self, wanted: Any) -> list[Tensor | None]:
-        """Those of x, the routing weights, up, down and the biases that are wanted."""
+        """The wanted gradients of x, the routing weights, up, down and the biases."""
         net, x, pairs, grad = self._net, self._x, self._pairs, self._grad
         dh = product(net, grad, by_rows(self._down, not net.stacked), pairs.ends, a_rows=pairs.rows)
         dpreact, weighted, dweights = gate_backward(net, self._preact, dh, self._by_pair, pairs.ends)
@@ -327,7 +329,7 @@ class _Backward:
         return found
 
     def _of_weights(self, dots: Tensor) -> Tensor:
-        """<gradient, row of down> for each pair, of which `dots` are the part without bias."""
+        """<gradient, row of down> for each pair; `dots` hold the part without bias."""
         place = self._pairs.place
         found = dots[place.long()]
         if self._down_bias is not None:
@@ -340,7 +342,7 @@ class _Backward:
 
 
 def matrix_gradient(net: Network, pairs: Pairs, tokens: Tensor, of_pairs: Tensor, turned: bool) -> Tensor:
-    """tokens[rows]^T @ of_pairs for each expert, or `turned` its transpose: the gradient of a weight."""
+    """The gradient of a weight: tokens[rows]^T @ of_pairs for each expert, transposed if `turned`."""
     if turned:
         return product(net, of_pairs.t(), tokens, pairs.ends, jagged="k", b_rows=pairs.rows)
     return product(net, tokens.t(), of_pairs, pairs.ends, jagged="k", a_rows=pairs.rows)
@@ -349,7 +351,8 @@ def matrix_gradient(net: Network, pairs: Pairs, tokens: Tensor, of_pairs: Tensor
 def summed_by_expert(
     net: Network, ends: Tensor, factors: Tensor, rows: Tensor, index: Tensor | None, like: Tensor
 ) -> Tensor:
-    """The sum of factor * row for each expert; a factor is as many numbers of the rows' dtype as it has digits."""
+    """The sum of factor * row for each expert. A factor is split into several numbers of the rows' dtype, which
+    together keep all of its digits."""
     parts, rest = [], factors
     for _ in range(1 if factors.dtype is rows.dtype else 3):
         parts.append(rest.to(rows.dtype))
@@ -413,7 +416,7 @@ _WITH_GRADIENTS = (0, 2, 3, 4, 5, 6)
 
 
 def _in_graph(net: Network, x: Tensor, index: Tensor, *given: Tensor | None) -> Tensor:
-    """The layer in a compiled graph; `keep`: what backward reads is a result of the operator, too."""
+    """The layer in a compiled graph. `keep`: the operator also returns what the backward pass reads."""
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *given))
     keep = keep and not net.recompute
     result: Tensor = torch.ops.multigemm.experts(x, index, *given, **net._asdict(), keep=keep)[0]
@@ -428,7 +431,7 @@ def _experts(
     x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
     down_bias: Tensor | None, *, keep: bool, **options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The operator on real tensors: the result, what the gate is applied to (if it is kept), and the pairs."""
+    """The operator on real tensors: the result, the input of the gate (if it is kept), and the pairs."""
     net = _network(options)
     pairs = pairs_of(net, index, up)
     preact = preact_for(net, x, pairs, up) if keep else None

@@ -1,9 +1,8 @@
-"""Gradients of fused problems: the same steps again, as differentiable operations of torch round a grouped GEMM.
+"""Gradients of fused problems: the steps again, as differentiable torch operations round a grouped GEMM.
 
-The forward pass is the problem itself, by the backend that was chosen. The backward pass takes its steps anew: rows
-picked, the product with bias, gate, row_scale, sums of rows. It keeps nothing but the inputs. Where a limit is met
-exactly the gradient passes, as torch's clamp has it. Rows that no group owns, and indices that mean no row, give exact
-zeros.
+The forward pass is the problem itself, by the chosen backend. It keeps only the inputs. The backward pass recomputes
+the steps: rows picked, the product with bias, gate, row_scale, sums of rows. At exactly a limit the gradient passes, as
+with torch's clamp. Rows that no group owns, and indices that mean "no row", give gradients of exactly zero.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from multigemm.select.choose import choose
 
 
 def solve(problem: GroupedGemmProblem, backend: Any, config: Any, gemm: Gemm) -> Any:
-    """The result of a fused problem, connected to the inputs that require grad."""
+    """The result of a fused problem, connected to the inputs that require a gradient."""
     fused = problem.fused
     assert fused is not None
     if fused.preact is not None:
@@ -39,7 +38,7 @@ def solve(problem: GroupedGemmProblem, backend: Any, config: Any, gemm: Gemm) ->
 
 
 class _SolveFused(torch.autograd.Function):
-    """One fused problem; its tensors are passed one by one so that autograd sees them."""
+    """The autograd function of one fused problem. Tensors are separate arguments so that autograd sees them."""
 
     @staticmethod
     def forward(
@@ -76,7 +75,8 @@ class _SolveFused(torch.autograd.Function):
 
 
 def apart(x: Tensor, twice: bool) -> Tensor:
-    """An input as a node of its own in the graph: two inputs may be one tensor, or one may be made of the other."""
+    """An input as a separate node of the graph, because two inputs may be the same tensor, or one derived from the
+    other."""
     return x.view_as(x) if twice else x.detach().requires_grad_()
 
 
@@ -99,7 +99,7 @@ def _steps(problem: GroupedGemmProblem, gemm: Gemm, parts: list[list[Tensor]]) -
 
 
 def fused_rows(call: Call, fused: Fused, scale: Tensor | None, weights: Tensor | None) -> Tensor:
-    """The result of a call of packed operands by differentiable operations, before it is rounded."""
+    """The result of a call of packed operands by differentiable operations, before rounding."""
     a, b = _picked(call, fused)
     products = replace(call, c=None, beta=0.0) if fused.scatters else call
     rows = gate_by_torch(_products(products, a, b), call.activation, fused.gate)
@@ -132,7 +132,7 @@ def _picked(call: Call, fused: Fused) -> tuple[Tensor, Tensor]:
 
 
 def _rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Rows by number, zeros where there is none. The gradient of an embedding is summed without atomics."""
+    """Rows by number; zeros where there is no row. The gradient of an embedding is summed without atomics."""
     there = (rows >= 0) & (rows < x.shape[0])
     if not x.shape[0]:
         return x.new_zeros((rows.shape[0], x.shape[1]))
@@ -141,7 +141,7 @@ def _rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def gate_by_torch(x: Tensor, activation: str | None, gate: Gate | None) -> Tensor:
-    """An activation, or a gate of the columns of x, by differentiable operations of torch."""
+    """Applies an activation, or a gate to the columns of x, by differentiable torch operations."""
     functional = torch.nn.functional
     if gate is not None:
         return _gate(gate, *gate.split(x))
@@ -168,7 +168,7 @@ def _gate(gate: Gate, g: Tensor, u: Tensor) -> Tensor:
 
 
 def _summed(call: Call, fused: Fused, rows: Tensor, weights: Tensor | None) -> Tensor:
-    """Sums of rows that groups own."""
+    """The sums of rows that groups own."""
     count = rows.shape[0]
     there = owned(call, count).view(-1)
     if fused.combine is not None:

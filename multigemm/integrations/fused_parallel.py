@@ -68,15 +68,16 @@ more than there are experts, as bits it is a finite weight."""
 
 
 def room_for(count: int) -> int:
-    """`count` and a sixty-fourth more, rounded up to one of 16 numbers in each octave: the same number for counts about
-    a round one, which an even routing of a round number of tokens gives."""
+    """`count` plus 1/64, rounded up to one of 16 sizes per octave. Counts about a round number, which an even routing
+    of a round number of tokens gives, get the same size."""
     count += count // 64
     step = max(ROOM, bucket(count) // 32)
     return -(-count // step) * step
 
 
 class Held(NamedTuple):
-    """This rank's part of the weights, as `fused_experts.experts_forward` takes them, of `experts` in all."""
+    """This rank's part of the weights, as `fused_experts.experts_forward` takes them; `experts` counts those of all
+    ranks."""
 
     up: Tensor
     down: Tensor
@@ -96,7 +97,8 @@ def run_fused(
     chunks: int = 1,
     beside: Callable[[], Tensor] | None = None,
 ) -> Tensor:
-    """This rank's tokens x [tokens, H] through all experts; every rank of the mesh must call it, with equal `chunks`.
+    """Runs this rank's tokens x [tokens, H] through all experts. Every rank of the mesh must call it, with equal
+    `chunks`.
 
     Args, results and errors are those of `expert_parallel.run_experts`, but `chunks` cuts only what comes from others.
     """
@@ -137,17 +139,17 @@ class Journeys:
 
     @property
     def departures(self) -> list[slice]:
-        """Where the rows of each chunk lie among all sent rows."""
+        """The positions of each chunk's rows among all sent rows."""
         ends = list(accumulate(map(sum, self.send), initial=0))
         return [slice(a, b) for a, b in pairwise(ends)]
 
     @property
     def arrivals(self) -> list[slice]:
-        """Where the rows of each chunk come to lie in X."""
+        """The positions of each chunk's rows in X."""
         return [slice(at.start, at.start + sum(n)) for at, n in zip(self.pieces[1:], self.receive, strict=True)]
 
     def start(self, rows: Tensor, out: Tensor, chunk: int, home: bool) -> Any:
-        """Starts to send the rows of a chunk, there or home."""
+        """Starts to send the rows of a chunk, to the experts or home."""
         send, receive = self.send[chunk], self.receive[chunk]
         if home:
             send, receive, rows = receive, send, rows[: sum(receive)]
@@ -155,27 +157,27 @@ class Journeys:
             return dist.all_to_all_single(out, rows, receive, send, group=self.group, async_op=True)
 
     def start_all(self, rows_of: Callable[[Tensor], Tensor], whole: Tensor) -> list[Any]:
-        """Sends what `rows_of` gives for numbers of tokens, into X; returns what is under way, by chunk."""
+        """Sends the rows that `rows_of` gives for token numbers, into X. Returns the exchanges by chunk."""
         return [
             self.start(rows_of(self.tokens[sent]), whole[where], chunk, False)
             for chunk, (where, sent) in enumerate(zip(self.arrivals, self.departures, strict=True))
         ]
 
     def empty_rooms(self, routing: Tensor) -> None:
-        """No expert for the rows of X that do not exist."""
+        """Marks the spare rows of X as rows of no expert."""
         for piece, came in zip(self.pieces[1:], self.arrivals, strict=True):
             if came.stop < piece.stop:
                 routing[came.stop : piece.stop].fill_(NO_EXPERT)
 
     def wait(self, *works: Any) -> None:
-        """What the current stream does next finds the rows of these exchanges."""
+        """Makes the current stream wait for the rows of these exchanges."""
         with explained(self.group):
             for work in works:
                 work.wait()
 
 
 class Return:
-    """Rows of all chunks on their way home: one for each row that was sent."""
+    """Rows of all chunks on their way home, one for each row that was sent."""
 
     def __init__(self, ways: Journeys, like: Tensor) -> None:
         self._ways = ways
@@ -188,19 +190,19 @@ class Return:
         self._under_way.append((self._ways.start(rows, came, chunk, True), rows))
 
     def added_to(self, own: Tensor) -> Tensor:
-        """`own` [tokens, n] and what came home for each token, added."""
+        """`own` [tokens, n] plus the rows that came home for each token."""
         self.wait()
         return add_returned(own, self._came, self._ways.place)
 
     def wait(self) -> None:
-        """What the current stream does next finds the rows."""
+        """Makes the current stream wait for the rows."""
         self._ways.wait(*(work for work, _ in self._under_way))
         self._under_way.clear()
 
 
 class Sorted(NamedTuple):
-    """Pairs of token and expert, by expert: their tokens [S], where each went [tokens, k], where experts end, and which
-    pair each one was [S]."""
+    """Pairs of token and expert sorted by expert: their tokens [S], the position of each [tokens, k], the ends of
+    experts, and the number of each pair [S]."""
 
     tokens: Tensor
     place: Tensor
@@ -209,7 +211,8 @@ class Sorted(NamedTuple):
 
 
 class _Own(NamedTuple):
-    """This rank's own tokens, their weights, experts and weights side by side (`routing`), and their pairs here."""
+    """This rank's tokens, their weights, their routing (experts and weights side by side), and the pairs whose experts
+    are here."""
 
     x: Tensor
     weights: Tensor
@@ -224,7 +227,7 @@ class _Own(NamedTuple):
         return Rows(whole, whole.narrow(1, 0, features), whole.view(kind).narrow(1, start, numbers))
 
     def rows_of(self, tokens: Tensor) -> Tensor:
-        """These tokens as rows that travel."""
+        """These tokens as rows to send."""
         rows = self.empty_rows(tokens.shape[0])
         copy_rows((self.x, self.routing), tokens, (rows.x, rows.routing))
         return rows.whole
@@ -232,13 +235,13 @@ class _Own(NamedTuple):
 
 @lru_cache(maxsize=64)
 def row_layout(features: int, size: int, numbers: int, number_size: int) -> tuple[int, int]:
-    """(elements of a row that travels, the number at which its experts and weights begin), by sizes in bytes."""
+    """The number of elements of a sent row, and the index at which experts and weights begin, given sizes in bytes."""
     start = -(-features * size // WORD) * WORD
     return -(-(start + numbers * number_size) // LINE) * LINE // size, start // number_size
 
 
 class Rows(NamedTuple):
-    """Rows of tokens as they travel, and what they are made of: features, then experts and weights."""
+    """Sent rows of tokens and their two parts: features, then experts and weights."""
 
     whole: Tensor
     x: Tensor
@@ -246,7 +249,7 @@ class Rows(NamedTuple):
 
 
 class _Call:
-    """What the two halves of one call share: its journeys, and what is under way between them."""
+    """The state that both halves of one call share: its journeys, and the exchanges between them."""
 
     def __init__(self, experts: int, up: Tensor, group: dist.ProcessGroup, chunks: int, device: torch.device) -> None:
         self.experts, self.group, self.chunks, self.device = experts, group, chunks, device
@@ -302,7 +305,7 @@ class _Call:
             )
 
     def sorted(self, index: Tensor) -> Sorted:
-        """Pairs of token and expert by this rank's experts, those of others behind them."""
+        """Pairs of token and expert by this rank's experts; pairs of other ranks' experts come last."""
         index = index - self.group.rank() * self.each
         kernels = triton_kernels() if index.is_cuda else None
         if kernels is not None and kernels.can_sort(index.numel(), self.here):
@@ -314,7 +317,8 @@ class _Call:
 
 
 class Departures:
-    """Which tokens travel to which ranks, by chunk: counted first, since the others wait for that, then laid out."""
+    """Which tokens travel to which ranks, by chunk. Counted first, because the other ranks wait for the counts, then
+    laid out."""
 
     def __init__(self, index: Tensor, experts: int, group: dist.ProcessGroup, chunks: int) -> None:
         self._index, self._experts, self._chunks = index, experts, chunks
@@ -324,7 +328,8 @@ class Departures:
         self._found: Tensor
 
     def count(self, into: Tensor) -> None:
-        """Writes to zeros [ranks, 1 + 2 chunks]: how many numbers are no experts; rows and pairs of each chunk."""
+        """Writes to a zeroed [ranks, 1 + 2 chunks]: the number of invalid expert numbers; rows and pairs of each
+        chunk."""
         index, ranks, chunks = self._index, self._ranks, self._chunks
         if self._kernels is not None:
             numbers = self._experts, self._each, self._here, chunks
@@ -343,8 +348,8 @@ class Departures:
         into[:, 1:] = torch.stack([self._found.sum(2), many[:, :ranks]], 2).transpose(0, 1).reshape(ranks, -1)
 
     def lay_out(self) -> tuple[Tensor, Tensor]:
-        """Tokens of the rows to be sent, by chunk, by rank, by token, as many as there may be; and where they were put,
-        [chunks, ranks, tokens of a chunk], -1 where a token does not travel to a rank."""
+        """The tokens of the rows to send, by chunk, rank and token, with room for all; and their positions [chunks,
+        ranks, tokens of a chunk], -1 where a token does not travel to a rank."""
         if self._kernels is not None:
             numbers = self._experts, self._each, self._here, self._chunks
             found: tuple[Tensor, Tensor] = self._kernels.lay_out_departures(self._index, *numbers, self._found)
@@ -359,7 +364,7 @@ class Departures:
 
 
 def _packed(index: Tensor, weights: Tensor) -> Tensor:
-    """Experts and the bits of weights, float32 or float64, side by side, to travel as one [tokens, 2 k]."""
+    """Experts and the bits of float32 or float64 weights side by side, [tokens, 2 k]."""
     whole = torch.int64 if weights.dtype is torch.float64 else torch.int32
     return torch.cat([index.to(whole), weights.view(whole)], 1)
 
@@ -377,7 +382,7 @@ def _weights_of(routing: Tensor) -> Tensor:
 
 
 class _Leave(torch.autograd.Function):
-    """Tokens and weights -> two tickets without data, of their shapes; rows are under way."""
+    """Autograd function: tokens and weights -> two tickets without data, of their shapes. Starts to send the rows."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, index: Tensor, x: Tensor, weights: Tensor) -> Any:
@@ -396,7 +401,8 @@ class _Leave(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """Tickets and weights -> the result of the layer; tensors are passed one by one so that autograd sees them."""
+    """Autograd function: tickets and weights -> the result of the layer. Tensors are separate arguments so that
+    autograd sees them."""
 
     @staticmethod
     def forward(
@@ -473,11 +479,11 @@ class _Layer(NamedTuple):
     routing: Tensor
 
     def own_piece(self) -> _Piece:
-        """This rank's own rows."""
+        """The piece of this rank's own rows."""
         return self._piece(0, self.call.own.pairs, self.call.own.weights)
 
     def arrived(self, number: int) -> _Piece:
-        """A piece of other ranks' rows, which are here."""
+        """A piece of other ranks' rows that have arrived."""
         routing = self.routing[self.call.ways.pieces[number]]
         return self._piece(number, self.call.sorted(_index_of(routing)), _weights_of(routing))
 
@@ -486,7 +492,7 @@ class _Layer(NamedTuple):
         return _Piece(found.tokens[:pairs], found.place, found.ends, found.order[:pairs], weights, None)
 
     def first(self, x: Tensor, piece: _Piece, keep: bool) -> tuple[Tensor, _Piece]:
-        """What the gate gives for each pair of rows x; and the piece, with the first products if `keep` them."""
+        """The gated values of each pair of rows x, and the piece, with the first products if `keep` them."""
         pairs = Pairs(piece.tokens, piece.place, piece.ends)
         preact = preact_for(self.net, x, pairs, self.up) if keep else None
         if not len(piece.tokens):
@@ -494,7 +500,7 @@ class _Layer(NamedTuple):
         return first_product(self.net, x, pairs, self.up, self.up_bias, preact), piece._replace(preact=preact)
 
     def second(self, piece: _Piece, hidden: Tensor) -> Tensor:
-        """The weighted sum of each row's pairs here."""
+        """The weighted sum of each row's pairs on this rank."""
         weights = piece.weights.detach()
         return self._summed(piece, hidden, by_rows(self.down, self.net.stacked), weights, bias=self.down_bias)
 
@@ -508,9 +514,9 @@ class _Layer(NamedTuple):
     def backward(
         self, pieces: list[_Piece], grad: Tensor, wanted: tuple[bool, ...]
     ) -> tuple[tuple[Tensor | None, Tensor | None], list[Tensor | None]]:
-        """Gradients of the own tokens by experts here, and of their weights; then those of all parameters.
+        """The gradients of the own tokens and their weights by this rank's experts, then those of all parameters.
 
-        What other ranks add to the first two is on the way, in `call.returns`.
+        The other ranks' contributions to the first two are on their way, in `call.returns`.
         """
         call, ways = self.call, self.call.ways
         whole = grad.new_empty(ways.pieces[-1].stop, grad.shape[1])
@@ -551,7 +557,7 @@ class _Layer(NamedTuple):
         return _EveryPair(tokens[:total], place, ends, order[:total], places)
 
     def _through_gate(self, number: int, piece: _Piece, grad: Tensor, into: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Writes the gradients of the first products, and weight * hidden; gives <gradient, hidden> of each pair."""
+        """Writes the gradients of the first products, and weight * hidden. Returns <gradient, hidden> of each pair."""
         net, weights = self.net, piece.weights.view(-1).index_select(0, piece.order)
         if not len(piece.tokens):
             return weights
@@ -564,7 +570,7 @@ class _Layer(NamedTuple):
         return gate_backward(net, preact, dh, weights, piece.ends, into)[2]
 
     def _of_weights(self, number: int, piece: _Piece, grad: Tensor, dots: Tensor) -> Tensor:
-        """<gradient, row of down> of each pair that is here, and 0 for the others."""
+        """<gradient, row of down> of each pair on this rank; 0 for the others."""
         found = torch.cat([dots, dots.new_zeros(1)])[piece.place.clamp(max=len(dots))]
         if self.down_bias is not None and self.call.here:
             first = self.call.group.rank() * self.call.each
@@ -601,8 +607,8 @@ class _Layer(NamedTuple):
 
 
 class _EveryPair(NamedTuple):
-    """The pairs of all pieces by expert: their tokens in X, where the pairs of each row went, where experts end, which
-    pair each is, and by piece where its pairs went."""
+    """The pairs of all pieces by expert: their tokens in X, the position of each row's pairs, the ends of experts, the
+    number of each pair, and by piece the positions of its pairs."""
 
     tokens: Tensor
     place: Tensor

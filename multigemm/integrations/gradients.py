@@ -1,4 +1,4 @@
-"""The gradients of a grouped GEMM are grouped GEMMs: one place says which, for every form.
+"""The gradients of a grouped GEMM, for every form, as grouped GEMMs.
 
 With `out = act(pre)`, `pre = alpha*A@B + beta*C + bias` and D the gradient of `pre`:
 
@@ -99,7 +99,7 @@ def list_gradients(call: Call, grads: list[Tensor], outs: list[Tensor], needs: t
 
 
 def wide_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
-    """The accumulator's dtype, in which a pre-activation is formed anew."""
+    """The accumulator's dtype, in which a pre-activation is recomputed."""
     return torch.float64 if torch.float64 in (a, b) else torch.float32
 
 
@@ -122,7 +122,7 @@ def _through_list(call: Call, grads: list[Tensor], outs: list[Tensor]) -> list[T
 
 
 def _pre_activation(call: Call, a: torch.dtype, b: torch.dtype) -> Any:
-    """Formed again rather than kept: it is as large as the result, and wider."""
+    """Recomputes the pre-activation, which is not kept because it is as large as the result, and wider."""
     epilogue: dict[str, Any] = {"alpha": call.alpha, "out_dtype": wide_dtype(a, b)}
     if call.bias is not None:
         epilogue["bias"] = _beside(call.bias, a, b)
@@ -132,7 +132,7 @@ def _pre_activation(call: Call, a: torch.dtype, b: torch.dtype) -> Any:
 
 
 def _beside(x: Any, *inputs: torch.dtype) -> Any:
-    """c or bias as a result in the accumulator's dtype takes it."""
+    """c or bias in a dtype that a result in the accumulator's dtype takes."""
     if isinstance(x, Tensor):
         return x if x.dtype in inputs else x.to(wide_dtype(*inputs))
     return [_beside(t, *inputs) for t in x]
@@ -181,7 +181,7 @@ def _db(call: Call, d: Tensor) -> Tensor:
 
 
 def _contracted(call: Call, x: Tensor, y: Tensor, like: Tensor) -> Tensor:
-    """x [P, T] @ y [T, Q] over the tokens of each group, or of all groups where `like` is shared by them."""
+    """x [P, T] @ y [T, Q] over the tokens of each group, or over all tokens if the groups share `like`."""
     cut = {key: value for key, value in call.cut.items() if key != "jagged"}
     if like.dim() == 3:
         return _gemm(call, x, y, like.dtype, {**cut, "jagged": "k"})
@@ -197,12 +197,12 @@ def _gemm(call: Call, x: Tensor, y: Tensor, dtype: torch.dtype, cut: Mapping[str
 
 
 def _operand_dtype(call: Call, a: Tensor, b: Tensor) -> torch.dtype:
-    """The dtype that D has as an operand."""
+    """The dtype to which D is rounded as an operand."""
     return a.dtype if call.quantised else torch.promote_types(a.dtype, b.dtype)
 
 
 def _transposed_b(call: Call) -> tuple[Tensor, dict[str, Any]]:
-    """B^T with the keywords of its scales."""
+    """B^T and the keywords of its scales."""
     if not call.quantised:
         return call.b.transpose(-2, -1), {}
     scale, zero, b_format = (call.quantised.get(name) for name in ("scale_b", "zero_b", "b_format"))
@@ -219,7 +219,7 @@ def _transposed_b(call: Call) -> tuple[Tensor, dict[str, Any]]:
 
 
 def _turns(scale: Tensor | None, b: Tensor) -> bool:
-    """Whether the scale of a stack of weights covers K and columns alike, so that it fits the transposed stack too."""
+    """Whether the scale of a stack of weights covers K and columns alike, so that it also fits the transposed stack."""
     if scale is None or scale.dim() < 2:
         return True
     k, n = (-(-extent // scales.ROW_BLOCK) for extent in b.shape[-2:])
@@ -240,7 +240,7 @@ def _transposed_list(call: Call) -> list[Tensor]:
 
 
 def _of_matrix(scale: Any, g: int) -> Tensor | None:
-    """The scale of one matrix of a list: of a list of grids, a vector, or one number for all."""
+    """The scale of one matrix of a list, from a list of grids, a vector, or one number for all."""
     if scale is None or (isinstance(scale, Tensor) and scale.dim() == 0):
         return scale
     found: Tensor = scale[g]
@@ -251,7 +251,7 @@ def _of_matrix(scale: Any, g: int) -> Tensor | None:
 
 
 def span(cut: Mapping[str, Any]) -> Any:
-    """Offsets [2] of all groups together: groups lie one after the other, so they own one range."""
+    """Offsets [2] of the range that all groups together own."""
     for kind in ("offsets", "ends", "sizes"):
         if (x := cut.get(kind)) is None:
             continue
@@ -278,14 +278,14 @@ def owned(call: Call, extent: int) -> Tensor:
 
 
 def _numbers(extent: int, like: Any, device: torch.device) -> Tensor:
-    """0, 1, 2, ... as the kind of tensor that `like` is: a plain one does not mix with a DTensor."""
+    """0, 1, 2, ... as the same kind of tensor as `like`, because a plain tensor does not mix with a DTensor."""
     if not isinstance(like, Tensor) or type(like) is Tensor:
         return torch.arange(extent, device=device)
     return like.new_ones(extent).cumsum(0) - 1
 
 
 def owned_only(call: Call, d: Tensor) -> Tensor:
-    """Zeros for what no group owns."""
+    """The values with zeros where no group owns them."""
     if call.form == "jagged_m":
         return torch.where(owned(call, d.shape[0]), d, 0)
     if call.form in ("jagged_n", "masked"):
@@ -298,12 +298,12 @@ def _dc(call: Call, d: Tensor) -> Tensor:
 
 
 def _scaled(d: Tensor, beta: float) -> Tensor:
-    """beta = 0 never reads C, so nothing flows back: exact zeros, also where D is not finite."""
+    """beta * D, but exact zeros for beta = 0, which never reads C, even if D is not finite."""
     return d * beta if beta != 0 else torch.zeros_like(d)
 
 
 def _dbias(call: Call, d: Tensor) -> Tensor:
-    """D summed over the rows that shared one bias."""
+    """D summed over the rows that share one bias."""
     if call.form == "jagged_n":
         return torch.where(owned(call, d.shape[1]), _sum(d, 0), 0)
     if call.form == "jagged_m":
@@ -313,7 +313,7 @@ def _dbias(call: Call, d: Tensor) -> Tensor:
 
 
 def _jagged_sum(call: Call, d: Tensor) -> Tensor:
-    """Sums over each group's rows, as a product with a row of ones: no atomics, so the same bits each time."""
+    """Sums over each group's rows by a product with a row of ones. No atomics, so the same bits each time."""
     cut = {key: value for key, value in call.cut.items() if key != "jagged"}
     ones = d.new_ones((1, d.shape[0]))
     sums = call.gemm(ones, d, jagged="k", out_dtype=wide_dtype(d.dtype, d.dtype), **cut, **call.options).squeeze(1)
@@ -331,7 +331,7 @@ NAMES = ("a", "b", "c", "bias")
 
 
 def solve(problem: GroupedGemmProblem, backend: Any, config: Any, gemm: Gemm) -> Any:
-    """The result of `problem`, connected to the inputs that require grad; `gemm` computes their gradients."""
+    """The result of `problem`, connected to the inputs that require a gradient; `gemm` computes the gradients."""
     if problem.out is not None:
         raise InvalidProblem(
             "out was given and an input requires grad: a result in the caller's memory has no gradient; leave out "
@@ -356,7 +356,7 @@ def solve(problem: GroupedGemmProblem, backend: Any, config: Any, gemm: Gemm) ->
 
 
 class _Solve(torch.autograd.Function):
-    """One problem; its tensors are passed one by one so that autograd sees them."""
+    """The autograd function of one problem. Tensors are separate arguments so that autograd sees them."""
 
     @staticmethod
     def forward(ctx: Any, problem: GroupedGemmProblem, backend: Any, config: Any, gemm: Gemm, *tensors: Tensor) -> Any:
@@ -382,13 +382,13 @@ class _Solve(torch.autograd.Function):
 
 
 def live_cut(problem: GroupedGemmProblem) -> Tensor | None:
-    """What cuts the groups, where it lies on the device."""
+    """The tensor on the device that cuts the groups; None if the cut is on the host."""
     source = problem.grouping or problem.valid_rows
     return None if source is None else source.live
 
 
 def split(values: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
-    """`values` in runs of the given lengths."""
+    """`values` in consecutive runs of these lengths."""
     parts, start = [], 0
     for count in counts:
         parts.append(list(values[start : start + count]))
@@ -412,7 +412,7 @@ def _packed(
 
 
 def call_of(problem: GroupedGemmProblem, gemm: Gemm, inputs: list[Any]) -> Call:
-    """A problem as a call whose a, b, c and bias are `inputs`."""
+    """A problem as a `Call` whose a, b, c and bias are `inputs`."""
     a, b, c, bias = inputs
     return Call(
         form=problem.form,
@@ -431,7 +431,7 @@ def call_of(problem: GroupedGemmProblem, gemm: Gemm, inputs: list[Any]) -> Call:
 
 
 def _quantised(problem: GroupedGemmProblem) -> dict[str, Any]:
-    """The keywords of quantised operands, whose two matrices have become stacks of one."""
+    """The keywords of quantised operands for two matrices that became stacks of one."""
     q = problem.quantisation
     if q is None:
         return {}
@@ -442,12 +442,12 @@ def _quantised(problem: GroupedGemmProblem) -> dict[str, Any]:
 
 
 def stacked(scale: Any) -> Any:
-    """The grid of a matrix as that of a stack of one; numbers and vectors as they are."""
+    """The grid of a matrix as that of a stack of one. Numbers and vectors are returned as they are."""
     return scale.unsqueeze(0) if isinstance(scale, Tensor) and scale.dim() == 2 else scale
 
 
 def _cut(problem: GroupedGemmProblem) -> dict[str, Any]:
-    """The groups as keyword arguments of another problem; sizes on the host stay there."""
+    """The groups as keyword arguments of another problem. Sizes on the host stay there."""
     if (valid := problem.valid_rows) is not None:
         return {"valid_rows": valid.live if valid.live is not None else torch.from_numpy(valid.read()).diff()}
     grouping = problem.grouping

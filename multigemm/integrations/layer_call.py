@@ -1,9 +1,9 @@
-"""The experts of a layer as one bound sequence of launches, where no gradient is wanted.
+"""The experts of a layer as one bound sequence of launches, for calls without gradients.
 
-With few tokens a layer's time is the host's: six operators cross torch's dispatcher, allocate and look themselves up.
-Here one look-up finds all launches of the layer, which follow its operands and share one piece of memory for what lies
-between them. What runs is what the layer runs in steps, with the same bits; whatever is out of the ordinary is left to
-the steps.
+With few tokens a layer's time is the host's: six operators cross torch's dispatcher, allocate, and look up their
+launches. Here one look-up finds all launches of the layer, which follow its operands and share one block of memory for
+intermediate results. The launches are those of the layer in steps and give the same bits. Every unusual call runs in
+steps.
 """
 
 from __future__ import annotations
@@ -68,17 +68,18 @@ class Networks(NamedTuple):
 
     @property
     def gated(self) -> bool:
-        """Whether the first product has two columns for each of the second one's."""
+        """Whether the first product has two columns for each inner feature of the second."""
         return self.gelu is not None or (self.fused is not None and self.fused.gate is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What follows from shapes: how the memory between the launches is cut, at `starts`, `size` bytes in all.
+    """The memory between the launches, as it follows from shapes: the offsets `starts` of its parts, and `size` in
+    bytes.
 
-    The first part holds the rows and then the gated values, the second the result of up and then that of down: each
-    when the launches read no longer what was there. Then come inverse, ends, and what only a large sort needs. By fused
-    products the first part holds the gated values, and the last one the tokens of the pairs.
+    The first part holds the rows, then the gated values; the second holds the result of up, then that of down. Each is
+    reused when no launch reads its former contents any more. Then come inverse, ends, and the scratch memory of a large
+    sort. With fused products the first part holds the gated values, and the last one the tokens of the pairs.
     """
 
     tokens: int
@@ -107,10 +108,10 @@ class _Parts(NamedTuple):
 
 
 class _Bound:
-    """The launches of a layer, which follow its operands: what calls of one key have in common.
+    """The launches of a layer, which follow its operands. One entry serves all calls of one key.
 
-    An entry belongs to one thread and one stream. Where a launch cannot move, as those of torch's operators, there is a
-    set of launches for each set of addresses.
+    An entry belongs to one thread and one stream. If a launch cannot move, as those of torch's operators cannot, the
+    entry holds one set of launches for each set of addresses.
     """
 
     __slots__ = ("_at", "_busy", "_moves", "_others", "_settings", "_size", "_starts", "_stream", "layer", "workspace")
@@ -146,7 +147,7 @@ class _Bound:
     def _move(
         self, at: Places, tensors: tuple[Tensor | None, ...], out: Tensor, work: Tensor, nets: Networks
     ) -> Tensor:
-        """Makes the launches those of these addresses; returns the memory between them, which may have grown."""
+        """Moves the launches to these addresses. Returns the memory between them, which may have grown."""
         before, self._at = self._at, None  # should this be interrupted
         if before is not None and self._moves is not None:
             for move, places in self._moves:
@@ -170,7 +171,7 @@ class _Bound:
         return work
 
     def _follow(self, launches: Launches, at: Places, spans: Sequence[tuple[int, int]], work: Tensor) -> Tensor:
-        """Keeps launches that follow their operands; what they are lent lies behind the layer's own memory."""
+        """Keeps launches that follow their operands. Memory that is lent to them lies behind the layer's own memory."""
         size = self.layer.size
         self._size = size + max(getattr(launch, "work_bytes", 0) for launch, _ in launches)
         self.workspace = sum(_workspace_of(launch) for launch, _ in launches)
@@ -194,7 +195,7 @@ def _span(x: Tensor) -> tuple[int, int]:
 
 
 def _follows(launch: Any, spans: Sequence[tuple[int, int]]) -> bool:
-    """Whether a launch is one of kernels that follow all memory in these ranges."""
+    """Whether all memory in these ranges follows, for a launch of one or several kernels."""
     kernels = getattr(launch, "index", -1) >= 0 and hasattr(launch, "move")
     return kernels and not launch.stays_behind([span for span in spans if span != (0, 0)])
 
@@ -202,7 +203,7 @@ def _follows(launch: Any, spans: Sequence[tuple[int, int]]) -> bool:
 def _places_of(
     given: Mapping[str, Tensor | None], spans: Sequence[tuple[int, int]], size: int
 ) -> list[tuple[int, int]]:
-    """For each operand of a launch in whose memory it lies, and how far from its beginning."""
+    """The operands of a launch in whose memory an address lies, with its distance from their start."""
     found = []
     for name in OPERANDS:
         x = given.get(name)
@@ -263,19 +264,19 @@ def call(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor | 
 
 
 def _workspace_of(launch: Any) -> int:
-    """Device memory that a launch owns, where it tells."""
+    """The device memory that a launch owns, if it tells."""
     owner = getattr(launch, "__self__", launch)
     return owner.workspace_bytes() if hasattr(owner, "workspace_bytes") else 0
 
 
 def _bindable(x: Tensor) -> bool:
-    """Whether launches can be kept: Triton's kernels on the current GPU, of which no graph is being captured."""
+    """Whether launches can be kept: Triton's kernels on the current GPU, on which no graph is being captured."""
     here = x.is_cuda and triton_kernels() is not None and x.get_device() == current_device()
     return here and not is_capturing()
 
 
 def _layer_of(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> _Layer | None:
-    """None for what the steps have to arrange, or refuse."""
+    """The layout of the layer; None if the steps have to cast, copy or refuse something."""
     if not _plain(x, index, weights, nets):
         return None
     (tokens, top_k), pairs, hidden, across = index.shape, index.numel(), x.shape[1], 2 - nets.stacked
@@ -304,7 +305,7 @@ def _layer_of(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> _Lay
 
 
 def _plain(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> bool:
-    """Whether all lies as the kernels read it: one device, one dtype, no strides but the weights'."""
+    """Whether the kernels can read the operands: one device, one dtype, no strides except those of the weights."""
     given = (x, index, weights, nets.up, nets.down, nets.up_bias, nets.down_bias)
     shaped = x.dim() == index.dim() == weights.dim() == 2 and nets.up.dim() == nets.down.dim() == 3
     typed = x.dtype == nets.up.dtype == nets.down.dtype and index.dtype in (torch.int64, torch.int32)
@@ -315,7 +316,7 @@ def _plain(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> bool:
 def _bind(
     layer: _Layer, x: Tensor, index: Tensor, weights: Tensor, nets: Networks, out: Tensor, work: Tensor
 ) -> Launches:
-    """All launches, bound to borrowed memory: none keeps an operand alive."""
+    """Binds all launches to borrowed memory, so that none keeps an operand alive."""
     if nets.fused is not None:
         return _bind_fused(layer, x, index, weights, nets, out, work)
     parts = _cut(layer, _borrowed(work), nets.gelu is not None)
@@ -334,7 +335,7 @@ def _bind(
 def _bind_fused(
     layer: _Layer, x: Tensor, index: Tensor, weights: Tensor, nets: Networks, out: Tensor, work: Tensor
 ) -> Launches:
-    """The sort, and the two products that pick, gate and sum rows."""
+    """Binds the sort, and the two products that pick, gate and sum rows."""
     whole, starts, pairs = _borrowed(work), layer.starts, layer.tokens * layer.top_k
 
     def part(at: int, kind: torch.dtype, *shape: int) -> Tensor:
@@ -355,7 +356,7 @@ def _bind_fused(
 
 
 class _Memory:
-    """Memory that someone else owns, as the array interface describes it."""
+    """Memory of another owner, as an object with the array interface."""
 
     def __init__(self, x: Tensor) -> None:
         size = x.element_size()
@@ -370,7 +371,7 @@ class _Memory:
 
 
 def _borrowed(x: Tensor) -> Tensor:
-    """A tensor over the memory of `x` that does not keep it alive: valid whenever a call comes with that address."""
+    """A tensor over the memory of `x` that does not keep it alive. Valid only in calls that pass the same address."""
     memory = _Memory(x)
     bits = torch.as_tensor(memory, device=x.device) if x.is_cuda else torch.from_numpy(np.asarray(memory))
     return bits.view(x.dtype)
@@ -400,7 +401,7 @@ def _cut(layer: _Layer, work: Tensor, gated: bool) -> _Parts:
 def _product(
     rows: Tensor, weight: Tensor, out: Tensor, ends: Tensor, bias: Tensor | None, nets: Networks, **keywords: Any
 ) -> tuple[Any, dict[str, Tensor | None]]:
-    """Binds one of the products as its step has run it; with its operands."""
+    """Binds one of the products as the steps ran it. Returns it with its operands."""
     held = _borrowed(weight.detach())
     stacked = held if nets.stacked else held.transpose(1, 2)
     vector = None if bias is None else _borrowed(bias.detach())
@@ -420,7 +421,8 @@ _PARAMETERS = re.compile(r"\.entry[^(]*\(([^)]*)\)")
 
 
 def words(kernel: Any, compiled: Any, values: dict[str, Any]) -> list[int]:
-    """The kernel's parameters: what is no constant, then pointers of Triton's own, which these kernels do not use."""
+    """The kernel's parameters as words: all arguments that are no constants, then Triton's own pointers, which these
+    kernels do not use."""
     types = compiled.src.signature
     given = [values[name] for name in kernel.arg_names if types[name] != "constexpr"]
     found = _PARAMETERS.search(compiled.asm["ptx"])
@@ -433,13 +435,13 @@ def words(kernel: Any, compiled: Any, values: dict[str, Any]) -> list[int]:
 
 
 def operands_of(kernel: Any, values: dict[str, Any]) -> dict[str, Tensor | None]:
-    """The tensors of a step, under the names by which its launch follows them: any, in the order of its arguments."""
+    """The tensors of a step, named in the order of its arguments, by which its launch follows them."""
     tensors = {id(x): x for x in (values[name] for name in kernel.arg_names) if isinstance(x, Tensor)}
     return dict(zip(OPERANDS, tensors.values(), strict=False))
 
 
 def _step(device: int, step: Any) -> tuple[Any, dict[str, Tensor | None]]:
-    """A bound step of Triton, with its operands."""
+    """A bound Triton step and its operands."""
     kernel, _, _, values = step
     return bound(device, *step), operands_of(kernel, values)
 

@@ -30,12 +30,12 @@ def run_steps(x, *steps):
 
 
 def lined(x):
-    """x with its elements of a row side by side."""
+    """x with a last stride of 1, copied if need be."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 def columns_at_once(width, least, most):
-    """Columns that a program takes at once."""
+    """The number of columns that a program handles at once."""
     return min(bucket(max(width, least)), most)
 
 
@@ -169,7 +169,8 @@ def _move_kernel(pairs, starts, order, inverse, rows, total, experts, K: tl.cons
 
 
 def sort_blocks(total, experts):
-    """Blocks of pairs, bins of each, and pairs in a block: counting a block costs its square, adding up its bins."""
+    """The number of blocks of pairs, bins per block, and pairs per block. Counting a block costs its square; adding up
+    its bins costs their number."""
     bins = max(16, bucket(experts + 1))
     size = SORT_BLOCK if tiles_of(total, SORT_BLOCK) * bins <= MOST_COUNTS else WIDE_SORT_BLOCK
     return tiles_of(total, size), bins, size
@@ -243,7 +244,7 @@ def sort_steps(pairs, order, inverse, ends, counts, rows=None, top_k=0, ahead=No
 
 
 def sort_by_expert(pairs, experts):
-    """pairs [S], S > 0 -> (order [S], inverse [S], ends [experts])."""
+    """Sorts pairs [S], S > 0. Returns (order [S], inverse [S], ends [experts])."""
     pairs, total = pairs.contiguous(), pairs.shape[0]
     order, inverse = (torch.empty(total, dtype=torch.int64, device=pairs.device) for _ in range(2))
     ends = torch.empty(experts, dtype=torch.int32, device=pairs.device)
@@ -301,12 +302,12 @@ def _gather_kernel(x, order, rows, width, stride, K: tl.constexpr, BLOCK: tl.con
 
 
 def can_sort(pairs, experts):
-    """Whether the counting sort takes so many experts."""
+    """Whether the counting sort can handle this many experts."""
     return pairs > 0 and 0 < experts <= MOST_EXPERTS
 
 
 def sort_scratch(pairs, experts):
-    """Bytes for the order of pairs and for the counts of their blocks."""
+    """The bytes for the order of pairs and for the counts of their blocks."""
     if pairs <= SORT_BLOCK:
         return 0, 0
     blocks, bins, _ = sort_blocks(pairs, experts)
@@ -314,7 +315,7 @@ def sort_scratch(pairs, experts):
 
 
 def arrival_steps(index, x, parts):
-    """Sorts the pairs of `index` [tokens, k] by expert and brings their rows: with few pairs in one kernel."""
+    """Sorts the pairs of `index` [tokens, k] by expert and gathers their rows; few pairs take one kernel."""
     rows, inverse, ends, order = parts.rows, parts.inverse, parts.ends, parts.order
     pairs, experts, top_k, width = index.numel(), ends.shape[0], index.shape[1], x.shape[1]
     block = columns_at_once(width, 16, MOST_COLUMNS)
@@ -370,7 +371,7 @@ def _gate_backward_kernel(grad, x, dx, width, grad_stride, stride, GELU: tl.cons
 
 
 def _gate_grid(rows, width, dtype, gelu):
-    """Grid and constants of either kernel."""
+    """The grid and constants of the forward and backward gate kernels."""
     block = columns_at_once(width, 16, GATE_COLUMNS)
     return (rows, tiles_of(width, block)), {"width": width, "GELU": gelu, "WIDE": wide_type(dtype), "BLOCK": block}
 

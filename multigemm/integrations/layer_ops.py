@@ -1,7 +1,7 @@
 """The small operators of a mixture-of-experts layer, which graphs can hold: a sort, a weighted sum, a gate.
 
-On a GPU with Triton each is a kernel or a few (layer_kernels.py, exchange_kernels.py); elsewhere it is made of torch's
-functions. Sums are formed in the accumulator's precision and rounded once, in a fixed order: the same call gives the
+On a GPU with Triton each runs one or a few kernels (layer_kernels.py, exchange_kernels.py); elsewhere it calls torch
+functions. Sums are formed in the accumulator's precision, in a fixed order, and rounded once: the same call gives the
 same bits.
 """
 
@@ -34,10 +34,10 @@ for schema in (
 
 
 def sort_by_expert(pairs: Tensor, experts: int) -> Sorted:
-    """A stable sort of pairs [S] of expert numbers -> order [S], inverse [S], ends [experts].
+    """Sorts pairs [S] of expert numbers stably. Returns order [S], inverse [S], ends [experts].
 
-    `order` lists the pairs by expert, `inverse` says where each pair went, `ends` where the pairs of each expert end.
-    Numbers outside of 0..experts-1 go behind all others.
+    `order` lists the pairs by expert, `inverse` is the position of each pair, `ends` is where each expert's pairs end.
+    Numbers outside of 0..experts-1 come last.
     """
     return torch.ops.multigemm.sort_by_expert(pairs, experts)  # type: ignore[no-any-return]
 
@@ -63,7 +63,7 @@ def geglu(x: Tensor) -> Tensor:
 
 @cache  # finding a package takes as long as many launches
 def triton_kernels() -> Any:
-    """The kernels in Triton, or None where it is not installed."""
+    """The module of Triton kernels, or None if Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         return None
     from multigemm.integrations import layer_kernels
@@ -73,7 +73,7 @@ def triton_kernels() -> Any:
 
 @cache
 def exchange_kernels() -> Any:
-    """Those of layers on many ranks."""
+    """The module of Triton kernels of layers on many ranks, or None if Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         return None
     from multigemm.integrations import exchange_kernels
@@ -82,7 +82,8 @@ def exchange_kernels() -> Any:
 
 
 def _in_triton(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator's kernel for GPUs: that of a name in Triton, or torch's functions where Triton is not installed."""
+    """An operator's kernel for GPUs: the Triton function of that name, or torch functions if Triton is not
+    installed."""
     return lambda *args: getattr(triton_kernels(), name, plain)(*args)
 
 
@@ -135,7 +136,7 @@ def _sum(rows: Tensor, index: Tensor, weights: Tensor | None, top_k: int) -> Ten
 
 
 def _inverse(index: Tensor) -> Tensor:
-    """The permutation that undoes `index`."""
+    """The inverse permutation of `index`."""
     back = torch.empty_like(index)
     back[index] = torch.arange(index.shape[0], device=index.device, dtype=index.dtype)
     return back
@@ -188,9 +189,10 @@ torch.library.register_fake("multigemm::weighted_sum_backward", _sum_backward_li
 
 
 def add_returned(own: Tensor, rows: Tensor, place: Tensor) -> Tensor:
-    """own [tokens, n] plus the rows [m, n] that `place` names for each token, -1 where there is none; rounded once.
+    """Adds to own [tokens, n] the rows [m, n] that `place` names for each token (-1: none), and rounds once.
 
-    place [chunks, ranks, tokens of a chunk]; the last chunk may have more places than there are tokens.
+    place is [chunks, ranks, tokens of a chunk]; the last chunk may have more places than there are tokens. This is no
+    operator: autograd does not see it.
 
     No operator: autograd does not see it.
     """
@@ -206,9 +208,9 @@ def add_returned(own: Tensor, rows: Tensor, place: Tensor) -> Tensor:
 
 
 def copy_rows(sources: tuple[Tensor, Tensor], rows: Tensor | None, to: tuple[Tensor, Tensor]) -> None:
-    """Copies the rows [n] of two matrices, all of them where that is None; elements of a row lie side by side.
+    """Copies the first `rows` rows of two matrices whose last stride is 1; all rows if that is None.
 
-    No operator: autograd does not see it.
+    This is no operator: autograd does not see it.
     """
     kernels = exchange_kernels() if sources[0].is_cuda else None
     if kernels is not None:
@@ -222,7 +224,7 @@ def copy_rows(sources: tuple[Tensor, Tensor], rows: Tensor | None, to: tuple[Ten
 
 
 def _gelu(x: Tensor) -> Tensor:
-    """F.gelu, which forms 1 + erf, loses the tail of negative x."""
+    """GELU by erfc: F.gelu computes 1 + erf, which loses the tail of negative x."""
     area: Tensor = 0.5 * torch.special.erfc(x * -math.sqrt(0.5))
     return x * area
 

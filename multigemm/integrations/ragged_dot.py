@@ -1,4 +1,4 @@
-"""The meaning of `jax.lax.ragged_dot` for any array with DLPack: JAX, NumPy, CuPy or torch, the same kind out.
+"""`jax.lax.ragged_dot` for any array with DLPack: JAX, NumPy, CuPy or torch. The result is of the same kind.
 
     from multigemm.integrations.ragged_dot import ragged_dot
 
@@ -30,7 +30,7 @@ def ragged_dot(
     *,
     batch_invariant: bool | None = None,
 ) -> Any:
-    """Row i of lhs times the matrix of its group. The parameters are JAX's, in its order.
+    """Multiplies row i of lhs by the matrix of its group. Parameters and their order are JAX's.
 
     Args:
         lhs: [m, k].
@@ -65,7 +65,7 @@ def ragged_dot(
 
 
 def _index(sizes: Any) -> Any:
-    """Group sizes as something that the core reads; other integer types than its two are converted."""
+    """Group sizes as an array that `grouped_gemm` reads. Integer types other than int32 and int64 are converted."""
     if not hasattr(sizes, "__dlpack__"):
         return sizes  # integers, or for the core to refuse
     tensor = sizes if isinstance(sizes, torch.Tensor) else torch.utils.dlpack.from_dlpack(sizes)
@@ -75,7 +75,7 @@ def _index(sizes: Any) -> Any:
 
 
 def _give_back(result: Any, like: Any) -> Any:
-    """A torch result as the library of `like` knows it: by the array-API standard, without a copy."""
+    """A torch result as an array of the library of `like`, by the array-API standard, without a copy."""
     if type(like).__module__.partition(".")[0] in KNOWN or not isinstance(result, torch.Tensor):
         return result
     namespace = getattr(like, "__array_namespace__", None)

@@ -1,11 +1,11 @@
-"""What ranks tell each other before rows travel, so that one that cannot go on ends all of them with one message.
+"""What ranks tell each other before rows travel, so that an error of one rank is raised on all of them.
 
-A collective waits for every rank of a group: a rank that raises an error before it leaves the others waiting until the
-group's timeout. So each rank reads its input first, and then takes part in the exchange of row counts whatever it
-found. What was found travels with the counts: an error, or what the input is. Every rank reads the same answer, so all
-go on, or all raise the same error, and nothing has been computed or written. The group stays usable.
+A collective waits for every rank of a group: a rank that raises before it would leave the others waiting until the
+group's timeout. So each rank reads its input first, and then takes part in the exchange of row counts in any case. The
+counts travel together with an error or with the facts of the input. Every rank reads the same answer, so all go on, or
+all raise the same error before anything is computed or written. The group stays usable.
 
-A rank that died or hangs cannot say so: the others end with `LibraryError` within the group's timeout.
+A rank that died or hangs cannot answer: the others raise `LibraryError` within the group's timeout.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SAFETY = 0.95
 
 
 class Input(NamedTuple):
-    """What a rank brings. `write_counts` writes to zeros [ranks, 1 + parts] on the device: how many numbers of experts
-    are none, for every rank alike, then the counts of what each rank will be sent."""
+    """The input of a rank. `write_counts` writes to a zeroed [ranks, 1 + parts] on the device: the number of invalid
+    expert numbers, the same for every rank, then the counts of what each rank will be sent."""
 
     dtype: torch.dtype
     features: int
@@ -45,8 +45,8 @@ class Input(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """The counts on the host, [ranks][parts]: what this rank sends to each and gets from each; and the latter on the
-    device. `needs_grad`: whether any rank needs a gradient of its tokens."""
+    """The counts on the host, [ranks][parts]: what this rank sends to each rank and receives from each. The received
+    counts also on the device. `needs_grad`: whether any rank needs a gradient of its tokens."""
 
     sent: list[list[int]]
     received: list[list[int]]
@@ -96,7 +96,7 @@ def agree(
 
 
 def _message(facts: tuple[int, ...], ranks: int, parts: int, device: torch.device) -> Tensor:
-    """[2, ranks, facts and counts]: what goes to each rank, counts of 0 as yet, and memory for what comes."""
+    """The send buffer [2, ranks, facts and counts] with counts still 0, and the receive buffer."""
     both = torch.empty((2, ranks, len(FACTS) + parts), dtype=torch.int64, device=device)
     both[0].copy_(_repeated((*facts, *[0] * (parts + 1)), ranks, device))
     return both
@@ -104,12 +104,12 @@ def _message(facts: tuple[int, ...], ranks: int, parts: int, device: torch.devic
 
 @lru_cache(maxsize=64)
 def _repeated(facts: tuple[int, ...], ranks: int, device: torch.device) -> Tensor:
-    """The same for each rank; kept, since a copy to a device takes as long as some launches."""
+    """The facts repeated for each rank. Cached, because a copy to a device takes as long as some launches."""
     return torch.tensor([facts] * ranks, dtype=torch.int64, device=device)
 
 
 def same_on_all_ranks(what: str, facts: dict[str, Any], group: dist.ProcessGroup) -> None:
-    """Raises InvalidProblem on every rank alike where one of the `facts` about `what` differs between two of them."""
+    """Raises InvalidProblem on every rank if two ranks differ in one of the `facts` about `what`."""
     found: list[Any] = [None] * group.size()
     with explained(group):
         dist.all_gather_object(found, facts, group=group)
@@ -130,7 +130,7 @@ def _number_of(dtype: torch.dtype) -> int:
 
 
 class _HostCopy:
-    """A copy of numbers on the host, for which the host waits when it needs them."""
+    """A copy of numbers to the host, which is waited for when the numbers are needed."""
 
     def __init__(self, x: Tensor) -> None:
         self._host, self._device = x, x.device
@@ -141,7 +141,7 @@ class _HostCopy:
             self._done.record()
 
     def wait(self, group: dist.ProcessGroup) -> Any:
-        """The numbers; raises where the device does not get there within the group's timeout."""
+        """The numbers. Raises if the device does not finish within the group's timeout."""
         start = time.monotonic()
         while self._done is not None and not self._done.query():
             waited = time.monotonic() - start
@@ -152,7 +152,7 @@ class _HostCopy:
 
 
 def _raise_everywhere(failure: Exception | None, group: dist.ProcessGroup) -> None:
-    """Tells all ranks what the first failure was, and raises it."""
+    """Tells all ranks of the first failure, and raises it."""
     told: list[Any] = [None] * group.size()
     mine = None if failure is None else (isinstance(failure, MultigemmError), f"{failure}" or type(failure).__name__)
     with explained(group):
@@ -199,7 +199,7 @@ def _silence(group: dist.ProcessGroup, why: object) -> str:
 
 @contextmanager
 def explained(group: dist.ProcessGroup) -> Iterator[None]:
-    """A collective that fails says what was going on, and whom to look at."""
+    """A context that adds to a failing collective's error what was going on, and which rank to look at."""
     try:
         yield
     except RuntimeError as error:

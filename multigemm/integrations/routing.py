@@ -1,10 +1,9 @@
-"""Tokens to experts and back: a sort, a gather, a weighted sum. No atomics, no host sync.
+"""Tokens to experts and back: a sort, a gather, a weighted sum. No atomics, no synchronisation.
 
-Each token goes to k experts, which makes S = tokens * k pairs. A stable sort by expert puts the
-pairs of one expert next to each other; its inverse brings the results home. Both directions, and
-their gradients, are gathers, so the same call gives the same bits.
-Expert numbers outside of 0..experts-1 mean "not here": those pairs end up behind the last group, where
-a grouped GEMM reads nothing and writes zeros.
+Each token goes to k experts, which makes S = tokens * k pairs. A stable sort by expert puts the pairs of one expert
+next to each other; the inverse permutation returns the results. Both directions, and their gradients, are gathers, so
+the same call gives the same bits. Expert numbers outside of 0..experts-1 mean "not on this rank": those pairs come
+after the last group, where a grouped GEMM reads nothing and writes zeros.
 """
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ def route(top_k_index: Tensor, experts: int) -> Routing:
 
 
 class _Dispatch(torch.autograd.Function):
-    """Row order[s] // k of x for every pair s. The gradient of a token is the sum over its k pairs."""
+    """Autograd function: row order[s] // k of x for every pair s. The gradient of a token is the sum over its k
+    pairs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
@@ -66,7 +66,7 @@ def dispatch(x: Tensor, routing: Routing) -> Tensor:
 
 
 def combine(y: Tensor, weights: Tensor, routing: Routing) -> Tensor:
-    """[S, H] sorted by expert, and weights [tokens, k] -> [tokens, H]: each token's weighted sum."""
+    """[S, H] sorted by expert, and weights [tokens, k] -> the weighted sum of each token [tokens, H]."""
     if weights.dim() != 2 or weights.shape[1] != routing.top_k or weights.numel() != routing.order.shape[0]:
         wanted = (routing.order.shape[0] // max(routing.top_k, 1), routing.top_k)
         raise InvalidProblem(
@@ -76,6 +76,6 @@ def combine(y: Tensor, weights: Tensor, routing: Routing) -> Tensor:
 
 
 def permute(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """The rows of x in another order; `inverse` undoes it."""
+    """The rows of x in another order; `inverse` is the inverse permutation."""
     rows: Tensor = _Dispatch.apply(x, order, inverse, 1)  # type: ignore[no-untyped-call]
     return rows

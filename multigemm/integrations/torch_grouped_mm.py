@@ -31,7 +31,7 @@ def grouped_mm(
     *,
     batch_invariant: bool | None = None,
 ) -> Tensor:
-    """Products of groups that `offs` cuts from whatever is a matrix.
+    """Multiplies groups that `offs` cuts out of the two-dimensional operands, as torch's `grouped_mm` does.
 
     2-D x 3-D: rows of mat_a; 3-D x 2-D: columns of mat_b; 2-D x 2-D: the inner extent, which gives [G, M, N];
     3-D x 3-D: one product for each pair, without `offs`.
@@ -96,7 +96,7 @@ def scaled_grouped_mm(
     *,
     batch_invariant: bool | None = None,
 ) -> Tensor:
-    """Products of groups of float8 operands with scales, which `offs` cuts as in `grouped_mm`.
+    """Multiplies groups of float8 operands with scales, which `offs` cuts as in `grouped_mm`.
 
     A scale of b is laid out as b's transpose, as torch has it: [G, N], [G, N, K / 128], and so on.
 
@@ -154,7 +154,7 @@ def scaled_grouped_mm(
 
 
 def _only(x: Any, name: str) -> Any:
-    """The one element of a list, or what is no list."""
+    """The only element of a list; an argument that is no list is returned."""
     if not isinstance(x, list | tuple):
         return x
     if len(x) != 1:
@@ -163,7 +163,8 @@ def _only(x: Any, name: str) -> Any:
 
 
 class _Scale:
-    """A scale of an operand [rows, K] or [G, rows, K] by torch's recipe; `groups` cut K, if they are more than 0."""
+    """A scale of an operand [rows, K] or [G, rows, K] by torch's recipe. `groups` is the number of groups that cut K, 0
+    for none."""
 
     def __init__(self, side: str, operand: Tensor, scale: Any, recipe: Any, swizzle: Any, groups: int) -> None:
         self.name, self.operand, self.groups = f"scale_{side}", operand, groups
@@ -179,7 +180,8 @@ class _Scale:
             )
 
     def read(self, ends: Tensor | None) -> Tensor:
-        """The scale as `multigemm.grouped_gemm` takes that of a: a number, a vector, or a grid [.., rows, K]."""
+        """The scale in the layout that `multigemm.grouped_gemm` takes for a: a number, a vector, or a grid [.., rows,
+        K]."""
         if self.recipe == "TensorWise":
             return self._fit(self.scale.reshape(()) if self.scale.numel() == 1 else self.scale, (0, 1))
         if self.recipe == "RowWise":
@@ -204,7 +206,7 @@ class _Scale:
         return self.scale.view(self.groups, rows).t() if self.groups else self.scale.unsqueeze(-1)
 
     def _unswizzled(self, ends: Tensor | None) -> Tensor:
-        """In bytes on the way: a GPU does not join float8_e8m0fnu."""
+        """Undoes the swizzle, on bytes: torch cannot concatenate float8_e8m0fnu on a GPU."""
         if self.scale.dtype.itemsize != 1:
             return self._in_order(self.scale, ends)
         return self._in_order(self.scale.view(torch.uint8), ends).view(self.scale.dtype)
@@ -219,7 +221,7 @@ class _Scale:
 
 
 def _padded_rows(ends: Tensor, rows: int, padded: int) -> Tensor:
-    """Where each row lies if every group's rows are padded to a multiple of 128; 0 for rows of no group."""
+    """The position of each row if every group's rows are padded to a multiple of 128; 0 for rows of no group."""
     ends = ends.to(torch.int64)
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     steps = (ends - starts + SWIZZLED_ROWS - 1) // SWIZZLED_ROWS * SWIZZLED_ROWS

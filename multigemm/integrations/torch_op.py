@@ -1,4 +1,4 @@
-"""`torch.ops.multigemm.grouped_gemm`: the grouped GEMM as an operator that torch can see into.
+"""`torch.ops.multigemm.grouped_gemm`: the grouped GEMM as a torch operator.
 
 With it come autograd, torch.compile without graph breaks, torch.export, autocast and CUDA graphs.
 The operator takes the keywords of `multigemm.grouped_gemm`, as tensors and plain values; it always
@@ -89,7 +89,7 @@ def grouped_gemm(a: Tensor, b: Tensor, **keywords: Any) -> Tensor:
 
 
 def _refuse_arguments(*tensors: Any, **keywords: Any) -> None:
-    """Refuses what the schema does not hold: keywords, lists for tensors, lists of backends."""
+    """Refuses what the schema cannot hold: keywords, lists for tensors, lists of backends."""
     given = {**dict(zip(TENSORS, tensors, strict=False)), **keywords}
     kinds = {x.name: str(x.type) for x in overload._schema.arguments}
     refuse_in_operator(given)
@@ -112,7 +112,7 @@ def _refuse_arguments(*tensors: Any, **keywords: Any) -> None:
 
 
 def names(backend: str) -> Any:
-    """The operator's schema holds text only: "auto", one name, or names joined by commas."""
+    """A backend argument as the text in the operator's schema: "auto", one name, or names joined by commas."""
     return backend.split(",") if "," in backend else backend
 
 
@@ -121,8 +121,8 @@ Missed = Callable[[tuple[Key | None, Key | None], str, tuple[Any, ...], dict[str
 
 
 def remembered(missed: Missed, watched: Callable[[], bool]) -> Callable[..., Any]:
-    """The operator on real tensors: the result of a call like an earlier one, else what `missed` makes of it, and at
-    once where it is `watched`."""
+    """The operator on real tensors: runs the launch of a call like an earlier one, else calls `missed`. It calls
+    `missed` at once if the call is `watched`."""
 
     def run(
         a: Tensor, b: Tensor, offsets: Tensor | None = None, sizes: Tensor | None = None, ends: Tensor | None = None,
@@ -175,7 +175,7 @@ def remembered(missed: Missed, watched: Callable[[], bool]) -> Callable[..., Any
 
 
 def _handed_over(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
-    """By torch's dispatcher, to one of the two below."""
+    """Calls the operator through torch's dispatcher, which reaches `_for_autograd` or `_solved`."""
     try:
         return _dispatcher(*tensors, **options)  # type: ignore[no-any-return]
     except (TypeError, RuntimeError):  # of a call that the schema does not hold, or of the launch
@@ -184,8 +184,8 @@ def _handed_over(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[s
 
 
 def _for_autograd(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
-    """As the kernel for autograd: torch's own way where gradients are wanted, or a dispatch key below autograd has work
-    to do: a mode, a transform, a wrapper."""
+    """The kernel of the autograd dispatch key. Takes torch's general way if gradients are wanted, or if a dispatch key
+    below autograd (a mode, a transform, a wrapper) has work to do."""
     _refuse_missing(*tensors[:2])
     dispatched, wanted = dispatch_keys(*tensors), grad_enabled() and any_requires_grad(*tensors)
     if wanted:
@@ -196,7 +196,7 @@ def _for_autograd(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[
 
 
 def _solved(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
-    """The whole way; keeps the launch for later calls."""
+    """Validates, chooses, binds and launches. Keeps the launch for later calls."""
     _refuse_missing(*tensors[:2])
     asked = {name: value for name, value in options.items() if name not in ("backend", "grad_backend")}
     given: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
@@ -209,14 +209,14 @@ def _solved(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[str, A
 
 
 def _refuse_missing(a: Tensor | None, b: Tensor | None) -> None:
-    """torch lets None through."""
+    """Refuses None for a required tensor, which torch lets through."""
     for name, x in (("a", a), ("b", b)):
         if x is None:
             raise InvalidProblem(f"{name} is None: pass a tensor")
 
 
 def _refuse_quantised_gradients(given: dict[str, Any]) -> None:
-    """Quantised operands and scales have no gradients."""
+    """Refuses gradients of quantised operands and scales."""
     for name in SCALES:
         if (x := given.get(name)) is not None and x.requires_grad:
             raise InvalidProblem(f"{name} asks for a gradient, and scales and zero points have none: detach it")
@@ -281,7 +281,7 @@ def result_like(
 
 
 def _count(groups: int | None, cuts: list[Tensor], head: bool) -> int:
-    """The number of groups: that of a stacked operand, else as many as the cuts make."""
+    """The number of groups: that of a stacked operand, else from the length of the cut."""
     if not cuts:
         assert groups is not None
         return groups
@@ -295,7 +295,7 @@ def _count(groups: int | None, cuts: list[Tensor], head: bool) -> int:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], given: dict[str, Any], output: Tensor) -> None:
-    """What the backward pass reads: the operands; C and bias only to form a pre-activation anew."""
+    """Saves what the backward pass reads: the operands, and C and bias only to recompute a pre-activation."""
     a, b, *cuts, c, bias, scale_a, scale_b, zero_b = inputs[: -len(FUSED)]
     options = DEFAULTS | given  # the dispatcher drops what is at its default
     ctx.fused = any(x is not None for x in inputs[-len(FUSED) :]) or options["activation"] in GATES
@@ -345,7 +345,8 @@ def _backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
 
 
 def _fused_backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
-    """Through the same steps as differentiable operations: rows picked, the product, gate, row_scale, sums."""
+    """The backward pass through the same steps as differentiable operations: rows picked, product, gate, row_scale,
+    sums."""
     given: dict[str, Any] = dict(zip(TENSORS, ctx.saved_tensors, strict=True))
     o, twice, squeezed = ctx.options, torch.is_grad_enabled(), False
     names = [name for name, need in zip(TENSORS, ctx.needs_input_grad[2:], strict=True) if need]
@@ -384,7 +385,7 @@ _general = eager.differentiable(overload, _backward, _keep)
 
 
 def _autocast(keyset: Any, a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Any:
-    """a and b in autocast's dtype, as torch does for a matmul; float32 epilogue operands may stay."""
+    """Casts a and b to autocast's dtype, as torch does for a matmul. float32 operands of the epilogue stay."""
     _refuse_missing(a, b)
     dtype = torch.get_autocast_dtype(a.device.type)
     cuts, extras, others = rest[:4], rest[4:6], rest[6:]

@@ -77,7 +77,8 @@ def _is_swiglu(experts: Any) -> bool:
 
 
 def _own_gate(experts: Any) -> Network | None:
-    """The gate of a model's own (gpt-oss), where that is one of ours and nothing else is the model's own; else None."""
+    """The gate of a model's own experts (gpt-oss), if it is one of this package's gates and the model changes nothing
+    else; else None."""
     known: Network | None = experts.__dict__.get(GATE, None)
     if known is not None:
         return None if hasattr(experts, FORMAT) else known
@@ -91,11 +92,11 @@ def _own_gate(experts: Any) -> Network | None:
 
 
 def gate_of(experts: Any) -> Network | None:
-    """The gate of a module as one of ours; None for any other.
+    """The gate of a module as one of this package's gates; None for any other.
 
-    What a module computes is asked of itself: its `_apply_gate` has to agree with ours, to seven digits, on values of
-    all sizes and signs, below and above the limits that the module names. A gate that is not met by all of them is its
-    own, and is never guessed at.
+    The module's `_apply_gate` is called on probe values of all sizes and signs, below and above the limits that the
+    module names. It has to agree with a gate of this package to seven digits on all of them; a gate that does not is
+    used as it is.
     """
     width = experts.down_proj.shape[1 if experts.is_transposed else 2] * 2
     draw = torch.Generator().manual_seed(0)
@@ -120,7 +121,7 @@ def gate_of(experts: Any) -> Network | None:
 
 
 def _candidates(experts: Any) -> Iterator[Network]:
-    """Our gates with the numbers that a module names."""
+    """This package's gates with the numbers that a module names."""
     held = [experts, getattr(experts, "config", None)]
 
     def numbers(*names: str) -> list[float]:
@@ -135,7 +136,7 @@ def _candidates(experts: Any) -> Iterator[Network]:
 
 
 def _networks(experts: Any) -> layer_call.Networks | None:
-    """The layer as one that may be bound; None for what has parts of its own."""
+    """The layer as `Networks`, which can be bound; None for a module with parts of its own."""
     if getattr(experts, "has_post_expert_norm", False) or getattr(experts, "_is_expert_parallel", False):
         return None
     if hasattr(experts, FORMAT):
@@ -148,7 +149,7 @@ def _networks(experts: Any) -> layer_call.Networks | None:
 
 
 def _activated(experts: Any, hidden: Tensor) -> Tensor:
-    """The model's own gate, or, where that is SwiGLU, ours: one pass, one rounding."""
+    """Applies the model's own gate, or for SwiGLU this package's kernel: one pass, one rounding."""
     if _is_swiglu(experts):
         return swiglu(hidden)
     if not experts.has_gate:
@@ -264,9 +265,9 @@ def _hold(experts: nn.Module, name: str, held: Quantized) -> None:
 
 
 def fp8_experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The forward pass of `FP8Experts`: activations are quantised for each product, as its other ones do.
+    """The forward pass of `FP8Experts`: activations are quantised for each product, as in its other implementations.
 
-    Their scales cover 128 of K where those of the weights are blocks, else a row. Weights of four bits multiply
+    Scales of activations cover 128 of K if those of the weights are blocks, else a row. Weights of four bits multiply
     bfloat16.
     """
     if experts.activation_scheme != "dynamic":

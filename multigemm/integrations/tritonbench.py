@@ -34,10 +34,10 @@ Adapter = Callable[..., Callable[[], Result]]
 
 
 def run_with(backend: str, group_a: Sequence[Tensor], group_b: Sequence[Tensor]) -> Callable[[], Result]:
-    """A function that launches, with the result that the operator's baseline returns.
+    """Returns a function that launches and returns what the operator's baseline returns.
 
-    Operators since September 2025 pass one B for all groups and compare the rows of all groups below each other; the
-    older ones pass a B for each group and compare lists.
+    Operators since September 2025 pass one B for all groups and compare the rows of all groups in one matrix; older
+    ones pass one B per group and compare lists.
     """
     first = group_b[0]
     shared = all(b.data_ptr() == first.data_ptr() and b.stride() == first.stride() for b in group_b)

@@ -1,4 +1,4 @@
-"""Modules that multiply by many matrices at once: a grouped linear layer, experts, a mixture of experts.
+"""Layers: a grouped linear layer, experts, a mixture of experts.
 
 `multigemm.nn.parallel` spreads experts over the ranks of a mesh; it needs torch.distributed.
 """

@@ -23,7 +23,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Granularity(NamedTuple):
-    """How a recipe quantises: what a scale of tokens and of weights covers, and the format of incoming gradients."""
+    """What a recipe quantises with: the coverage of a scale of tokens and of weights, and the format of incoming
+    gradients."""
 
     tokens: str
     weights: str
@@ -45,9 +46,9 @@ def float8_grouped_mm(
     scale_dtype: torch.dtype = torch.float32,
     backend: str | Sequence[str] = "auto",
 ) -> Tensor:
-    """`x[rows of g] @ w[g]` in float8, for training: quantises x and w, and the incoming gradient in the backward pass.
+    """`x[rows of g] @ w[g]` in float8, for training. Quantises x, w and, in the backward pass, the incoming gradient.
 
-    Gradients are straight-through: those of the product of the unquantised operands, each computed in float8.
+    Gradients are straight-through: the gradients of the unquantised product, each computed in float8.
 
     ========  =====================  =================  ===========================================================
     recipe    x                      w                  dX = dY @ W^T
@@ -102,7 +103,7 @@ def float8_grouped_mm(
 
 
 class Choices(NamedTuple):
-    """What does not depend on data."""
+    """The arguments of a call that are no tensors."""
 
     recipe: Granularity
     wgrad: WeightGradient
@@ -117,7 +118,7 @@ def _product(x: Tensor, w: Tensor, cut: dict[str, Any], how: Choices) -> Tensor:
 
 
 class _Float8(torch.autograd.Function):
-    """x @ w by groups; keeps x for dW, and of w what the recipe multiplies dY by."""
+    """x @ w by groups. Keeps x for dW, and the form of w by which the recipe multiplies dY."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, cut: dict[str, Any], how: Choices) -> Tensor:

@@ -21,7 +21,7 @@ Cut = Tensor | Sequence[int] | None
 
 
 def check_layer(backend: str, dtype: torch.dtype | None, **extents: Any) -> None:
-    """Refuses what no layer can be made of, and a backend that its first call would not find."""
+    """Refuses extents, dtypes or names of which no layer can be made, and backends that do not exist."""
     for name, value in extents.items():
         if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
             raise InvalidProblem(f"{name}={value!r}; it must be a whole number, 0 or more")
@@ -33,7 +33,7 @@ def check_layer(backend: str, dtype: torch.dtype | None, **extents: Any) -> None
 
 
 def init_linear_(weight: Tensor, bias: Tensor | None = None) -> None:
-    """As torch.nn.Linear does for every matrix [out, in] of a stack: uniform in +-1/sqrt(in)."""
+    """Initialises every matrix [out, in] of a stack as torch.nn.Linear does: uniform in +-1/sqrt(in)."""
     bound = 1 / math.sqrt(weight.shape[-1]) if weight.shape[-1] else 0.0
     nn.init.uniform_(weight, -bound, bound)
     if bias is not None:
@@ -41,7 +41,7 @@ def init_linear_(weight: Tensor, bias: Tensor | None = None) -> None:
 
 
 def _on(x: Tensor, kind: Kind, cut: Cut, groups: int) -> Tensor | None:
-    """A cut as a tensor on the device of `x`; what comes from elsewhere is checked, as it is read anyway."""
+    """A cut as a tensor on the device of `x`. A cut from elsewhere is checked, because it is read anyway."""
     if cut is None or (isinstance(cut, Tensor) and cut.device == x.device):
         return cut
     if torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""A mixture of experts: router, sort by expert, two grouped GEMMs, weighted sum. Dropless.
+"""Mixture of experts: router, sort by expert, two grouped GEMMs, weighted sum. No token is dropped.
 
 Names and shapes of the weights are those of the MoE blocks of Hugging Face transformers
 (`gate.weight`, `experts.gate_up_proj`, `experts.down_proj`), so their state dicts load as they are.
@@ -33,7 +33,7 @@ PLAIN = ("relu", "gelu", "gelu_tanh", "silu")
 
 @run_while_tracing
 def _invariant_unless_told() -> bool:
-    """What MULTIGEMM_BATCH_INVARIANT says; a compiled graph keeps what it said at the first call."""
+    """The value of MULTIGEMM_BATCH_INVARIANT; a compiled graph keeps the value of the first call."""
     return settings().batch_invariant
 
 
@@ -42,7 +42,8 @@ FUSING = frozenset(("auto", "cupy", "triton"))
 
 
 def has_fast_fused_products(x: Tensor, backend: str) -> bool:
-    """Whether fused products of layers were measured for tokens like these."""
+    """Whether fused products were measured for these tokens: 16 bits, compute capability 9.0, a backend that has
+    them."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or not FUSING.issuperset(backend.split(",")):
         return False
     return _capability(x.get_device()) == (9, 0)
@@ -54,7 +55,7 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 class Experts(nn.Module):
-    """E feed-forward networks; each token passes through its top k and gets their weighted sum.
+    """E feed-forward networks. Each token passes through k of them and gets their weighted sum.
 
     Gated ("swiglu", "geglu", "geglu_tanh", "reglu", "glu"): `gate_up_proj` [E, 2*I, H] holds the gate in its first I
     rows, or where `glu_layout` says. Plain ("gelu", "gelu_tanh", "relu", "silu"): `up_proj` [E, I, H], the activation
@@ -207,7 +208,7 @@ class Experts(nn.Module):
         return y if beside is None else y + beside()
 
     def _here(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The layer of one process."""
+        """The layer without a mesh."""
         if self.fused or (self.fused is None and self._fuses(x)):
             return self._fused(x, top_k_index, top_k_weights)
         if self.weight_format is None and not self._own_gate:
@@ -226,8 +227,8 @@ class Experts(nn.Module):
         return self._linear("down_proj", hidden, ends, None)
 
     def _fuses(self, x: Tensor) -> bool:
-        """Whether a layer that was not told is a fused one. By its gate, and neither by the number of tokens nor by
-        whether gradients are wanted, which shall not change its bits."""
+        """Whether a layer with fused=None runs fused. Decided by its gate alone: the number of tokens and wanted
+        gradients must not change its bits."""
         if not self._own_gate or self.weight_format is not None or torch.compiler.is_compiling():
             return False
         if not has_fast_fused_products(x, self.backend):
@@ -240,7 +241,7 @@ class Experts(nn.Module):
 
     @property
     def _own_gate(self) -> bool:
-        """Whether the gate is one that layers in steps have no kernel for."""
+        """Whether the layer's steps have no kernel for its gate."""
         return self.activation in GATED and not self.network.usual_gate
 
     def _fused(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -279,14 +280,14 @@ class Experts(nn.Module):
         return fused_parallel.run_fused(x, index, weights, experts, self.network, self.mesh, self.chunks, beside)
 
     def _share(self, bias: Tensor) -> Tensor:
-        """Of a bias that is added to the sum of all slices: what this slice adds."""
+        """This slice's part of a bias that is added to the sum of all slices."""
         from multigemm.integrations.expert_parallel import groups_of, share
 
         slices = groups_of(self.mesh)[1]
         return bias if slices is None else share(bias, slices.size())
 
     def _held(self, name: str) -> Tensor | None:
-        """A parameter, or this rank's part of it: over a mesh all of them are DTensors."""
+        """A parameter, or over a mesh this rank's part of it."""
         parameter: Any = getattr(self, name)
         part: Tensor | None = parameter if parameter is None or self.mesh is None else parameter.to_local()
         return part
@@ -397,7 +398,8 @@ class MoE(nn.Module):
         return logits, index, weights
 
     def _logits(self, x: Tensor) -> Tensor:
-        """The router; torch's product of a matrix chooses its kernel by the number of tokens."""
+        """The router's logits. With batch invariance by a grouped GEMM, because torch chooses a kernel by the number of
+        tokens."""
         experts = self.experts
         asked = experts.batch_invariant
         if not (_invariant_unless_told() if asked is None else asked):

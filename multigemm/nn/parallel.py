@@ -68,9 +68,9 @@ class ExpertParallel(ParallelStyle):
 
 
 def _slice(experts: Experts, name: str) -> Any:
-    """How the second mesh dimension lies over a weight: along the intermediate features, wherever they are.
+    """How the second mesh dimension slices a weight: along the intermediate features.
 
-    A gated weight holds them twice, as two halves or in turns; each rank needs the same slice of both.
+    A gated weight holds them twice, as two halves or interleaved; each rank needs the same slice of both.
     """
     bias, stacked, layout = name.endswith("_bias"), experts.network.stacked, experts.network.glu_layout
     if name.startswith("down_proj"):

@@ -1,4 +1,4 @@
-"""Binding: from a choice and a problem to a launch, and the memory that results go to."""
+"""Binding: turns a backend's choice and a problem into a launch, and provides the memory for results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from multigemm.problem.spec import ProblemSpec
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which backend solves every problem of one spec, how, and why."""
+    """The backend, recipe and config that solve every problem of one spec, and the reason for them."""
 
     backend: str
     recipe: Recipe
@@ -32,18 +32,19 @@ class Choice:
 
 
 def reasons(choice: Choice, problem: GroupedGemmProblem) -> str:
-    """Why this backend, why this config, and what it comes to for the sizes of this problem."""
+    """The text of `why`: why this backend, why this config, and what a recipe that decides at bind runs for these
+    sizes."""
     return "; ".join(filter(None, (choice.why, choice.recipe.why, told(choice, problem))))
 
 
 def told(choice: Choice, problem: GroupedGemmProblem) -> str:
-    """What a recipe that decides at bind would run for this problem; "" for any other."""
+    """What a recipe that decides at bind would run for this problem; "" for other recipes."""
     tell = choice.recipe.tell
     return "" if tell is None else tell(outline(problem, choice.spec))
 
 
 class Bound(NamedTuple):
-    """A launch with the operands that it was bound to, which have to live until it is called for the last time."""
+    """A launch and its operands, which must stay alive until the last call of the launch."""
 
     launch: Launch
     ops: Operands
@@ -52,7 +53,7 @@ class Bound(NamedTuple):
 
 
 def bind(choice: Choice, problem: GroupedGemmProblem, out: Operand) -> Bound:
-    """Binds, and joins the steps that must run before each launch to the launch."""
+    """Binds a recipe, and puts the steps that must run before each launch in front of it."""
     if choice.recipe.syncs and captured(problem):
         raise NotCapturable(
             f"backend {choice.backend!r} ({choice.recipe.kernel}) reads sizes on the host and cannot be captured: "
@@ -67,8 +68,9 @@ def bind(choice: Choice, problem: GroupedGemmProblem, out: Operand) -> Bound:
 
 
 def launch_of(recipe: Recipe, ops: Operands) -> Launch:
-    """A recipe's launch. A result without elements takes none: its operands may lie where no memory need be, and a
-    kernel that copies no bytes from there ends the context all the same. `preact_out` may have some beside it."""
+    """The launch of a recipe, or no launch for a result without elements: its operands may have no memory, and a kernel
+    that copies even zero bytes from there destroys the context. `preact_out` may have elements where the result has
+    none."""
     out = ops.out
     has_elements = any(x.numel() for x in out) if isinstance(out, list) else out.numel()
     if ops.fused is not None:
@@ -81,7 +83,7 @@ def _external(stream: int, device: torch.device) -> torch.cuda.ExternalStream:
 
 
 class _OnCallerStream:
-    """A launch on the stream that CuPy works on at that moment, which torch need not share."""
+    """A launch on the stream that CuPy is using at that moment, which may differ from torch's."""
 
     __slots__ = ("_device", "_launch")
 
@@ -99,7 +101,7 @@ def _stream_of_cupy(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def callers_stream(problem: GroupedGemmProblem) -> AbstractContextManager[Any]:
-    """The stream that a call of this problem launches on, as torch's current one."""
+    """A context in which torch's current stream is the one on which a call of this problem launches."""
     return _stream_of_cupy(problem.device) if problem.kind == "cupy" else nullcontext()
 
 
@@ -110,7 +112,7 @@ def captured(problem: GroupedGemmProblem) -> bool:
 
 
 def caller_result(problem: GroupedGemmProblem, out: Operand) -> Any:
-    """What the caller gets: the `out` that they gave, or the fresh result as their kind of array."""
+    """What the caller receives: the given `out`, or the fresh result as the caller's kind of array."""
     if problem.given_out is not None:
         return problem.given_out
     if not isinstance(out, torch.Tensor):
@@ -119,7 +121,7 @@ def caller_result(problem: GroupedGemmProblem, out: Operand) -> Any:
 
 
 def refuse_gradients(problem: GroupedGemmProblem) -> None:
-    """A plan writes into memory and nothing else: what would need a gradient is not for it."""
+    """Refuses a plan of inputs that require a gradient: a plan only writes into memory."""
     if torch.is_grad_enabled() and problem.requires_grad:
         raise InvalidProblem(
             "an input requires grad, and a plan has no gradient: call grouped_gemm or solve, use torch.no_grad(), or "
@@ -128,7 +130,7 @@ def refuse_gradients(problem: GroupedGemmProblem) -> None:
 
 
 def scratch(problem: GroupedGemmProblem) -> Operand:
-    """Memory for a result that nobody needs, laid out as the problem's `out`, or as a plan's result."""
+    """Memory for a discarded result, laid out like the problem's `out` or a plan's result."""
     out = allocate(problem, together=True)
     if problem.out is None:
         return out
@@ -136,7 +138,7 @@ def scratch(problem: GroupedGemmProblem) -> Operand:
 
 
 def scratch_bytes(problem: GroupedGemmProblem) -> tuple[int, int]:
-    """What `scratch` takes, and how much of that the result has."""
+    """The bytes that `scratch` allocates, and the bytes of the result in them."""
     shapes = problem.out_shape if problem.form == "per_group" else [problem.out_shape]
     size = sum(map(math.prod, shapes)) * problem.out_dtype.itemsize
     return size if problem.out is None else sum(map(reach_bytes, problem.each("out"))), size

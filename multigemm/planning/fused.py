@@ -1,7 +1,7 @@
-"""Fused problems as launches: the products that make rows, and the sums of those rows behind them.
+"""Fused problems as launches: the products that make rows, then the sums of those rows.
 
-Where `combine` or `out_rows` is asked for, the products are a problem of their own that any kernel may take: rows in
-the operands' dtype, in memory that calls lend. A kernel behind them sums the rows in a fixed order.
+For `combine` and `out_rows` the products become a problem of their own, which any kernel may solve. It writes rows in
+the operands' dtype into memory that the caller of the launch lends. A second kernel sums the rows in a fixed order.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ KEYWORDS = ("a_rows", "b_rows", "preact_out", "row_scale", "combine", "out_rows"
 
 
 def columns_of(spec: ProblemSpec, n: int) -> int:
-    """Columns of the result of products of n columns, of which a gate joins two."""
+    """The columns of the result if the products have n columns; a gate turns two columns into one."""
     return n // 2 if spec.fused is not None and spec.fused.layout else n
 
 
 def rows_dtype(spec: ProblemSpec) -> torch.dtype:
-    """The dtype of rows that are summed: that of the operands; scaled float8 has rows of bfloat16."""
+    """The dtype of the rows that are summed: the operands' dtype, or bfloat16 for scaled float8."""
     return torch.bfloat16 if spec.compute.itemsize == 1 else spec.compute
 
 
 def products_spec(spec: ProblemSpec) -> ProblemSpec:
-    """The spec of the products: where rows of the result are sums of rows, that of the rows, in the operands' dtype.
-    Scaled float8 has rows of bfloat16."""
+    """The spec of the products. For sums of rows its result is the unsummed rows, in the operands' dtype, or in
+    bfloat16 for scaled float8."""
     fused = spec.fused
     if fused is None or not fused.scatters:
         return spec
@@ -44,8 +44,8 @@ def products_spec(spec: ProblemSpec) -> ProblemSpec:
 
 
 def view_of_tokens(ops: Operands) -> Packed:
-    """The formula of a problem's products: extents are those of tokens, which indices may pick from fewer or more rows.
-    Of a list `NO_VIEW`."""
+    """The address formula (`Packed`) of a problem's products. Extents count tokens; indices may pick them from fewer or
+    more rows. `NO_VIEW` for a list."""
     if ops.spec.form == "per_group":
         return NO_VIEW
     shape, fused = packed(ops), ops.fused
@@ -56,7 +56,7 @@ def view_of_tokens(ops: Operands) -> Packed:
 
 
 def product_operands(ops: Operands) -> Operands:
-    """The problem that makes the rows which `combine` or `out_rows` sums, in memory that calls lend."""
+    """The operands of the products whose rows `combine` or `out_rows` sums. Their result lies in lent memory."""
     fused, spec = cast(Fused, ops.fused), products_spec(ops.spec)
     rest = replace(fused, combine=None, weights=None, out_rows=None, rows=None) if spec.fused else None
     tokens = int(view_of_tokens(ops).m)
@@ -65,7 +65,8 @@ def product_operands(ops: Operands) -> Operands:
 
 
 def sort_step(places: Tensor) -> tuple[Tensor, Tensor, Launch]:
-    """Places in order, who goes there, and the launch that sorts them anew; equal places keep the order of rows."""
+    """The launch that sorts rows by their destination, and its results: destinations in order and the row of each. Rows
+    of one destination keep their order."""
     ordered, order = torch.empty_like(places), torch.empty(places.shape, dtype=torch.int64, device=places.device)
     if not places.numel():
         return ordered, order, NOTHING
@@ -77,7 +78,7 @@ SumLaunch = Callable[[Operands, Tensor, Tensor, "Tensor | None"], Launch]
 
 
 def lending(steps: Sequence[Launch], lent: Tensor | None) -> Launch:
-    """The steps as one launch, which has this memory between them until it is moved: then a call lends as much."""
+    """The steps as one launch that holds this memory between them until it is moved. Each later call lends as much."""
     launch = in_turn(steps)
     if lent is None:
         return launch
@@ -92,7 +93,7 @@ def lending(steps: Sequence[Launch], lent: Tensor | None) -> Launch:
 
 
 def bind_sums(ops: Operands, products: Callable[[Operands], Launch], bind_sum: SumLaunch) -> Launch:
-    """The launch of the products, and of the sums behind it; neither of one that has no elements."""
+    """Binds the launch of the products and the launch of the sums. A launch without elements is left out."""
     fused, inner = cast(Fused, ops.fused), product_operands(ops)
     rows = cast(Tensor, inner.out)
     index, order = cast(Index, fused.combine or fused.out_rows).values, None
@@ -110,7 +111,7 @@ def _writes_preact(ops: Operands) -> bool:
 
 
 def kernel_text(kernel: str, spec: ProblemSpec) -> str:
-    """The name of the kernel of products, with what it does beside them and what is launched behind it."""
+    """The name of the products' kernel, followed by its fused work and by the launches after it."""
     fused = spec.fused
     if fused is None:
         return kernel
@@ -121,7 +122,7 @@ def kernel_text(kernel: str, spec: ProblemSpec) -> str:
 
 
 def inside_text(fused: FusedSpec) -> str:
-    """What the kernel of products does beside them."""
+    """The fused work that the kernel of products does."""
     parts = {
         "gather": fused.a_rows or fused.b_rows,
         "gate": fused.layout,

@@ -1,12 +1,12 @@
-"""Fused problems in steps: what stands round a product is kernels of its own in front of it and behind it.
+"""Fused problems in steps: separate kernels before and after a plain product.
 
-    gather   rows of a and b that indices pick are copied, zeros where there is no row
-    product  a plain one, by a backend's kernel; in the accumulator's dtype where a step behind it rounds
-    finish   preact_out, activation or gate, row_scale; one rounding
-    sum      combine, or out_rows, whose places are sorted before
+    gather   copies the rows of a and b that indices pick, zeros where there is no row
+    product  a plain product by a backend's kernel, in the accumulator's dtype if a later step rounds
+    finish   preact_out, activation or gate, row_scale; rounds once
+    sum      combine, or out_rows, whose destinations are sorted before
 
-This is how a backend runs what its own kernel has not, and what a separate product does faster than a fused one. The
-memory between the steps is lent by the call, as that of every fused launch.
+A backend runs in steps what its own kernel lacks, and what a separate product does faster than a fused one. The caller
+of the launch lends the memory between the steps.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ EIGHT = 8
 
 
 def needs_finish(spec: ProblemSpec) -> bool:
-    """Whether a step behind the product rounds its sums."""
+    """Whether a step after the product rounds its sums."""
     fused = cast(FusedSpec, spec.fused)
     return bool(fused.layout) or fused.preact is not None or fused.row_scale is not None
 
 
 def gathered_spec(spec: ProblemSpec) -> ProblemSpec:
-    """The spec once the rows that are picked lie one behind the other."""
+    """The spec after picked rows were copied into consecutive rows."""
     fused = cast(FusedSpec, spec.fused)
     a, b, tokens = spec.a, spec.b, max(spec.total, 2)
     if fused.a_rows is not None:
@@ -70,13 +70,13 @@ def product_spec(spec: ProblemSpec) -> ProblemSpec:
 
 
 def _copied(x: OperandSpec, tokens: int, width: int | None, axis: int) -> OperandSpec:
-    """The class of an operand whose rows (axis 0) or columns were copied one behind the other."""
+    """The `OperandSpec` of an operand after rows (axis 0) or columns were copied into consecutive ones."""
     copy = torch.empty((tokens, cast(int, width)), dtype=x.dtype, device="meta")
     return classify(copy if axis == 0 else copy.t())
 
 
 def _shape_of(spec: ProblemSpec) -> tuple[int, ...]:
-    """The shape of a result of products as far as the spec knows it, with the tokens at their bucket."""
+    """The shape of the products' result as far as the spec knows it, with the token count rounded up to its bucket."""
     tokens = max(spec.total, 2)
     m, n = (tokens if extent is None else extent for extent in (spec.m, spec.n))
     if spec.form == "jagged_m":
@@ -85,7 +85,7 @@ def _shape_of(spec: ProblemSpec) -> tuple[int, ...]:
 
 
 def steps_reasons(spec: ProblemSpec) -> list[str]:
-    """Why a fused problem cannot be taken in steps; empty if it can, as far as its product can be formed."""
+    """Why a fused problem cannot run in steps; empty if it can, apart from limits of the product itself."""
     if spec.form == "per_group":
         return ["fused keywords with lists: the steps round a product take packed operands: pack them, or use 'triton'"]
     if spec.acc not in TYPE_CODES and needs_finish(spec):
@@ -94,12 +94,12 @@ def steps_reasons(spec: ProblemSpec) -> list[str]:
 
 
 def taken_in_steps(spec: ProblemSpec) -> bool:
-    """Whether a backend without fused kernels takes a problem in steps."""
+    """Whether a backend without fused kernels runs this problem in steps."""
     return spec.fused is not None and not spec.quantised and not steps_reasons(spec)
 
 
 def fused_reasons_in_steps(spec: ProblemSpec) -> list[str]:
-    """Why a backend that takes fused problems in steps cannot take this one, whatever its products are."""
+    """Why a backend that runs fused problems in steps refuses this one, apart from limits of the product itself."""
     if spec.fused is None or taken_in_steps(spec):
         return []
     if spec.quantised:
@@ -110,7 +110,7 @@ def fused_reasons_in_steps(spec: ProblemSpec) -> list[str]:
 
 
 def plan_in_steps(spec: ProblemSpec, inner: Recipe, index: int) -> Recipe:
-    """The recipe of a fused problem round that of its `product_spec`, on GPU `index`."""
+    """The recipe of a fused problem, built round the recipe of its `product_spec`, on GPU `index`."""
     fused = cast(FusedSpec, spec.fused)
     names = ["gather"] * (fused.a_rows is not None) + ["gather"] * (fused.b_rows is not None) + [inner.kernel]
     names += ["finish"] * needs_finish(spec) + ["sort"] * (fused.out_rows is not None) + ["sum"] * fused.scatters
@@ -137,7 +137,7 @@ def _gather(ops: Operands, name: str, index: Index, copy: Tensor, lent: Tensor |
 
 
 def gather_steps(ops: Operands, device: int) -> tuple[list[Launch], dict[str, Any], Tensor | None]:
-    """The launches that copy picked rows, on GPU `device`; the operands that they make; and the memory of these."""
+    """The launches that copy picked rows on GPU `device`, the resulting operands, and their memory."""
     fused, parts = cast(Fused, ops.fused), _Parts()
     picks = {name: x for name, x in (("a_rows", fused.a_rows), ("b_rows", fused.b_rows)) if x is not None}
     for name, index in picks.items():
@@ -153,14 +153,14 @@ def _as_operand(ops: Operands, name: str, copy: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """The steps of a spec on a device, to be bound to problems."""
+    """The steps of one spec on one device, ready to be bound to problems."""
 
     spec: ProblemSpec
     inner: Recipe
     index: int
 
     def bind(self, ops: Operands) -> Launch:
-        """Lays out the launches of one problem, and the memory between them."""
+        """Binds the launches of one problem and lays out the memory between them."""
         fused, parts = cast(Fused, ops.fused), _Parts()
         picks = {name: x for name, x in (("a_rows", fused.a_rows), ("b_rows", fused.b_rows)) if x is not None}
         for name, index in picks.items():
@@ -247,17 +247,17 @@ class _Steps:
 
 
 class _Parts(dict[str, Tensor]):
-    """Tensors between the steps, one behind the other in one piece of memory."""
+    """Tensors between the steps, laid out in one allocation."""
 
     def __init__(self) -> None:
         self._wanted: list[tuple[str, tuple[int, ...], torch.dtype]] = []
 
     def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Asks for a tensor."""
+        """Reserves a tensor."""
         self._wanted.append((name, shape, dtype))
 
     def allocate(self, device: torch.device) -> Tensor | None:
-        """The memory of all of them, which they are views of; None if there are none."""
+        """Allocates the memory of all reserved tensors, which become views of it; None if there are none."""
         sizes = [torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in self._wanted]
         padded = [-(-size // ALIGNED) * ALIGNED for size in sizes]
         if not padded:
@@ -275,7 +275,7 @@ def _picked_shape(ops: Operands, name: str, index: Index) -> tuple[tuple[int, in
 
 
 def _product_shape(ops: Operands) -> tuple[int, ...]:
-    """The shape of the products, before a gate joins columns and rows are summed."""
+    """The shape of the products, before a gate merges columns and before rows are summed."""
     a, b, fused, form = cast(Tensor, ops.a), cast(Tensor, ops.b), cast(Fused, ops.fused), ops.spec.form
     m, n = a.shape[-2], b.shape[-1]
     if form == "jagged_m":
@@ -290,14 +290,14 @@ def _given(*tensors: Tensor | None) -> list[Tensor]:
 
 
 def _in_words(x: Tensor) -> bool:
-    """Whether eight elements side by side are aligned words, from any eighth column on."""
+    """Whether any eight neighbouring elements that start at a multiple of eight columns are aligned words."""
     step = 16 if x.element_size() < 8 else 1
     size = x.element_size()
     return x.stride(-1) == 1 and x.data_ptr() % step == 0 and all(s * size % step == 0 for s in x.stride()[:-1])
 
 
 def _largest_unit(x: Tensor) -> int:
-    """The most bytes that all rows of a matrix are made of, from their beginnings on."""
+    """The largest unit in bytes of which every row of a matrix consists, from its start on."""
     size = x.element_size()
     extents = x.data_ptr() | x.shape[1] * size | (x.stride(0) * size if x.shape[0] > 1 else 0) | 16
     return extents & -extents
@@ -311,7 +311,8 @@ def _bound(
     name: str, defines: dict[str, int], index: int, values: list[Any], lines: int, width: int, ops: Operands,
     keep: tuple[object, ...] = (),
 ) -> Launch:  # fmt: skip
-    """A launch of a kernel of `fused_steps.cu` over so many lines, `width` threads' worth each."""
+    """A bound launch of a kernel of `fused_steps.cu` over this many lines; each line takes the work of `width`
+    threads."""
     kernel = nvrtc.loaded(SOURCE, name, tuple(f"-D{key}={value}" for key, value in sorted(defines.items())), index)
     threads = min(THREADS, max(32, -(-width // 32) * 32))
     return kernel.bound(words(*values), grid=max(1, min(lines, BLOCKS)), threads=threads, keep=keep)

@@ -1,16 +1,18 @@
-"""The one cache of bound launches: a call like an earlier one moves that call's launch to its operands, and launches.
+"""The cache of bound launches: a call like an earlier one moves that call's launch to its own operands, and launches.
 
-`launch_key` says what makes calls alike. What a key cannot hold is looked at on every call: there, whether the memory
-of an operand is still there, whether a gradient or a mode wants more than the result, whether a CUDA graph is being
-captured; here, whether a given `out` shares memory with an input.
+`launch_key` defines which calls are alike. What a key cannot hold is checked on every call. `launch_key` checks whether
+an operand's memory was freed, whether a gradient or a mode wants more than the result, and whether a CUDA graph is
+being captured. This module checks whether a given `out` shares memory with an input.
 
 An entry belongs to one thread and one stream, so that its workspace is never used twice at once, and holds no operand.
 It is made when a key comes for the second time. A `_MovingEntry` has a launch that follows its operands; a
-`_TensorEntry` has one that takes the caller's tensors; a `_BindingEntry` binds anew what a backend cannot move. Token
-counts and sizes on the host that come once would never have an entry: for rows and inner extents that are cut on a GPU
-there is one for each class of calls that differ in nothing else, with token counts within half an octave. Its launch is
-resized for each new count, and sizes on the host are copied to where it reads them. The cache is bounded in entries and
-in memory; `clear` empties it, and a forked child begins with an empty one.
+`_TensorEntry` has one that takes the caller's tensors; a `_BindingEntry` binds anew if the backend cannot move its
+launch.
+
+Token counts and sizes on the host that occur once would never get an entry. So for rows and inner extents that are cut
+on a GPU, one entry serves a class of calls that differ in nothing else and whose token counts lie within half an
+octave. Its launch is resized for each new count, and sizes on the host are copied to where it reads them. The cache is
+bounded in entries and in memory; `clear` empties it, and a forked child begins with an empty one.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ BROKEN = -1
 
 
 class _Entry(ABC):
-    """What every call of one key has in common. Of a class of token counts it is all but that number."""
+    """The common part of all calls of one key; for a class of token counts, everything but the count."""
 
     __slots__ = (
         "_busy", "_choice", "_counted", "_device", "_dtype", "_given_out", "_grids", "_inner", "_reach", "_settings",
@@ -94,7 +96,7 @@ class _Entry(ABC):
         """Bytes of device memory that it owns."""
 
     def run(self, call: Call) -> Tensor | None:
-        """The result of a call of this key; None where it has to go the whole way."""
+        """Runs a call of this key and returns its result; None if the call needs the full path."""
         if self._busy:  # a finaliser that runs in the middle of a call makes one of its own
             return None
         self._busy = True
@@ -117,22 +119,22 @@ class _Entry(ABC):
 
     @property
     def intact(self) -> bool:
-        """Whether it can serve a call."""
+        """Whether the entry can serve a call."""
         return self._tokens != BROKEN
 
     @abstractmethod
     def launch(self, call: Call, out: Tensor) -> bool:
-        """Writes the result; whether it could."""
+        """Launches into the result. False if it could not."""
 
     def resize(self, tokens: int) -> bool:
-        """Makes it one for another number of tokens; whether it could."""
+        """Changes the entry to another number of tokens. False if it could not."""
         self._tokens = tokens
         if not self._inner:
             self._shape = (tokens, self._shape[1])
         return True
 
     def _shares(self, call: Call) -> bool:
-        """Whether the range of memory of the caller's `out` or `preact_out` meets that of an input, or each other's."""
+        """Whether the memory range of the caller's `out` or `preact_out` overlaps that of an input or of the other."""
         _, a, b, _, cut, valid_rows, given_c, bias, out, *more = call
         reach = self._reach
         c = None if given_c is None or (out is not None and same_view(given_c, out)) else given_c
@@ -149,20 +151,20 @@ class _Entry(ABC):
 
 
 def _meet(x: Tensor, size: int, y: Tensor, extent: int) -> bool:
-    """Whether two ranges of memory meet."""
+    """Whether two memory ranges overlap."""
     start, other = x.data_ptr(), y.data_ptr()
     return other < start + size and start < other + extent
 
 
 def _made_for(problem: GroupedGemmProblem, ops: Operands) -> tuple[Tensor | None, Tensor | None]:
-    """`ends` and `valid_rows` where staging made them; None where they are the caller's memory, or absent."""
+    """`ends` and `valid_rows` if staging made them; None for each that is the caller's memory or absent."""
     grouping, valid = problem.grouping, problem.valid_rows
     ends = ops.ends if grouping is not None and (grouping.live is None or grouping.kind == "sizes") else None
     return ends, ops.valid_rows if valid is not None and valid.live is None else None
 
 
 def _grids(problem: GroupedGemmProblem) -> dict[str, tuple[torch.Size, tuple[int, ...]]]:
-    """How backends see scales and zero points: shapes and strides of views that begin where the caller's begin."""
+    """Scales and zero points as backends see them: shapes and strides of views that start at the caller's address."""
     given = () if problem.quantisation is None else problem.quantisation.each()
     return {name: (x.grid.shape, x.grid.stride()) for name, x in given if isinstance(x.grid, Tensor)}
 
@@ -172,7 +174,7 @@ def _bytes_of(tensors: tuple[Tensor | None, ...]) -> int:
 
 
 class _HostCut:
-    """Where the offsets of a class of calls lie on the device, which give their groups on the host."""
+    """The offsets on the device of a class of calls whose sizes are on the host."""
 
     __slots__ = ("_bytes", "_groups", "_kind", "_place", "index")
 
@@ -182,7 +184,7 @@ class _HostCut:
         self._place, self._bytes = ops.ends.data_ptr() - 4, 4 * (self._groups + 1)
 
     def offsets(self, cut: Any, rows: int) -> array[int] | None:
-        """The cut as offsets; None for what has to be refused in words."""
+        """The cut as offsets; None if it must be refused, which the full path does with a message."""
         kind = self._kind
         values = cut if type(cut) in HOST_SEQUENCES else cut.tolist()
         try:
@@ -198,12 +200,12 @@ class _HostCut:
         return offsets if rising else None
 
     def upload(self, offsets: array[int]) -> None:
-        """Copies them, in front of the next launch; the driver takes so few bytes before it returns."""
+        """Copies the offsets to the device before the next launch. The driver takes so few bytes before it returns."""
         upload(self._place, offsets.buffer_info()[0], self._bytes, self.index)
 
 
 class _MovingEntry(_Entry):
-    """A launch that follows its operands. `_ends` and `_valid_rows` are 0 where it reads the caller's own tensor."""
+    """A launch that follows its operands. `_ends` and `_valid_rows` are 0 if it reads the caller's own tensor."""
 
     __slots__ = (
         "_ends", "_follows_ends", "_follows_valid", "_host", "_keep", "_kind", "_launch", "_start", "_step", "_stream",
@@ -263,7 +265,7 @@ class _MovingEntry(_Entry):
         return True
 
     def resize(self, tokens: int) -> bool:
-        """The launch for another number of tokens, which a bind for that number would give as well."""
+        """Changes the launch to another number of tokens; the outcome equals a new bind for that number."""
         before = self._tokens
         if before == BROKEN:
             return False
@@ -273,7 +275,7 @@ class _MovingEntry(_Entry):
 
 
 class _BindingEntry(_Entry):
-    """What a backend that cannot move its launches, or not resize them, needs to bind the operands of the next call."""
+    """What is needed to bind the next call's operands, for a backend whose launches cannot be moved or resized."""
 
     __slots__ = ("_alpha", "_beta", "_ends", "_fused", "_host", "_kind", "_spec", "_squeezed", "_sums")
 
@@ -317,7 +319,7 @@ class _BindingEntry(_Entry):
         return True
 
     def _cut(self, cut: Any, valid_rows: Any) -> dict[str, Any] | None:
-        """How the groups are cut; None for what has to be refused in words."""
+        """The boundaries of the groups; None if they must be refused, which the full path does with a message."""
         if isinstance(self._host, dict):
             return self._host
         if self._host is not None:
@@ -336,7 +338,7 @@ class _BindingEntry(_Entry):
         return {"ends": cut}
 
     def _summed(self, sizes: Tensor) -> Tensor:
-        """Memory for ends that the calls of this stream share; written, unless the recipe sums sizes up by itself."""
+        """Memory for `ends`, shared by the calls of this stream. Filled, unless the recipe sums sizes itself."""
         if self._ends is None:
             self._ends = torch.empty(sizes.shape, dtype=torch.int64, device=self._device)
         if self._choice.recipe.sums_sizes:
@@ -350,7 +352,7 @@ class _BindingEntry(_Entry):
 
 
 class _TensorEntry(_Entry):
-    """A launch that is a function of the caller's tensors, since a library's operation takes and returns tensors."""
+    """A launch that is a function of the caller's tensors, for library operations that take and return tensors."""
 
     __slots__ = ("_on_tensors",)
 
@@ -375,7 +377,7 @@ class _TensorEntry(_Entry):
 
 
 class LaunchCache:
-    """Entries by key, the latest ones; `seen` holds keys that came once."""
+    """The most recent entries by key. `seen` holds keys that came once."""
 
     def __init__(self) -> None:
         self._entries: dict[Key, Any] = {}
@@ -386,7 +388,7 @@ class LaunchCache:
         """Calls that an entry has served, for tests."""
 
     def recall(self, key: Key, call: Call) -> tuple[Tensor | None, Key | None]:
-        """The result of a call whose key, or that of its class, has an entry; else None, and the key of the class."""
+        """The result of a call if its key or its class has an entry; else None, and the key of the class."""
         class_key = None
         try:
             entry = self._entries.get(key)
@@ -406,7 +408,7 @@ class LaunchCache:
         return found, class_key
 
     def run(self, keys: tuple[Key | None, Key | None], kind: str, choice: Choice, problem: GroupedGemmProblem) -> Any:
-        """Binds and launches; what comes for the second time is kept for the third.
+        """Binds and launches. A key that comes for the second time gets an entry for the third.
 
         `keys` are those of the call and of its class; `kind` names the keyword that cut the groups.
         """
@@ -426,7 +428,7 @@ class LaunchCache:
         return entry is not None and entry.intact
 
     def comes_again(self, key: Key) -> bool:
-        """Whether a key came before; most come once, and an entry costs more than a call."""
+        """Whether a key came before. Most keys come once, and an entry costs more than a call."""
         try:
             name = hash(key)  # one that two keys share makes an entry one call early
         except TypeError:
@@ -444,7 +446,7 @@ class LaunchCache:
         return self._entries.get(key)
 
     def keep(self, key: Key, entry: Any) -> None:
-        """Keeps an entry, which says how much device memory it owns; the oldest ones go."""
+        """Stores an entry and counts its device memory; the oldest entries are dropped."""
         if entry.workspace > WORKSPACE // 16:
             return
         with self._lock:
@@ -456,7 +458,7 @@ class LaunchCache:
             self._entries[key] = entry
 
     def clear(self) -> None:
-        """Forgets everything; launches that still run are ordered before whatever reuses their memory."""
+        """Drops all entries. Launches that still run finish before their memory is reused."""
         with self._lock:
             self._entries.clear()
             self._seen.clear()
@@ -480,10 +482,10 @@ def _lasting(choice: Choice, problem: GroupedGemmProblem) -> bool:
 
 
 def _entry_of(problem: GroupedGemmProblem, bound: Bound, choice: Choice, kind: str, counted: bool) -> _Entry | None:
-    """An entry that moves, if every launch can and none holds an address of the caller's that would stay behind.
+    """A `_MovingEntry` if every launch can move and none keeps an address of the caller's; else another kind, or None.
 
-    `counted`: an entry of a class, whose launch has to follow the number of tokens, too; where it cannot, quantised
-    operands have none, since their grids of scales would have to be laid out anew, nor where tokens are added up.
+    `counted`: the entry serves a class of token counts, so its launch must also resize. If it cannot, there is no entry
+    for quantised operands (their grids of scales would have to be laid out anew) nor where tokens are summed over.
     """
     launch, ops, cut = bound.launch, bound.ops, problem.cut
     if counted and problem.form == "jagged_k" and choice.spec.quantised:
@@ -505,13 +507,13 @@ def _entry_of(problem: GroupedGemmProblem, bound: Bound, choice: Choice, kind: s
 
 
 def relaunches(bound: Bound) -> bool:
-    """Whether a warm call launches again what was bound, rather than bind anew."""
+    """Whether a warm call launches what was bound before, rather than binds anew."""
     return hasattr(bound.launch, "move") or hasattr(bound.steps[-1], "on_tensors")
 
 
 def _on_tensors(problem: GroupedGemmProblem, bound: Bound, kind: str, counted: bool) -> Any:
-    """The backend's launch as a function of a, b, what cuts the groups, and the caller's `out` or None, which returns
-    the result; None if it has no such form (a method `on_tensors`) for problems like this."""
+    """The backend's launch as a function of a, b, the group boundaries, and the caller's `out` or None, which returns
+    the result. None if the launch has no method `on_tensors`, or the problem does not fit it."""
     form, cut = getattr(bound.steps[-1], "on_tensors", None), problem.cut
     live = None if cut is None else cut.live
     special = problem.quantisation is not None or problem.fused is not None
@@ -521,17 +523,18 @@ def _on_tensors(problem: GroupedGemmProblem, bound: Bound, kind: str, counted: b
 
 
 def _tokens_of(problem: GroupedGemmProblem) -> int:
-    """The number of tokens of a problem that cuts them: rows of a, or its columns."""
+    """The number of tokens of a problem that cuts them: rows of a, or columns of a for jagged k."""
     return int(problem.each("a")[0].shape[problem.form == "jagged_k"])
 
 
 def _resizes(launch: Any, tokens: int) -> bool:
-    """Whether a launch follows every number of tokens of a class; two that are far apart show whether maps do."""
+    """Whether a launch can be resized to every token count of a class. Tried with two counts far apart, at which all
+    tensor maps differ."""
     return tokens > 0 and hasattr(launch, "can_resize") and bool(launch.can_resize(tokens, 2 * tokens + 1))
 
 
 def solve(choice: Choice, problem: GroupedGemmProblem) -> Any:
-    """The result of a problem by a choice that was made for its spec."""
+    """Solves a problem with a choice that was made for its spec."""
     if problem.kind != "torch" or problem.form == "per_group":
         return LAUNCHES.run((None, None), "", choice, problem)
     grouping, cut = problem.grouping, problem.cut
@@ -561,7 +564,7 @@ clear = LAUNCHES.clear
 
 
 def _begin_anew() -> None:
-    """In a forked child: no entry of the parent's, and a lock that nobody holds."""
+    """Runs in a forked child: drops the parent's entries, and replaces the lock, which another thread might hold."""
     LAUNCHES.__init__()  # type: ignore[misc]
 
 

@@ -1,8 +1,8 @@
-"""What calls are kept by: the key of a call, and that of its class, which differ in nothing but token counts and sizes.
+"""The keys of the launch cache: the key of a call, and the key of its class, which leaves out token counts and sizes.
 
 A key holds everything that validation, choice and binding depend on: layouts, keywords, contents of sizes on the host,
-the stream and the thread. A call has no key where an entry could not serve it: freed memory, a gradient or a tangent
-that is wanted, a mode, a capture, a tensor subclass, several cuts.
+the stream and the thread. A call has no key if no entry could serve it: freed memory, a wanted gradient or tangent, a
+mode, a capture, a tensor subclass, several cuts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ NO_SCALES = (None, None, None)
 
 
 def one_cut(offsets: Any, sizes: Any, ends: Any) -> tuple[str, Any, bool]:
-    """The keyword that cuts the groups, its value, and whether another one was given as well."""
+    """The keyword that cuts the groups, its value, and whether another such keyword was given as well."""
     if offsets is not None:
         return "offsets", offsets, sizes is not None or ends is not None
     if sizes is not None:
@@ -65,8 +65,8 @@ _FUSED_NUMBERS = ("glu_layout", "glu_alpha", "glu_beta", "glu_limit", "rows")
 
 
 def fused_call(given: Mapping[str, Any]) -> tuple[tuple[Any, ...], Key] | None:
-    """What a call has behind its scales if it has these keywords of fused problems, and what a key holds beside their
-    layouts; None where no entry may serve it."""
+    """The tensors of the fused keywords, in the order of a call after the scales, and their part of the key besides
+    layouts. None if no entry may serve the call."""
     found, index, weights, sums = given.get, None, None, ""
     combine, out_rows = found("combine"), found("out_rows")
     if combine is not None:
@@ -86,7 +86,7 @@ first."""
 
 
 def key_of(call: Call, options: Key) -> Key | None:
-    """What a call is kept by; None for a call that no entry may serve."""
+    """The key of a call; None for a call that no entry may serve."""
     scales = call[PLAIN_LENGTH:]
     _, a, b, kind, cut, valid_rows, c, bias, out = call[:PLAIN_LENGTH] if scales else call
     try:
@@ -130,17 +130,17 @@ def key_of(call: Call, options: Key) -> Key | None:
 
 
 def config_key(config: Any) -> Key:
-    """What tells configs apart: their text, since 14 and 14.0 are equal and not alike; a text that is an address also
-    keeps the config, so that no other one gets its place."""
+    """The part of a key that tells configs apart: their text, because 14 and 14.0 are equal but not the same config. If
+    the text is an address, the key also holds the config, so that no other object gets that address."""
     return type(config), repr(config), config if getattr(type(config), "__repr__", None) is object.__repr__ else None
 
 
 class _NotPlain(Exception):
-    """An operand that no key describes."""
+    """Raised for an operand that no key can describe."""
 
 
 def _layout(x: Tensor, phase: int, index: int) -> Key:
-    """Everything about a tensor on the device of that number but its values and where exactly it lies."""
+    """Everything about a tensor on this device except its values and its address."""
     at = x.data_ptr()
     if type(x) not in PLAIN or at < LOWEST or x.get_device() != index or x.is_neg():
         raise _NotPlain
@@ -148,7 +148,7 @@ def _layout(x: Tensor, phase: int, index: int) -> Key:
 
 
 def _index_key(cut: Any, phase: int, index: int) -> Key:
-    """Sizes of groups: by layout where they lie on the operands' GPU, by value where the host has them."""
+    """The key of group sizes: their layout if they are on the operands' GPU, their values if they are on the host."""
     if isinstance(cut, Tensor):
         if cut.is_cpu:
             return (*_layout(cut, phase, -1), tuple(cut.tolist()))
@@ -164,8 +164,8 @@ def _index_key(cut: Any, phase: int, index: int) -> Key:
 
 
 def class_key_of(key: Key, call: Call) -> Key | None:
-    """What calls have in common that differ in their number of tokens and in sizes on the host alone: rows of `a`, or
-    the inner extent of both operands."""
+    """The key of a class: calls that differ only in their number of tokens and in sizes on the host. Tokens are rows of
+    `a`, or the inner extent of both operands."""
     jagged, _, _, kind, cut, valid_rows, c, _, out, *scales = call
     if len(call) > QUANTISED_LENGTH or cut is None or valid_rows is not None or out is not None or c is not None:
         return None
@@ -188,29 +188,30 @@ def class_key_of(key: Key, call: Call) -> Key | None:
 
 
 def _inner_class_key(key: Key, groups: Key) -> Key:
-    """The same for tokens that are added up: a [M, T] and b [T, N], whose strides stay in the key."""
+    """The class key where tokens are summed over: a [M, T] and b [T, N], whose strides stay in the key."""
     (rows, tokens), columns = key[0], key[4][1]
     layouts = (*key[1:4], *key[5:GROUPS])
     return ("inner tokens", rows, columns, half_octave(tokens), min(tokens, 2), *layouts, groups, *key[GROUPS + 1 :])
 
 
 def _counts(shape: Sequence[int], strides: Sequence[int], axis: int, other: int) -> bool:
-    """Whether the number of tokens along an axis of a matrix does not decide how its elements are counted, or whether
-    the lines of its `other` axis overlap."""
+    """Whether a class may leave out the token count along an axis: it decides neither whether elements are counted in
+    64 bits nor whether the lines of the `other` axis overlap."""
     tokens, reach = shape[axis], (shape[0] - 1) * strides[0] + (shape[1] - 1) * strides[1]
     return not tokens > strides[other] > 1 and tokens < COUNTED and reach + 1 < COUNTED
 
 
 def _of_tokens(layout: Key | None, rows: int) -> Key | None:
-    """The layout of a grid of scales without its number of lines, where there is one for each token."""
+    """The layout of a grid of scales, without its number of lines if there is one line per token."""
     if layout is None or len(layout[0]) != 2 or layout[0][0] != rows:
         return layout
     return ("tokens", layout[0][1], *layout[1:])
 
 
 def _host_class(kind: str, cut: Any) -> Key | None:
-    """What sizes on the host have in common: how many they are, and whether they are all the same. Tensors are told
-    apart, since the torch operator takes no others: a class must not serve what its first call would have refused."""
+    """The part of host sizes that belongs to a class: their number, and whether all are equal. Tensors and lists are
+    told apart, because the torch operator takes tensors only: a class must not serve what its first call would have
+    refused."""
     if isinstance(cut, Tensor) and (cut.dtype not in _INDEX_DTYPES or cut.dim() != 1):
         return None
     values = cut if type(cut) in HOST_SEQUENCES else cut.tolist()

@@ -1,4 +1,4 @@
-"""The forms as memory: what a kernel is handed, and one formula that addresses every packed form.
+"""`Operands`, which a backend's `bind` receives, and one formula that addresses every packed form.
 
 A backend's `bind` receives `Operands`: tensors that are validated, of one compute dtype, on one
 device. Two views of them serve every kernel:
@@ -122,7 +122,8 @@ class Packed:
 
 
 def address_of(tensor: Tensor | None, operand: str, lent: Tensor | None = None) -> int:
-    """Where an operand lies, perhaps in memory that calls lend ("": always); 0 for an absent one."""
+    """The address of a tensor as an `Address` of its operand, or of `work` inside lent memory. 0 for an absent
+    tensor."""
     if tensor is None:
         return 0
     at = tensor.data_ptr()
@@ -134,16 +135,16 @@ def address_of(tensor: Tensor | None, operand: str, lent: Tensor | None = None) 
 
 
 def reach_bytes(x: Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
+    """The bytes from a tensor's first element to the end of its last."""
     if not x.numel():
         return 0
     return (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))) * x.element_size()
 
 
 def strides_of(tensor: Tensor, operand: str | None = None, lent: Tensor | None = None) -> Strided:
-    """Address and strides of a matrix or a stack of matrices; extents of 0 or 1 get stride 0.
+    """Address and strides of a matrix or a stack of matrices. Extents of 0 or 1 get stride 0.
 
-    `operand` names the one that the address belongs to, so that a bound launch can follow it; None in a list.
+    `operand` names the operand to which the address belongs, so that a bound launch can follow it; None in a list.
 
     A dimension with one element may carry any stride; a kernel must never multiply by it.
     """
@@ -199,7 +200,7 @@ NO_VIEW = Packed(0, 0, 0, 0, None, ABSENT, ABSENT, ABSENT, None, None)
 
 
 def view_of(ops: Operands) -> Packed:
-    """The formula of a packed form; of a list `NO_VIEW`."""
+    """The address formula of a packed form; `NO_VIEW` for a list."""
     return NO_VIEW if ops.spec.form == "per_group" else packed(ops)
 
 

@@ -1,8 +1,7 @@
-"""`Plan`: a problem that is ready to run. Calling it launches, and nothing else.
+"""`Plan`: a problem that is compiled and bound. Calling it only launches.
 
-A plan owns its output (or writes into the problem's `out`), sees operands and sizes that are changed
-in place, shares no state with any other plan, and can be captured in a CUDA graph unless it says
-that it `syncs`.
+A plan owns its output (or writes into the problem's `out`), sees operands and sizes that are changed in place, and
+shares no state with other plans. A CUDA graph can capture it unless `syncs` is True.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from multigemm.torch_internals import no_dynamo
 
 
 def _in_a_capture(launch: Launch, problem: GroupedGemmProblem) -> None:
-    """A launch that was bound in a capture: what fills its workspaces was recorded, and has not run by itself."""
+    """Refuses a launch that was bound in a capture: the initialisation of its workspaces was recorded and has not
+    run."""
     if not captured(problem):
         raise InvalidProblem(
             "this plan was made while a CUDA graph was captured, and is called outside of a capture, where its "
@@ -31,12 +31,13 @@ def _in_a_capture(launch: Launch, problem: GroupedGemmProblem) -> None:
 
 
 class Plan:
-    """`plan()` writes into its own output and returns it; `plan.run(other)` solves another problem of the spec.
+    """`plan()` writes into its own output and returns it; `plan.run(other)` solves another problem of the same spec.
 
-    It launches on the stream that is current at the call. Its output and workspaces are made on the stream that is
-    current when it is: a first call on another one has to wait for that, as for any tensor of torch. Since it has one
-    output, its calls must not overlap. What is made inside a CUDA graph's capture can be called in captures only.
-    A call allocates nothing, except where `why` says so: torch's grouped_mm, which cublas may call, allocates inside.
+    A call launches on the current stream. Output and workspaces are made on the stream that is current when the plan is
+    made: a first call on another stream has to wait for that one, as for any tensor of torch. Since a plan has one
+    output, its calls must not overlap. A plan that is made inside a CUDA graph's capture can be called in captures
+    only. A call allocates nothing, except where `why` says so: torch's grouped_mm, which cublas may call, allocates
+    inside.
 
     Example:
         >>> import torch, multigemm as mg
@@ -96,37 +97,37 @@ class Plan:
 
     @property
     def backend(self) -> str:
-        """The name of the backend that runs it."""
+        """The name of the backend."""
         return self._choice.backend
 
     @property
     def kernel(self) -> str:
-        """The kernel (or library call) that runs it."""
+        """The name of the kernel or library call."""
         return self._choice.recipe.kernel
 
     @property
     def config(self) -> Any:
-        """The backend's own parameters."""
+        """The backend's config."""
         return self._choice.recipe.config
 
     @property
     def spec(self) -> ProblemSpec:
-        """What the plan was made for."""
+        """The spec for which the plan was made."""
         return self.problem.spec
 
     @property
     def syncs(self) -> bool:
-        """Whether running it reads sizes back from the device (and so cannot be captured)."""
+        """Whether a run reads sizes back from the device. If so, it cannot be captured."""
         return self._choice.recipe.syncs
 
     @property
     def told(self) -> str:
-        """What it runs for these sizes, where only they decide; else ""."""
+        """What a recipe that decides at bind runs for these sizes; "" for other recipes."""
         return told(self._choice, self.problem)
 
     @property
     def why(self) -> str:
-        """Why this backend and this config, and what it runs for these sizes."""
+        """Why this backend and this config, and what is run for these sizes."""
         return reasons(self._choice, self.problem)
 
     def __reduce__(self) -> NoReturn:

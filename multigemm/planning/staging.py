@@ -1,8 +1,8 @@
-"""From a problem to `Operands`: the last step that all backends share.
+"""Staging: from a problem to `Operands`, the last step that all backends share.
 
-Whatever a kernel should not have to know is settled here: operands of two dtypes are cast to the
-common one, live `sizes` become `ends`, host offsets travel to the device, mirrored arrays are
-refreshed. What has to happen before each launch is a list of steps, empty for an ordinary problem.
+Kernels then need not know these differences: operands of two dtypes are cast to the common one, `sizes` on the device
+become `ends`, offsets on the host are copied to the device, mirrored arrays are refreshed. Steps that must run before
+each launch form a list, which is empty for an ordinary problem.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ BOUNDARY = 256
 
 @dataclass(slots=True)
 class Staged:
-    """What a backend binds, and the steps that must run before each launch."""
+    """The operands for a backend, and the steps that must run before each launch."""
 
     ops: Operands
     before: list[Step]
 
 
 def staged_spec(problem: GroupedGemmProblem) -> ProblemSpec:
-    """The spec that backends see: that of the problem, with operands of one dtype."""
+    """The spec that backends see: the problem's spec with operands of one dtype."""
     spec = problem.spec
     if (spec.a.dtype is spec.compute and spec.b.dtype is spec.compute) or problem.quantisation is not None:
         return spec
@@ -46,7 +46,7 @@ def staged_spec(problem: GroupedGemmProblem) -> ProblemSpec:
 
 
 def equal_sizes(problem: GroupedGemmProblem) -> bool:
-    """Whether sizes that lie on the host are all the same: there a library can treat the groups as one batch."""
+    """Whether sizes on the host are all equal, so that a library can run the groups as one batch."""
     return problem.cut is not None and problem.cut.equal
 
 
@@ -59,7 +59,7 @@ def _cast_spec(x: Operand, given: OperandSpec, dtype: torch.dtype) -> OperandSpe
 
 
 def _cast(x: Operand, dtype: torch.dtype, before: list[Step]) -> Operand:
-    """`x` in the compute dtype: itself, or a scratch copy that is made anew before each launch."""
+    """`x` in the compute dtype: itself, or a scratch copy that is refreshed before each launch."""
     if not isinstance(x, Tensor):
         return [_cast(t, dtype, before) for t in x]  # type: ignore[misc]
     if x.dtype is dtype:
@@ -70,7 +70,7 @@ def _cast(x: Operand, dtype: torch.dtype, before: list[Step]) -> Operand:
 
 
 def _live_ends(live: Tensor, kind: str, before: list[Step], sums_sizes: bool) -> dict[str, Any]:
-    """`ends`, `head` and `sizes` of Operands out of a tensor that is followed in place."""
+    """The fields `ends`, `head` and `sizes` of Operands for a tensor that is followed in place."""
     if live.shape[0] > 1 and live.stride(0) != 1:
         live = _follow(live, before)
     if kind == "sizes":
@@ -110,9 +110,9 @@ def _to_device(values: Int64s, given: Grouping, device: torch.device) -> Tensor:
 
 
 def stage(problem: GroupedGemmProblem, spec: ProblemSpec, out: Operand, sums_sizes: bool = False) -> Staged:
-    """Everything that a backend needs to bind `problem` with its result in `out`.
+    """Stages `problem` with its result in `out`.
 
-    `sums_sizes`: the recipe's own, which says that no step has to sum sizes up before each launch.
+    `sums_sizes`: the recipe sums sizes itself, so that no step has to do so before each launch.
     """
     before = list(problem.refreshes)
     plain = spec is problem.spec
@@ -135,7 +135,7 @@ def stage(problem: GroupedGemmProblem, spec: ProblemSpec, out: Operand, sums_siz
 
 
 def _stage_fused(fused: Fused, device: torch.device, before: list[Step]) -> Fused:
-    """Indices and weights of rows without gaps, on the device; strided ones are copied before each launch."""
+    """Dense indices and weights of rows on the device. Strided ones are copied before each launch."""
 
     def dense(x: Tensor) -> Tensor:
         return x if x.is_contiguous() else _follow(x.detach(), before)
@@ -152,13 +152,13 @@ def _stage_fused(fused: Fused, device: torch.device, before: list[Step]) -> Fuse
 
 
 def _scales(problem: GroupedGemmProblem) -> dict[str, Any]:
-    """The grids of scales and zero points by their names; nothing for plain operands."""
+    """The grids of scales and zero points by name; empty for plain operands."""
     q = problem.quantisation
     return {} if q is None else {name: scale.grid for name, scale in q.each()}
 
 
 def outline(problem: GroupedGemmProblem, spec: ProblemSpec) -> Operands:
-    """Operands to reason about: extents, strides and host sizes as `stage` gives them, without memory for a result."""
+    """Operands for planning: extents, strides and host sizes as `stage` gives them, without memory for a result."""
     grouping, valid, out = problem.grouping, problem.valid_rows, problem.out
     if out is None:
         out = _fresh(problem, torch.device("meta"))
@@ -180,7 +180,7 @@ def _outlined(x: Operand, dtype: torch.dtype) -> Operand:
 
 
 def allocate(problem: GroupedGemmProblem, together: bool = False) -> Operand:
-    """The problem's own `out`, or fresh memory for the result; that of a list may lie `together` in one piece."""
+    """The problem's `out`, or fresh memory for the result. `together`: a list's matrices share one allocation."""
     if problem.out is not None:
         return problem.out
     if together and problem.form == "per_group":
@@ -189,7 +189,7 @@ def allocate(problem: GroupedGemmProblem, together: bool = False) -> Operand:
 
 
 def _together(shapes: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Matrices one behind the other: equal ones at even distances, where a library can treat them as a batch."""
+    """Matrices in one allocation. Equal ones have equal distances, so that a library can treat them as a batch."""
     step = BOUNDARY // dtype.itemsize
     starts = np.cumsum([0, *(-(-m * n // step) * step for m, n in shapes)]).tolist()
     memory = torch.empty(starts[-1], dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Tiles on the host: how many a problem has at most, and how long they take."""
+"""Estimates on the host: an upper bound on the number of tiles, and their time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Number = Any
 
 
 def tiles_of(extent: int, block: int) -> int:
-    """How many blocks cover an extent; a negative or zero extent needs none."""
+    """The number of blocks that cover an extent; 0 for a negative or zero extent."""
     return max(0, -(-extent // block))
 
 
@@ -29,7 +29,7 @@ def most_tiles(extent: int, groups: int, block: int) -> int:
 def most_packed_tiles(
     jagged: Literal["m", "n", "k"] | None, groups: int, m: int, n: int, rows: int, columns: int
 ) -> int:
-    """An upper bound on the tiles of a packed form, whose jagged extent is given whole."""
+    """An upper bound on the tiles of a packed form, given its jagged extent T."""
     if jagged == "m":
         return most_tiles(m, groups, rows) * tiles_of(n, columns)
     if jagged == "n":
@@ -38,14 +38,15 @@ def most_packed_tiles(
 
 
 def list_tiles(shapes: Iterable[tuple[int, int]], rows: int, columns: int) -> int:
-    """The tiles of a list, whose results are m x n each."""
+    """The number of tiles of a list, given the (m, n) of each result."""
     return sum(tiles_of(m, rows) * tiles_of(n, columns) for m, n in shapes)
 
 
 def most_tiles_by_rows(ops: Operands, view: Packed, rows: int, columns: int) -> Callable[[int], int]:
-    """Rows of a problem -> an upper bound on its tiles of rows x columns, known without reading any size on the device.
+    """A function from the rows of a problem to an upper bound on its tiles of rows x columns. It reads no size on the
+    device.
 
-    In a list the number is exact, whatever the argument. What is returned keeps no operand alive.
+    For a list the number is exact and does not depend on the argument. The function keeps no operand alive.
     """
     if ops.spec.form == "per_group":
         listed = list_tiles(((a.shape[0], b.shape[1]) for a, b in zip(ops.a, ops.b, strict=True)), rows, columns)
@@ -55,7 +56,7 @@ def most_tiles_by_rows(ops: Operands, view: Packed, rows: int, columns: int) -> 
 
 
 def typical_extent(spec: ProblemSpec, direction: Literal["m", "n", "k"], mean: Number) -> Number:
-    """An extent of an ordinary group: `mean` where offsets cut it, the largest of any where a list's differ."""
+    """The extent of an average group: `mean` if offsets cut it, the largest extent if those of a list differ."""
     extent: int | None = getattr(spec, direction)
     if extent is not None:
         return extent
@@ -63,8 +64,8 @@ def typical_extent(spec: ProblemSpec, direction: Literal["m", "n", "k"], mean: N
 
 
 class TileCost(NamedTuple):
-    """A tile of results, what a product takes in it relative to the other tiles of a kernel where all processors are
-    busy, and in how many elements of k its start and its end take as long."""
+    """A tile shape, the relative cost of one product in it when all processors are busy, and its fixed cost: the number
+    of elements of k that take as long as its start and end."""
 
     rows: int
     columns: int
@@ -73,9 +74,9 @@ class TileCost(NamedTuple):
 
 
 def longest_time(tile: TileCost, groups: Number, rows: Number, columns: Number, k: Number, processors: int) -> Number:
-    """How long the processor with most tiles takes, if groups are alike, in products of a tile whose cost is 1.
+    """The time of the busiest processor if all groups are equal, in units of one product of a tile with cost 1.
 
-    Padding counts: a tile that hangs over its group takes as long as a full one. Numbers may be arrays.
+    Padding counts: a tile that extends beyond its group takes as long as a full one. Numbers may be arrays.
     """
     tiles = groups * -(-rows // tile.rows) * -(-columns // tile.columns)
     return -(-tiles // processors) * tile.rows * tile.columns * (k * tile.product + tile.ends)

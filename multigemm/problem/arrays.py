@@ -37,10 +37,10 @@ LOWEST = 1 << 32
 
 
 class Adopted(NamedTuple):
-    """An array as a tensor, and the object that the caller gave.
+    """A tensor over the caller's array, together with the array.
 
-    `refresh` copies the caller's array into `tensor`; it is None when `tensor` lies over the caller's
-    memory, which is the rule.
+    Usually `tensor` shares the caller's memory and `refresh` is None. Otherwise `refresh` copies the caller's array
+    into `tensor`.
     """
 
     tensor: Tensor
@@ -50,7 +50,7 @@ class Adopted(NamedTuple):
 
 
 def adopt(x: Any, name: str) -> Adopted:
-    """`x` as a tensor over the same memory; `name` is how an error calls it."""
+    """A tensor over the memory of `x`. Error messages call the operand `name`."""
     if isinstance(x, Tensor):  # the common case, and on the path of every call
         return Adopted(_checked_tensor(x, name), "torch", x)
     if isinstance(x, np.ndarray):
@@ -70,7 +70,7 @@ def adopt(x: Any, name: str) -> Adopted:
 
 
 def is_array(x: Any) -> bool:
-    """Whether `adopt` would know how to take it."""
+    """Whether `adopt` can take this object."""
     return isinstance(x, Tensor | np.ndarray) or hasattr(x, "__cuda_array_interface__") or hasattr(x, "__dlpack__")
 
 
@@ -130,12 +130,13 @@ def _tangent(x: Tensor) -> Tensor | None:
 
 
 def _is_freed(x: Tensor) -> bool:
-    """Whether elements have no memory behind them: their addresses then count from 0."""
+    """Whether the tensor's memory was freed: element addresses then count from 0."""
     return x.numel() > 0 and x.untyped_storage().data_ptr() == 0
 
 
 def _has_memory(x: Tensor) -> bool:
-    """Whether the elements of a tensor subclass lie where it says; those of a wrapper lie elsewhere or nowhere."""
+    """Whether a tensor subclass has its elements at its own address; a wrapper subclass holds them elsewhere or
+    nowhere."""
     try:
         storage = x.untyped_storage()
         return x.numel() == 0 or (storage.device == x.device and storage.data_ptr() != 0)
@@ -144,7 +145,7 @@ def _has_memory(x: Tensor) -> bool:
 
 
 class Memory:
-    """A buffer described by the array interface, for views that NumPy would not give (writable, foreign)."""
+    """A buffer with an array interface, for NumPy views that NumPy would not construct (writable, foreign memory)."""
 
     def __init__(self, interface: dict[str, Any], owner: Any) -> None:
         self.__array_interface__, self._owner = interface, owner
@@ -159,7 +160,7 @@ NUMPY_TYPES = {
 def numpy_view(x: Tensor) -> np.ndarray:
     """A NumPy array over a tensor on the host.
 
-    Unlike `x.numpy()`, which marks the memory as one that can never be resized: FSDP2 resizes that of parameters.
+    `x.numpy()` would mark the memory as never resizable, but FSDP2 resizes the memory of parameters.
     """
     size = x.element_size()
     interface = {
@@ -205,12 +206,12 @@ def _as_numpy(tensor: Tensor) -> np.ndarray:
 
 
 def _whole(word: str) -> torch.dtype:
-    """torch's integers of the size of a dtype of ml_dtypes."""
+    """The torch integer dtype of the same size as a dtype of ml_dtypes."""
     return torch.int16 if BITS[word][0] is np.int16 else torch.uint8
 
 
 class _RawStream:
-    """A stream handle in the protocol that CuPy takes foreign streams by."""
+    """A stream handle as an object of the protocol by which CuPy accepts foreign streams."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
@@ -242,7 +243,7 @@ def _adopt_cupy(x: Any, name: str) -> Adopted:
 
 
 def read_only(x: Any) -> bool:
-    """Whether the caller's array says that it must not be written."""
+    """Whether the caller's array is marked as read-only."""
     if isinstance(x, np.ndarray):
         return not x.flags.writeable
     if not isinstance(x, Tensor) and hasattr(x, "__cuda_array_interface__"):
@@ -251,7 +252,7 @@ def read_only(x: Any) -> bool:
 
 
 def give_back(tensor: Tensor, kind: Kind) -> Any:
-    """A result as the caller's kind of array, over the same memory."""
+    """A result as the caller's kind of array, sharing memory."""
     if kind == "torch":
         return tensor
     if kind == "numpy":
@@ -270,18 +271,18 @@ def give_back(tensor: Tensor, kind: Kind) -> Any:
 
 
 def cupy_stream(device: torch.device) -> int | None:
-    """The raw stream that CuPy is on, where that differs from torch's; else None."""
+    """CuPy's current raw stream if it differs from torch's, else None."""
     stream: int = sys.modules["cupy"].cuda.get_current_stream().ptr
     return stream if stream != torch.cuda.current_stream(device).cuda_stream else None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype as NumPy and errors say it: "bfloat16"."""
+    """The name of a dtype as NumPy and error messages write it: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(x: Any, name: str) -> torch.dtype:
-    """A torch dtype out of a torch dtype, a NumPy dtype or type, or a name."""
+    """The torch dtype for a torch dtype, a NumPy dtype or type, or a name."""
     if isinstance(x, torch.dtype):
         return x
     try:

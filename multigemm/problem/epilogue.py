@@ -1,4 +1,4 @@
-"""The rules for what follows the product: dtypes, alpha, beta with C, bias, activation, output."""
+"""The rules of the epilogue: dtypes, alpha, beta with C, bias, activation, output."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def dtype_names(dtypes: Iterable[torch.dtype]) -> str:
 
 
 def any_of(dtypes: Collection[torch.dtype]) -> str:
-    """What a dtype must be, in words."""
+    """The allowed dtypes as text for an error message."""
     return f"one of {dtype_names(dtypes)}" if len(dtypes) > 1 else dtype_names(dtypes)
 
 
 def compute_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
-    """The dtype that products are formed in; raises for a mix without a rule."""
+    """The dtype in which products are formed. Raises for a pair of dtypes that no rule covers."""
     for name, dtype in (("a", a), ("b", b)):
         if dtype not in INPUT_DTYPES:
             raise InvalidProblem(f"{name} has dtype {dtype}; supported: {dtype_names(INPUT_DTYPES)}: convert it")
@@ -40,7 +40,8 @@ def compute_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
 
 
 def result_dtype(out_dtype: Any, out: torch.dtype | None, compute: torch.dtype, quantised: bool = False) -> torch.dtype:
-    """The dtype of the result, from the keyword, the given `out`, or the default: bfloat16 for float8 operands."""
+    """The dtype of the result: the keyword's, that of the given `out`, or the default (bfloat16 for float8
+    operands)."""
     asked = None if out_dtype is None else dtype_of(out_dtype, "out_dtype")
     if asked is not None and out is not None and asked is not out:
         raise InvalidProblem(f"out has dtype {out} and out_dtype is {asked}: pass one of them")
@@ -56,22 +57,22 @@ def result_dtype(out_dtype: Any, out: torch.dtype | None, compute: torch.dtype, 
 
 
 def inputs_for(out_dtype: Any) -> torch.dtype:
-    """The dtype of the operands of no products at all, which say none: what gives such a result."""
+    """The operands' dtype for empty lists, which name none: a dtype that gives the requested result."""
     whole = out_dtype is not None and dtype_of(out_dtype, "out_dtype") is torch.int32
     return torch.int8 if whole else torch.float32
 
 
 def default_beta(beta: Any, c: Any) -> Any:
-    """beta as given; left out, it is 1 where there is a c to add, else 0."""
+    """The given beta. Without one, 1 if there is a c to add, else 0."""
     if beta is not None:
         return beta
     return 0.0 if c is None else 1.0
 
 
 def scalar(x: Any, name: str, compute: torch.dtype, instead: str = "multiply the result instead") -> float:
-    """alpha or beta as a float that the accumulator's type holds too; for int8 a whole number that int32 holds.
+    """alpha or beta as a float that the accumulator's type can represent; for int8 a whole number within int32.
 
-    `instead` is what to do where an infinite number was meant.
+    `instead` is the remedy that the error for an infinite number proposes.
     """
     if type(x) is float and (x == 0 or SMALLEST <= abs(x) <= LARGEST) and compute is not torch.int8:
         return x
@@ -99,7 +100,7 @@ SYNONYMS = {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu
 
 
 def one_of(x: Any, name: str, allowed: Sequence[str], optional: bool = False) -> Any:
-    """A word out of a list; the error has the list, and the nearest word of it."""
+    """Checks a word against the allowed ones. The error lists them, and names the nearest."""
     if (isinstance(x, str) and x in allowed) or (optional and x is None):
         return x
     near = [SYNONYMS[x]] if isinstance(x, str) and x in SYNONYMS else difflib.get_close_matches(str(x), allowed, 1, 0.5)
@@ -108,7 +109,7 @@ def one_of(x: Any, name: str, allowed: Sequence[str], optional: bool = False) ->
 
 
 def check_activation(activation: Any, compute: torch.dtype) -> None:
-    """One of the known words, or None; int8 knows relu only: the others need a real-valued accumulator."""
+    """Checks an activation name or None. int8 allows relu only, because the others need a real-valued accumulator."""
     if activation is None:
         return
     one_of(activation, "activation", (*ACTIVATIONS, *GATES))
@@ -117,7 +118,7 @@ def check_activation(activation: Any, compute: torch.dtype) -> None:
 
 
 def check_extra_dtype(dtype: torch.dtype, name: str, inputs: Iterable[torch.dtype], out: torch.dtype) -> None:
-    """bias and c: an input dtype, the result's, or float32 (int32 for int8 products)."""
+    """Checks the dtype of bias or c: an input dtype, the result's, or float32 (int32 for int8 products)."""
     allowed = {torch.int32} if torch.int8 in inputs else {*inputs, out, torch.float32}
     if dtype not in allowed:
         beside = " beside int8 operands" if torch.int8 in inputs else ""

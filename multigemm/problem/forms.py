@@ -1,4 +1,4 @@
-"""The six forms by shape: which one the operands ask for, and the extents that follow."""
+"""Derives one of the six forms, and the extents, from the operands' shapes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from multigemm.problem.spec import Form
 
 
 class Extents(NamedTuple):
-    """Of a packed form: the jagged extent holds T. `groups` is None where only the offsets know it."""
+    """The extents of a packed form; the jagged extent holds T. `groups` is None where only the offsets tell the
+    number."""
 
     form: Form
     groups: int | None
@@ -26,7 +27,7 @@ class Extents(NamedTuple):
         return self.m if direction == "m" else self.n if direction == "n" else self.k
 
     def other_cuts(self) -> dict[str, int]:
-        """What else two matrices that were cut along m could be cut along, and its extent."""
+        """The other directions along which two matrices given with an m cut could be cut, with their extents."""
         return {"k": self.k, "n": self.n} if self.form == "jagged_m" and self.groups is None else {}
 
     def result_shape(self, groups: int) -> tuple[int, ...]:
@@ -66,10 +67,10 @@ def infer(
     squeezed: bool = False,
     kind: Kind = "torch",
 ) -> Extents:
-    """The form and its extents; raises InvalidProblem with the shapes seen and the shapes wanted.
+    """Derives the form and its extents. Raises InvalidProblem with the shapes seen and the shapes wanted.
 
-    `squeezed`: the caller gave two matrices, and knows nothing of the dimension before them. `kind`: the library of the
-    caller's arrays, in whose words the remedies are.
+    `squeezed`: the caller gave two matrices, so that messages must not mention the group dimension. `kind`: the library
+    of the caller's arrays, in whose spelling remedies are written.
     """
     if not isinstance(jagged, str) or jagged not in JAGGED:
         raise InvalidProblem(f"jagged={jagged!r} is not a direction: use 'm', 'n' or 'k'")
@@ -101,7 +102,7 @@ def infer(
 
 
 def _turned(a: Tensor, b: Tensor, squeezed: bool, kind: Kind) -> str:
-    """The view to pass of the operand that seems to be stored the other way."""
+    """The transposed view to pass, of the operand that seems to be stored in the other order."""
     for name, x, fits in (("b", b, b.shape[-1] == a.shape[-1]), ("a", a, a.shape[-2] == b.shape[-2])):
         if fits:
             swap = "transpose(1, 2)" if kind == "torch" else "swapaxes(1, 2)"
@@ -121,20 +122,20 @@ def _hint(form: Form, a: Tensor, b: Tensor, kind: Kind) -> str:
 
 
 def _flattened(x: Tensor, name: str, kind: Kind, dims: int) -> str:
-    """The expression that folds the leading dimensions, as the array's library spells it."""
+    """The expression that merges the leading dimensions, in the spelling of the array's library."""
     if kind == "torch":
         return f"{name}.flatten(0, {x.dim() - dims})"
     return f"{name}.reshape({', '.join(map(str, (-1, *x.shape[x.dim() - dims + 1 :])))})"
 
 
 def check_counts(a: Sequence[Any], b: Sequence[Any]) -> None:
-    """The lists of a list problem must be equally long."""
+    """Refuses lists of different lengths."""
     if len(a) != len(b):
         raise InvalidProblem(f"a has {len(a)} matrices and b has {len(b)}: a list problem needs as many of each")
 
 
 def check_lists(a: list[Tensor], b: list[Tensor]) -> None:
-    """Every pair of a list problem must be a product of matrices."""
+    """Refuses a pair of list members that is not a product of two matrices."""
     for g, (x, y) in enumerate(zip(a, b, strict=True)):
         if x.dim() != 2 or y.dim() != 2:
             raise InvalidProblem(

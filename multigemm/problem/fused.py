@@ -1,6 +1,6 @@
-"""What a problem may ask for beside its products: rows picked by index, a gate, weights of rows, sums of rows.
+"""Fused keywords: rows picked by index, a gate, weights of rows, sums of rows.
 
-Over the products P = alpha * A @ B + bias [T, N] of jagged rows, in this order:
+The products P = alpha * A @ B + bias [T, N] of jagged rows are followed by these steps, in this order:
 
     a_rows, b_rows   a token is a row of a (jagged k: a column of a, a row of b) by number, zeros where there is none
     activation       also a gate: two columns of P, g and u, give one column act(min(g, limit)) * (clamp(u) + beta)
@@ -65,7 +65,7 @@ PICKED = {"a_rows": {"m": 0, "k": 1}, "b_rows": {"k": 0, "n": 1}}
 
 
 class Gate(NamedTuple):
-    """A gate, where its columns lie, and its numbers."""
+    """A gate: its activation, where the columns of g and u lie, and its numbers."""
 
     kind: Activation
     layout: GluLayout = "halves"
@@ -74,7 +74,7 @@ class Gate(NamedTuple):
     limit: float | None = None
 
     def split(self, x: Any) -> tuple[Any, Any]:
-        """The columns of g and of u, as views of any array whose last axis has both."""
+        """The columns of g and of u, as views of an array whose last axis holds both."""
         if self.layout == "interleaved":
             return x[..., 0::2], x[..., 1::2]
         half = x.shape[-1] // 2
@@ -83,7 +83,8 @@ class Gate(NamedTuple):
 
 
 class Index(NamedTuple):
-    """Numbers of rows: `live` ones lie on the operands' device and may change, others are a copy on the host."""
+    """Row numbers. A `live` index lies on the operands' device and may change between launches; otherwise it is a copy
+    on the host."""
 
     values: Tensor
     live: bool
@@ -98,9 +99,9 @@ _NO_ROWS = Index(torch.empty((0, 0), dtype=torch.int32), False)
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """What a problem has beside products and their plain epilogue; what is absent is None.
+    """The fused part of a problem. Absent parts are None.
 
-    `rows` is the number of rows of the result where they are sums of rows, else None. `given_preact` is the object that
+    `rows` is the number of rows of the result if they are sums of rows, else None. `given_preact` is the object that
     the caller passed.
     """
 
@@ -153,19 +154,20 @@ class Fused:
 
     @property
     def moves(self) -> bool:
-        """Whether a launch may take later calls' tensors as they are: indices on the device, nothing with gaps."""
+        """Whether a bound launch can take later calls' tensors in place: indices on the device, all tensors without
+        gaps."""
         read = [*(x.values for x in self.indices.values()), *self.numbers.values()]
         return all(x.live for x in self.indices.values()) and all(x.is_contiguous() for x in read)
 
     def without_tensors(self) -> Fused:
-        """What calls have in common that differ in where their tensors lie."""
+        """A copy without tensors: what calls have in common that differ only in the addresses of tensors."""
         return Fused(gate=self.gate, combine=self.combine and _NO_ROWS, rows=self.rows)
 
     def with_tensors(
         self, a_rows: Tensor | None = None, b_rows: Tensor | None = None, preact: Tensor | None = None,
         row_scale: Tensor | None = None, index: Tensor | None = None, weights: Tensor | None = None, *, squeezed: bool,
     ) -> Fused:  # fmt: skip
-        """The same for these tensors; `index` is that of combine or out_rows, `squeezed`: preact is a matrix of one."""
+        """A copy with these tensors. `index` is that of combine or out_rows; `squeezed`: preact is a single matrix."""
         a_at, b_at = (None if x is None else Index(x, True) for x in (a_rows, b_rows))
         at = None if index is None else Index(index, True)
         combine, out_rows = (at, None) if self.combine is not None else (None, at)
@@ -173,11 +175,11 @@ class Fused:
         return Fused(self.gate, held, row_scale, a_at, b_at, combine, weights, out_rows, self.rows, preact)
 
     def columns(self, n: int) -> int:
-        """Columns of the result of products of n columns."""
+        """The columns of the result, if the products have n columns."""
         return n if self.gate is None else n // 2
 
     def gather(self, form: str, a: Any, b: Any) -> tuple[Any, Any]:
-        """a and b on the host as the products read them: a row of zeros where an index means no row."""
+        """a and b on the host as the products read them: zeros where an index means "no row"."""
         for name, rows in (("a_rows", self.a_rows), ("b_rows", self.b_rows)):
             if rows is None:
                 continue
@@ -189,9 +191,9 @@ class Fused:
         return a, b
 
     def gather_scales(self, q: Quantisation, a: Any, b: Any) -> Quantisation:
-        """Scales and zero points on the host as the products read them: those of the rows of a and b that are picked.
+        """The scales and zero points of the picked rows, on the host.
 
-        A row of zeros is 0 times a scale that all rows share, but not 0 less a zero point that they share.
+        A row of zeros is 0 times a scale that all rows share, but not 0 minus a zero point that all rows share.
         """
         found = {}
         for name, x, axis, rows in (("a", a, 0, self.a_rows), ("b", b, 1, self.b_rows), ("zero", b, 1, self.b_rows)):
@@ -201,13 +203,13 @@ class Fused:
         return replace(q, **found)
 
     def result_elements(self, sizes: Sequence[tuple[int, int, int]]) -> int:
-        """Elements of the result of products of these sizes, of which there is one at least."""
+        """The number of result elements for at least one product of these sizes."""
         if self.rows is not None:
             return self.rows * self.columns(sizes[0][1])
         return sum(m * self.columns(n) for m, n, _ in sizes)
 
     def described(self, spec: ProblemSpec) -> ProblemSpec:
-        """The spec of a problem, with what a backend may know of this."""
+        """The spec of a problem, with the fused part that a backend may know."""
         gate, dtypes = self.gate, {name: x.values.dtype for name, x in self.indices.items()}
         preact = None
         if self.preact is not None:
@@ -230,7 +232,7 @@ class Fused:
         )
 
     def keywords(self) -> dict[str, Any]:
-        """The arguments that ask for it."""
+        """The keyword arguments that state this fused part."""
         found: dict[str, Any] = {name: _given(x) for name, x in self.indices.items()}
         if self.combine is not None:
             found["combine"] = (found["combine"], self.weights)
@@ -248,7 +250,7 @@ def _given(index: Index) -> Any:
 
 
 def picked(x: Tensor, rows: Tensor, axis: int) -> Tensor:
-    """The rows (axis 0) or columns of a matrix by number, one after the other; zeros where there is none."""
+    """The rows (axis 0) or columns of a matrix with these numbers, in order; zeros where a number means "no row"."""
     found = x.new_zeros((len(rows), x.shape[1]) if axis == 0 else (x.shape[0], len(rows)))
     for s, row in enumerate(rows.tolist()):
         if 0 <= row < x.shape[axis]:
@@ -257,7 +259,7 @@ def picked(x: Tensor, rows: Tensor, axis: int) -> Tensor:
 
 
 def _picked_scale(scale: Scale, rows: Index, axis: int, extent: int, absent: int) -> Scale:
-    """A scale with a number for each of `extent` rows, of those that are picked; `absent` where there is no row."""
+    """The entries of a scale for the picked rows, if it has one per row (`extent`); `absent` where there is no row."""
     grid = scale.grid
     assert isinstance(grid, Tensor)
     wide = grid.dtype is E8M0
@@ -276,7 +278,7 @@ def _picked_scale(scale: Scale, rows: Index, axis: int, extent: int, absent: int
 
 
 def refuse_in_operator(keywords: Iterable[str]) -> None:
-    """Raises for the keyword that the torch operator, and so a compiled graph, does not take."""
+    """Raises for a keyword that the torch operator, and thus a compiled graph, does not take."""
     if "preact_out" in keywords:
         raise InvalidProblem(
             "preact_out: the torch operator writes no memory of the caller's: call multigemm.grouped_gemm outside of "
@@ -287,7 +289,7 @@ def refuse_in_operator(keywords: Iterable[str]) -> None:
 def fused_shapes(
     product: Result, activation: str | None, combine: Tensor | None, out_rows: Tensor | None, rows: Any
 ) -> Result:
-    """The shape of a result of products, as `FusedReader.result` has it, without a look at any value."""
+    """The shape of the result, as `FusedReader.result` derives it, without reading any value."""
     shape = product.shape
     if activation in GATES:
         if product.form in ("jagged_n", "jagged_k") or shape[-1] % 2:
@@ -306,7 +308,7 @@ def fused_shapes(
 
 
 def picked_like(x: Tensor, rows: Tensor | None, name: str, jagged: str) -> Tensor:
-    """A tensor of the shape that an operand has once its rows are picked."""
+    """A tensor without memory that has an operand's shape after rows were picked."""
     if rows is None:
         return x
     axis = PICKED[name].get(jagged)
@@ -318,14 +320,14 @@ def picked_like(x: Tensor, rows: Tensor | None, name: str, jagged: str) -> Tenso
 
 
 def reader_of(given: FusedKeywords, activation: Any, full: bool) -> FusedReader | None:
-    """What reads the keywords, if any of them asks for something."""
+    """A `FusedReader` if any fused keyword is used, else None."""
     gated = type(activation) is str and activation in GATES
     asked = _asked(given)
     return FusedReader(asked, activation if gated else None, activation is not None, full) if gated or asked else None
 
 
 def _asked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those keywords that are not left at their defaults."""
+    """The fused keywords that differ from their defaults."""
     return {name: x for name, x in given.items() if not (x is None or _is_default(name, x))}
 
 
@@ -335,7 +337,8 @@ def _is_default(name: str, x: Any) -> bool:
 
 
 class FusedReader:
-    """Reads the keywords of one problem step by step, as what they are checked against becomes known."""
+    """Reads the fused keywords of one problem, step by step as the shapes that they are checked against become
+    known."""
 
     __slots__ = ("_activated", "_combine", "_full", "_gate", "_gated", "_given", "_out_rows", "_picks", "_rows")
 
@@ -350,7 +353,7 @@ class FusedReader:
     # --- rows of the operands ---
 
     def pick(self, a: Tensor, b: Tensor, jagged: Any, grouped: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-        """a and b, or tensors without memory that have their shapes once rows are picked."""
+        """a and b, or tensors without memory of the shapes that they have after rows were picked."""
         x, y = self._pick("a_rows", a, jagged, grouped, device), self._pick("b_rows", b, jagged, grouped, device)
         if self._picks and jagged == "k" and x.dim() == y.dim() == 2 and x.shape[1] != y.shape[0]:
             first, second = (f"{n}_rows" if f"{n}_rows" in self._picks else n for n in "ab")
@@ -376,7 +379,7 @@ class FusedReader:
         return torch.empty(shape, dtype=x.dtype, device="meta")
 
     def refuse_picks(self, seen: str) -> None:
-        """Refuses `a_rows` and `b_rows` where no offsets cut their tokens, in these words."""
+        """Refuses `a_rows` and `b_rows` in a form whose tokens no offsets cut."""
         where = {"a_rows": "jagged='m' (rows of a) and jagged='k' (columns of a)",
                  "b_rows": "jagged='k' (rows of b) and jagged='n' (columns of b)"}  # fmt: skip
         for name, text in where.items():
@@ -384,7 +387,8 @@ class FusedReader:
                 raise InvalidProblem(f"{name} {seen}: it picks the tokens of {text}: index the operand yourself")
 
     def refuse_quantised_picks(self) -> None:
-        """Scales of a jagged K count from each group's start, and have no entry for each token."""
+        """Refuses picked rows with scales of a jagged K: they count from each group's start, and have no entry per
+        token."""
         for name in PICKED.keys() & self._given.keys():
             raise InvalidProblem(
                 f"{name} with quantised operands and jagged='k' comes later: index the operand yourself, and scale "
@@ -396,7 +400,7 @@ class FusedReader:
     def result(
         self, product: Result, compute: torch.dtype, device: torch.device, out: Any, beta: float, c: Any
     ) -> Result:
-        """The shape of the result of products; reads the gate and the indices of sums of rows."""
+        """The shape of the result. Reads the gate and the indices of sums of rows."""
         self._refuse_int8(compute)
         self._gate = self._read_gate(product, compute)
         shape = product.shape
@@ -457,7 +461,7 @@ class FusedReader:
         return Gate(self._gated, layout, alpha, beta, limit)
 
     def _read_sums(self, product: Result, device: torch.device, out: Any) -> None:
-        """`combine`, or `out_rows` with `rows`."""
+        """Reads `combine`, or `out_rows` with `rows`."""
         given = {name: self._given[name] for name in ("combine", "out_rows", "rows") if name in self._given}
         if not given:
             return
@@ -495,7 +499,7 @@ class FusedReader:
     def fused(
         self, reader: OperandReader, product: Result, out_dtype: torch.dtype, extras: Sequence[torch.dtype]
     ) -> Fused:
-        """What the problem has beside its products; `extras`: the dtypes that weights may have beside float32."""
+        """The fused part of the problem. `extras`: dtypes that weights may have besides float32."""
         index, weights = (None, None) if self._combine is None else self._combine
         if weights is not None and index is not None:
             shape = tuple(index.values.shape)
@@ -529,7 +533,8 @@ class FusedReader:
         return _numbers(reader, given, "row_scale", tuple(product.shape[:-1]), "a number for each row", extras)
 
     def _index(self, x: Any, name: str, device: torch.device, dims: int, extent: int) -> Index:
-        """Numbers of rows below `extent`: on the device as they are, from the host checked and copied."""
+        """Row numbers below `extent`. Those on the device are taken as they are, those on the host are checked and
+        copied."""
         live, host = _read_index(x, name, device, dims)
         if live is None:
             assert host is not None
@@ -569,7 +574,7 @@ def _check_range(values: Any, name: str, extent: int) -> None:
 
 
 def _result_rows(rows: Any, out: Any) -> int:
-    """How many rows `out_rows` make, by the keyword or by the `out` that receives them."""
+    """The number of result rows of `out_rows`, from the keyword `rows` or the rows of `out`."""
     held = None
     if out is not None:
         shape = tuple(adopt(out, "out").tensor.shape)
@@ -590,7 +595,7 @@ def _result_rows(rows: Any, out: Any) -> int:
 def _numbers(
     reader: OperandReader, x: Any, name: str, shape: tuple[int, ...], what: str, extras: Sequence[torch.dtype]
 ) -> Tensor:
-    """Weights of rows: float32 or an operand's dtype, which are never rounded."""
+    """Reads weights of rows: float32 or an operand's dtype. They are never rounded."""
     found = reader.extra(x, name)
     if tuple(found.shape) != shape:
         raise InvalidProblem(f"{name} has shape {tuple(found.shape)}; it must be {shape}, {what}")

@@ -1,8 +1,8 @@
-"""Where one group ends and the next begins: offsets, sizes or ends, on the host or on the device.
+"""Where groups begin and end: offsets, sizes or ends, on the host or on the device.
 
-Host data is checked when the problem is made and copied, so a later change of the list is not seen.
-A tensor on the operands' own device is followed live: its contents may change between two runs of a
-plan, and it is never read back unless `check="full"` asks for it.
+Host data are checked and copied when the problem is made, so later changes of the list have no effect. A tensor on the
+operands' device is followed in place: its contents may change between two runs of a plan, and it is never read back
+unless `check="full"` asks for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 
 
 class Grouping(NamedTuple):
-    """`groups` of them. Exactly one of `live` (followed in place) and `host` (offsets [G+1]) is set."""
+    """The cut into `groups` groups. Exactly one of `live` (followed in place) and `host` (offsets [G+1]) is set."""
 
     kind: Kind
     groups: int
@@ -35,14 +35,14 @@ class Grouping(NamedTuple):
 
     @property
     def index_dtype(self) -> torch.dtype:
-        """The integer type that a kernel reads: of values on the host, the one that most device values have."""
+        """The integer dtype that a kernel reads; for values on the host, the dtype that device values usually have."""
         if self.live is not None:
             return self.live.dtype
         return torch.int64 if self.host is not None and self.host[-1] > INT32_MAX else torch.int32
 
     @property
     def equal(self) -> bool:
-        """Whether the host knows that all groups have one size."""
+        """Whether the sizes are known on the host and all equal."""
         if self.host is None or len(self.host) < 2:
             return False
         step = self.host[1] - self.host[0]
@@ -51,7 +51,7 @@ class Grouping(NamedTuple):
         return bool((np.diff(self.host) == step).all())
 
     def read(self) -> Int64s:
-        """Offsets [G+1] on the host, not clamped; waits for the device if they live there."""
+        """Offsets [G+1] on the host, not clamped. Waits for the device if they are there."""
         if self.host is not None:
             return self.host
         assert self.live is not None
@@ -66,7 +66,7 @@ def _as_offsets(values: Int64s, kind: Kind) -> Int64s:
 
 
 def read_index_array(x: Any, name: str, device: torch.device, dims: int = 1) -> tuple[Tensor | None, Int64s | None]:
-    """Integers in a vector (or matrix) as (live tensor on `device`, None) or (None, copy on the host)."""
+    """Reads integers in a vector (or matrix). Returns (live tensor on `device`, None) or (None, copy on the host)."""
     if isinstance(x, Tensor) or is_array(x):
         tensor = adopt(x, name).tensor
         if tensor.dtype not in INDEX_DTYPES:
@@ -102,7 +102,7 @@ def _length(live: Tensor | None, host: Int64s | None) -> int:
 
 
 def read_list(x: Sequence[Any], name: str) -> Int64s:
-    """A sequence of integers on the host."""
+    """A sequence of integers as a host tensor."""
     if isinstance(x, memoryview) and x.ndim != 1:
         raise InvalidProblem(f"{name} has {x.ndim} dimensions; it must be a vector")
     try:
@@ -136,10 +136,10 @@ def make_grouping(
     complete: bool = False,
     others: Mapping[str, int] = {},
 ) -> Grouping:
-    """The one of offsets, sizes and ends that was given, checked against `groups` and `total`.
+    """The grouping given by offsets, sizes or ends, checked against `groups` and `total`.
 
-    `groups` is None where only the vector itself says how many there are. `others` are the extents of the other
-    directions that the operands could be cut along, for the message. `complete`: the groups have to own all of `total`.
+    `groups` is None where only the vector tells the number. `others` are the extents of the other directions along
+    which the operands could be cut, for the message. `complete`: the groups must own all of `total`.
     """
     kind, x = _only_one(offsets, sizes, ends)
     live, host = read_index_array(x, kind, device)
@@ -178,7 +178,7 @@ def _wrong_length(kind: Kind, length: int, groups: int | None) -> NoReturn:
 
 
 def _check_values(values: list[int], kind: Kind, total: int, others: Mapping[str, int], complete: bool) -> None:
-    """Monotone, from 0 or later, to `total` or earlier; the message names the first bad place."""
+    """Requires monotone offsets from 0 or later to `total` or earlier. The message names the first bad position."""
     first = values[0] if kind == "offsets" else 0
     last = sum(values) if kind == "sizes" else values[-1] if values else 0
     if complete and (first > 0 or last < total):
@@ -211,7 +211,8 @@ def _check_values(values: list[int], kind: Kind, total: int, others: Mapping[str
 
 
 def _shorter(last: int, others: Mapping[str, int]) -> str:
-    """The remedy for groups that end past the jagged extent: the direction that holds them, if there is one."""
+    """The remedy for groups that end past the jagged extent: another direction whose extent holds them, if there is
+    one."""
     fits = next((direction for direction, extent in others.items() if last <= extent), None)
     if fits is None:
         return "shrink them or pass more rows"
@@ -220,7 +221,7 @@ def _shorter(last: int, others: Mapping[str, int]) -> str:
 
 
 def make_valid_rows(x: Any, *, groups: int, rows: int, device: torch.device, full: bool) -> Grouping:
-    """`valid_rows` of the masked form: like sizes, but each is bounded by `rows` on its own."""
+    """Reads `valid_rows` of the masked form: like sizes, but each is at most `rows`."""
     live, host = read_index_array(x, "valid_rows", device)
     length = _length(live, host)
     if length != groups:

@@ -1,7 +1,7 @@
-"""Operands at the door: every array of one problem becomes a tensor on one device, or an error.
+"""Turns the arrays of one problem into tensors on one device, or raises.
 
-The first operand decides the device and the array library; the others are held to it. Lists of no matrices have no
-first operand: what is shared by no groups may lie anywhere.
+The first operand decides the device and the array library; the others must match. Empty lists have no first operand:
+then arrays that all groups share may lie anywhere.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Operand = Tensor | list[Tensor]
 
 
 def is_list(x: Any) -> bool:
-    """Whether an operand is given as separate matrices."""
+    """Whether an operand is a list of separate matrices."""
     return isinstance(x, list | tuple)
 
 
 class OperandReader:
-    """Adopts the arrays of one problem and remembers the mirrors, which are refreshed before each launch."""
+    """Adopts the arrays of one problem and records mirrored copies, which are refreshed before each launch."""
 
     __slots__ = ("decided", "device", "kind", "mirrors")
 
@@ -34,24 +34,24 @@ class OperandReader:
         self.mirrors: dict[str, Adopted] = {}
 
     def first(self, x: Any, name: str) -> Tensor:
-        """The operand that decides device and library."""
+        """Adopts the operand that decides device and library."""
         got = adopt(x, name)
         self.kind, self.device, self.decided = got.kind, got.tensor.device, True
         return self._keep(got, name)
 
     def operand(self, x: Any, name: str) -> Tensor:
-        """A further operand, which must come from the same library and device."""
+        """Adopts a further operand, which must have the same library and device."""
         got = self._same_device(adopt(x, name), name)
         if got.kind != self.kind:
             raise InvalidProblem(f"{name} is a {got.kind} array and a is a {self.kind} array: pass one kind of array")
         return self._keep(got, name)
 
     def extra(self, x: Any, name: str) -> Tensor:
-        """bias or c: any library, the same device."""
+        """Adopts bias or c: from any library, on the same device."""
         return self._keep(self._same_device(adopt(x, name), name), name)
 
     def result(self, x: Any, name: str) -> Tensor:
-        """An output: it must be writable, directly."""
+        """Adopts an output, which must be writable in place."""
         if read_only(x):
             raise InvalidProblem(f"{name} is read-only: pass an array that may be written")
         got = self._same_device(adopt(x, name), name)
@@ -67,11 +67,11 @@ class OperandReader:
         return got.tensor
 
     def forget(self, name: str) -> None:
-        """Drops the mirrors of an operand, or of the matrices of a list, that no launch will read."""
+        """Drops the mirrors of an operand, or of a list's matrices, that no launch will read."""
         self.mirrors = {k: v for k, v in self.mirrors.items() if k.partition("[")[0] != name}
 
     def refreshes(self) -> list[Step]:
-        """What must run before each launch."""
+        """The copies that must run before each launch."""
         return [mirror.refresh for mirror in self.mirrors.values() if mirror.refresh is not None]
 
     def _same_device(self, got: Adopted, name: str) -> Adopted:
@@ -86,7 +86,7 @@ class OperandReader:
 
 
 def common_dtype(x: Operand, name: str) -> torch.dtype:
-    """The one dtype of an operand, which has one matrix at least."""
+    """The common dtype of an operand's matrices, of which there is at least one."""
     if isinstance(x, Tensor):
         return x.dtype
     dtypes = {t.dtype for t in x}

@@ -1,7 +1,7 @@
-"""Whether strided arrays share an element: exactly, not by their address ranges.
+"""Whether strided arrays share an element, exactly and not by address ranges.
 
-Columns of one matrix that interleave are legal outputs; two outputs that meet in one element are
-not. Every question is a linear equation in bounded integers, answered without touching memory.
+Interleaved columns of one matrix are legal outputs; two outputs that share an element are not. Every question is a
+linear equation in bounded integers, answered without touching memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from multigemm.problem.arrays import Memory
 
 
 def overlaps_itself(x: Tensor) -> bool:
-    """Whether two different index tuples of `x` name one address (for up to three dimensions)."""
+    """Whether two index tuples of `x` have the same address (for up to three dimensions)."""
     if x.numel() < 2:
         return False
     dims = sorted(((abs(s), n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1), reverse=True)
@@ -34,7 +34,7 @@ def overlaps_itself(x: Tensor) -> bool:
 
 
 def _has_nonzero_solution(strides: Sequence[int], extents: Sequence[int]) -> bool:
-    """Some d != 0 with |d_i| < extents_i and sum d_i * strides_i = 0."""
+    """Whether some d != 0 with |d_i| < extents_i satisfies sum d_i * strides_i = 0."""
     if 0 in strides:
         return True
     if len(strides) < 2:
@@ -51,7 +51,7 @@ def _has_nonzero_solution(strides: Sequence[int], extents: Sequence[int]) -> boo
 
 
 def _solvable(s: Sequence[int], n: Sequence[int], target: int) -> bool:
-    """Some |x| < n0, |y| < n1 with s0*x + s1*y = target."""
+    """Whether s0*x + s1*y = target for some |x| < n0, |y| < n1."""
     g = gcd(s[0], s[1])
     if target % g:
         return False
@@ -69,7 +69,7 @@ def _ceil_div(a: int, b: int) -> int:
 
 
 class _Place(NamedTuple):
-    """Where the elements of a tensor or array lie, in bytes."""
+    """The byte addresses of the elements of a tensor or array."""
 
     start: int
     end: int
@@ -84,7 +84,7 @@ class _Place(NamedTuple):
 
 
 def _place(x: Any) -> _Place:
-    """The place of a tensor, or of a NumPy or CuPy array, whose strides may be negative."""
+    """The `_Place` of a tensor, or of a NumPy or CuPy array, whose strides may be negative."""
     if isinstance(x, Tensor):
         size, first = x.element_size(), x.data_ptr()
         strides = tuple(s * size for s in x.stride())
@@ -97,7 +97,7 @@ def _place(x: Any) -> _Place:
 
 
 def _shadow(x: _Place) -> Any:
-    """A NumPy array at the same addresses, never read: the exact overlap test needs only its geometry."""
+    """A NumPy array at the same addresses, never read: NumPy's exact overlap test needs only addresses and strides."""
     interface = {
         "version": 3, "shape": x.shape, "strides": x.strides, "typestr": f"|V{x.size}", "data": (x.first, True),
     }  # fmt: skip
@@ -112,7 +112,7 @@ def _meet(x: _Place, y: _Place) -> bool:
 
 
 def _apart_as_rectangles(x: _Place, y: _Place) -> bool | None:
-    """For two blocks of one row-major matrix, as results often are: rows or columns apart? None: something else."""
+    """Whether two blocks of one row-major matrix differ in rows or in columns; None if they are not such blocks."""
     if len(x.shape) != 2 or len(y.shape) != 2 or x.strides != y.strides or x.size != y.size:
         return None
     pitch, step = x.strides
@@ -127,7 +127,7 @@ def _apart_as_rectangles(x: _Place, y: _Place) -> bool | None:
 
 
 def _span(x: Any) -> tuple[int, int]:
-    """First byte and one past the last byte; meaningless for an empty tensor."""
+    """The first byte and one past the last byte; meaningless for an empty tensor."""
     if not isinstance(x, Tensor):
         return _place(x)[:2]
     first, last = x.data_ptr(), 1
@@ -137,16 +137,16 @@ def _span(x: Any) -> tuple[int, int]:
 
 
 def _near_by(outs: Sequence[Tensor], others: Sequence[Any]) -> list[int]:
-    """Positions of the others that lie between the first and the last byte of all outputs."""
+    """The positions of the others that lie between the first and the last byte of all outputs."""
     spans = [_span(x) for x in outs if x.numel()]
     low, high = min((s for s, _ in spans), default=0), max((e for _, e in spans), default=0)
     return [j for j, (start, end) in enumerate(map(_span, others)) if start < high and end > low]
 
 
 def meetings(outs: Sequence[Tensor], others: Sequence[Any]) -> Iterator[tuple[int, int]]:
-    """The pairs (i, j) for which outs[i] shares a byte with others[j]; only neighbours in memory are compared.
+    """The pairs (i, j) for which outs[i] shares a byte with others[j]. Only neighbours in memory are compared.
 
-    All of them lie on one device. Operands that are given many times over are compared once.
+    All tensors must lie on one device. An operand that occurs many times is compared once.
     """
     near_by = _near_by(outs, others)
     if not near_by:  # the rule, and on the path of a call with `out`
@@ -169,7 +169,7 @@ def meetings(outs: Sequence[Tensor], others: Sequence[Any]) -> Iterator[tuple[in
 
 
 def same_view(x: Tensor, y: Tensor) -> bool:
-    """Whether the two are one and the same view of memory."""
+    """Whether both tensors have the same address, shape and strides."""
     return x is y or (
         x.data_ptr() == y.data_ptr()
         and x.shape == y.shape
@@ -180,7 +180,7 @@ def same_view(x: Tensor, y: Tensor) -> bool:
 
 
 def first_shared_pair(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
-    """Two positions whose tensors share an element, or None; only neighbours in memory are compared."""
+    """Two positions whose tensors share an element, or None. Only neighbours in memory are compared."""
     if len(tensors) < 2:
         return None
     places = [(_place(t), i) for i, t in enumerate(tensors)]
@@ -197,10 +197,10 @@ def first_shared_pair(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
 def refuse_shared_memory(
     outs: Sequence[Tensor], read: Sequence[tuple[str, Any]], at: Callable[[int], str], out: str = "out"
 ) -> None:
-    """Raise unless no result meets itself, another result, or anything that is read but, of `out`, its own, same `c`.
+    """Raises if a result overlaps itself, another result or an array that is read. `c` may be the same view as `out`.
 
-    `read` names its arrays; `at(g)` is how the g-th entry of an operand is written after the operand's name; `out` is
-    the name of what is written.
+    `read` maps names to arrays, `at(g)` is the text behind an operand's name that denotes entry g, and `out` is the
+    name of the result.
     """
     for g, x in enumerate(outs):
         if overlaps_itself(x):

@@ -1,8 +1,8 @@
-"""`GroupedGemmProblem`: what a user builds. Validated once, and the only place that rejects bad input.
+"""`GroupedGemmProblem`: the validated arguments of one call. The only place that rejects bad input.
 
 Nothing is computed or written here. After the constructor has returned, every operand is a tensor over the caller's
-memory, every extent fits, and `spec` says all that a backend may choose by. The host's questions about sizes and
-products may wait for the device, where the sizes or the operands live there.
+memory, every extent fits, and `spec` says all that a backend may choose by. Methods that return sizes or groups on the
+host wait for the device if the sizes or operands are there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCALES = ("scale_a", "scale_b", "zero_b")
 
 
 class Keywords(FusedKeywords, total=False):
-    """The keywords of a problem, for the signatures that hand them on."""
+    """The keywords of a problem, for signatures that pass them on."""
 
     offsets: Any
     sizes: Any
@@ -324,7 +324,7 @@ class GroupedGemmProblem:
         self, reader: OperandReader, groups: int, inputs: tuple[torch.dtype, torch.dtype], given: Given, packed: str,
         more: FusedReader | None,
     ) -> torch.dtype:  # fmt: skip
-        """Scales and zero points, if operands are quantised; returns the dtype that products are formed in."""
+        """Reads scales and zero points of quantised operands. Returns the dtype in which products are formed."""
         has_dtypes = self.extents is not None or groups > 0  # lists of no matrices say no dtypes
         if not (has_dtypes and scales.is_quantised(*inputs, packed, given)):
             return epilogue.compute_dtype(*inputs)
@@ -342,7 +342,7 @@ class GroupedGemmProblem:
         return inputs[0]
 
     def _refuse_gradients(self, inputs: tuple[torch.dtype, torch.dtype]) -> None:
-        """Operands of float8 and quantised weights give none."""
+        """Refuses quantised operands that require a gradient: they have none."""
         if not torch.is_grad_enabled():
             return
         for name, dtype in zip("ab", inputs, strict=True):
@@ -368,7 +368,7 @@ class GroupedGemmProblem:
         self, reader: OperandReader, groups: int, out: Any, out_dtype: Any, c: Any, bias: Any,
         dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], more: FusedReader | None,
     ) -> None:  # fmt: skip
-        """`out`, c, bias and what is fused; `dtypes`: those of a and b, and the one that products are formed in."""
+        """Reads `out`, c, bias and the fused keywords. `dtypes` are those of a, of b and of the products."""
         compute = dtypes[2]
         extras: tuple[torch.dtype, ...] = dtypes  # that c and bias may have beside the result's
         if self.quantisation is not None:
@@ -411,7 +411,7 @@ class GroupedGemmProblem:
             epilogue.check_extra_dtype(common_dtype(self.bias, "bias"), "bias", inputs, self.out_dtype)
 
     def _refuse_shared_memory(self, reader: OperandReader) -> None:
-        """Raises where memory that a launch writes is read, or written twice."""
+        """Raises if a launch would read memory that it writes, or write memory twice."""
         outs, preacts = self.each("out"), [] if self.fused is None else self.fused.preacts()
         if outs:
             overlap.refuse_shared_memory(outs, self._read(reader), self._at)
@@ -420,7 +420,7 @@ class GroupedGemmProblem:
             overlap.refuse_shared_memory(preacts, read, self._at, "preact_out")
 
     def _read(self, reader: OperandReader) -> list[tuple[str, Any]]:
-        """Everything that a launch reads, by name."""
+        """Every tensor that a launch reads, by name."""
         read: list[tuple[str, Any]] = []
         for name in ("a", "b", "bias", "c", *(() if self.quantisation is None else SCALES)):
             listed = is_list(getattr(self, name))
@@ -444,22 +444,22 @@ class GroupedGemmProblem:
 
     @property
     def cut(self) -> Grouping | None:
-        """What says where groups begin and end, or how many rows of them count; None if their shapes do."""
+        """The tensor that gives the groups' boundaries or `valid_rows`; None if the shapes alone give them."""
         return self.grouping or self.valid_rows
 
     @property
     def scale_a(self) -> Operand | None:
-        """The scale of a as it was given, as tensors; None if there is none."""
+        """The scale of a as given, in tensors; None without one."""
         return self._given_scale("a")
 
     @property
     def scale_b(self) -> Operand | None:
-        """The scale of b as it was given."""
+        """The scale of b as given, in tensors; None without one."""
         return self._given_scale("b")
 
     @property
     def zero_b(self) -> Operand | None:
-        """The zero points of b as they were given."""
+        """The zero points of b as given, in tensors; None without them."""
         return self._given_scale("zero")
 
     def _given_scale(self, which: str) -> Operand | None:
@@ -468,12 +468,12 @@ class GroupedGemmProblem:
 
     @property
     def zero_unowned(self) -> bool:
-        """Whether rows that no group owns become zero (multigemm allocates) or stay (the caller's `out`)."""
+        """Whether rows that no group owns are zeroed (in a fresh result) or left untouched (in the caller's `out`)."""
         return self.out is None
 
     @property
     def requires_grad(self) -> bool:
-        """Whether any input asks for a gradient."""
+        """Whether any input requires a gradient."""
         for operand in (self.a, self.b, self.c, self.bias):
             if isinstance(operand, Tensor):
                 if operand.requires_grad:
@@ -484,7 +484,7 @@ class GroupedGemmProblem:
 
     @no_dynamo
     def sizes(self) -> list[tuple[int, int, int]]:
-        """(m, n, k) of every group; waits for the device if the sizes live there."""
+        """(m, n, k) of every group. Waits for the device if the sizes are there."""
         if self.extents is None:
             pairs = zip(self.each("a"), self.each("b"), strict=True)
             return [(x.shape[0], y.shape[1], x.shape[1]) for x, y in pairs]
@@ -499,7 +499,7 @@ class GroupedGemmProblem:
 
     @no_dynamo
     def groups(self) -> Iterator[GroupView]:
-        """Every product as views on the host, one after the other; waits for the device."""
+        """Every product as views on the host, in order. Waits for the device if operands or sizes are there."""
         for refresh in self.refreshes:
             refresh()
         a, b, c, bias = (_on_host(x) for x in (self.a, self.b, self.c, self.bias))
@@ -540,7 +540,7 @@ class GroupedGemmProblem:
 
     @property
     def flops(self) -> int:
-        """`2 * m * n * k` summed over the groups; waits for the device if the sizes live there."""
+        """`2 * m * n * k` summed over the groups. Waits for the device if the sizes are there."""
         return sum(2 * m * n * k for m, n, k in self.sizes())
 
     @property
@@ -567,7 +567,7 @@ class GroupedGemmProblem:
 
 
 def _switch(batch_invariant: Any) -> bool:
-    """The keyword, or the setting where it is left out."""
+    """The value of the keyword; that of the setting if the keyword is None."""
     if batch_invariant is None:
         return settings().batch_invariant
     if not isinstance(batch_invariant, bool):
@@ -598,7 +598,7 @@ def _on_host(x: Any) -> Any:
 
 
 def _elements(b: Tensor, packed: str) -> tuple[int, ...]:
-    """The shape of b in elements."""
+    """The shape of b counted in elements, not bytes."""
     return (*b.shape[:-2], 2 * b.shape[-2], b.shape[-1]) if packed else tuple(b.shape)
 
 
@@ -608,7 +608,7 @@ def _rebuilt(a: Any, b: Any, keywords: Keywords) -> GroupedGemmProblem:
 
 
 def checked(problem: Any) -> GroupedGemmProblem:
-    """What was passed as a problem, if it is one."""
+    """Returns the argument if it is a GroupedGemmProblem, else raises."""
     if not isinstance(problem, GroupedGemmProblem):
         raise InvalidProblem(f"problem is a {type(problem).__name__}: pass GroupedGemmProblem(a, b, ...)")
     return problem

@@ -1,7 +1,7 @@
-"""How to make a problem again: the arguments of its constructor, for copies and pickles, and as text, for its `repr`.
+"""Rebuilds a problem from its constructor's arguments: for copies and pickles, and as text for its `repr`.
 
-A copy by attributes would keep a spec that speaks of the alignment of other memory, and return an `out` that no launch
-writes to. So the arrays that the caller gave are copied, and a problem is made of them.
+A copy of the attributes would keep a spec that describes the alignment of other memory, and return an `out` that no
+launch writes to. So the caller's arrays are copied, and a new problem is constructed from them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ AS_THEY_ARE = ("alpha", "beta", "activation", "out_dtype", "precision", "determi
 
 
 class Bits(NamedTuple):
-    """A tensor of a dtype that torch cannot pickle, as the bytes of it."""
+    """The bytes of a tensor whose dtype torch cannot pickle."""
 
     data: Tensor
     dtype: torch.dtype
 
 
 def as_bits(x: Any) -> Any:
-    """An argument as something that can be pickled, which `from_bits` takes back."""
+    """An argument in a form that can be pickled; `from_bits` reverses it."""
     if isinstance(x, Tensor) and x.dtype in BIT_VIEWED:
         return Bits(x.detach().view(torch.uint8), x.dtype)
     listed = isinstance(x, list) and any(isinstance(t, Tensor) and t.dtype in BIT_VIEWED for t in x)
@@ -45,7 +45,7 @@ def from_bits(x: Any) -> Any:
 
 
 def arguments(problem: GroupedGemmProblem) -> tuple[Any, Any, dict[str, Any]]:
-    """a, b and the keywords."""
+    """a, b and the keywords of the constructor."""
     for refresh in problem.refreshes:
         refresh()
     keywords = {name: getattr(problem, name) for name in AS_THEY_ARE}
@@ -82,7 +82,7 @@ def _cut(problem: GroupedGemmProblem) -> dict[str, Any]:
 
 
 def tensor_text(x: Tensor) -> str:
-    """An expression that makes a tensor of the same geometry and alignment."""
+    """A Python expression that makes a tensor with the same shape, strides and alignment."""
     where = "" if x.device.type == "cpu" else f", device={str(x.device)!r}"
     shift = x.data_ptr() % 16 // x.element_size() if x.numel() else 0
     if shift:
@@ -95,14 +95,14 @@ def tensor_text(x: Tensor) -> str:
 
 
 def operand_text(x: Any, squeeze: bool = False) -> str:
-    """A tensor or a list of them."""
+    """A Python expression for a tensor or a list of tensors."""
     if isinstance(x, Tensor):
         return tensor_text(x[0] if squeeze else x)
     return "[" + ", ".join(tensor_text(t) for t in x) + "]"
 
 
 def _index_text(x: Tensor) -> str:
-    """Sizes that are followed in place: their values where they can be read at once, else zeros."""
+    """A Python expression for sizes on the device: their values if they can be read at once, else zeros."""
     if x.device.type == "cpu":
         return f"torch.tensor({x.tolist()}, dtype={x.dtype})"
     return f"torch.zeros({x.shape[0]}, dtype={x.dtype}, device={str(x.device)!r})"
@@ -125,7 +125,8 @@ def _grouping_text(problem: GroupedGemmProblem) -> list[str]:
 
 
 def _fused_text(x: Any) -> str:
-    """A keyword of what is fused: numbers as they are, indices on the host by value, other tensors by geometry."""
+    """A Python expression for a fused keyword: numbers and host indices by value, other tensors by shape and
+    strides."""
     if isinstance(x, tuple):
         return f"({', '.join(map(_fused_text, x))})"
     if isinstance(x, np.ndarray):
@@ -137,7 +138,7 @@ def _fused_text(x: Any) -> str:
 
 
 def problem_text(problem: GroupedGemmProblem) -> str:
-    """The constructor call, with geometry in place of values; defaults are left out."""
+    """The constructor call as text, with shapes and strides in place of values. Defaults are left out."""
     parts = [
         operand_text(problem.a, problem.squeezed),
         operand_text(problem.b, problem.squeezed),

@@ -1,4 +1,4 @@
-"""The result of a problem by its shape, and what is held to that shape: C, bias, and the caller's own `out`."""
+"""The shape of a problem's result, and the checks of C, bias and the caller's `out` against it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ Take = Callable[[Any, str], Tensor]
 
 
 class Result(NamedTuple):
-    """`shape` is a list of them for per_group; `squeezed`: a single product, whose caller knows no groups.
+    """The shape of the result: a list of shapes for per_group. `squeezed`: the problem is a single product without a
+    group dimension.
 
-    `called`: what has this shape, in words.
+    `called` describes this shape in messages.
     """
 
     form: Form
@@ -28,7 +29,7 @@ class Result(NamedTuple):
     called: str = "the result"
 
     def take(self, take: Take, x: Any, name: str) -> Operand:
-        """`c`, `out` or `preact_out`: one array of this shape, or a list of them."""
+        """Adopts `c`, `out` or `preact_out`: one array of this shape, or a list of arrays."""
         if self.form != "per_group":
             if is_list(x):
                 raise InvalidProblem(f"{name} is a list; it must be one array of shape {self.shape}: stack it")
@@ -39,7 +40,7 @@ class Result(NamedTuple):
         return [self._fit(take(t, f"{name}[{g}]"), self.shape[g], f"{name}[{g}]") for g, t in enumerate(x)]
 
     def fit(self, x: Tensor, name: str) -> Tensor:
-        """An array of a packed problem as one of the result's shape."""
+        """Reshapes an array of a packed problem to the result's shape."""
         if not self.squeezed:
             return self._fit(x, self.shape, name)
         return self._fit(x, self.shape[1:], name).unsqueeze(0)
@@ -50,7 +51,7 @@ class Result(NamedTuple):
         return x
 
     def take_bias(self, take: Take, bias: Any) -> Operand:
-        """One vector for all groups, or one for each."""
+        """Adopts the bias: one vector for all groups, or one per group."""
         if self.form == "per_group":
             return self._list_bias(take, bias)
         if is_list(bias):
@@ -58,7 +59,7 @@ class Result(NamedTuple):
         return self.fit_bias(take(bias, "bias"))
 
     def fit_bias(self, bias: Tensor) -> Tensor:
-        """The bias of a packed problem; where columns are jagged, the groups share one row of them."""
+        """Reshapes the bias of a packed problem; where columns are jagged, all groups share one row."""
         n = self.shape[-1]
         return _fit_bias(bias, [(n,)] if self.form == "jagged_n" else [(n,), (self.groups, n)])
 

@@ -1,9 +1,9 @@
-"""Quantised operands: which dtypes go together, what the shape of a scale says that it covers, and every refusal.
+"""Quantised operands: which dtypes go together, what a scale's shape means, and every refusal.
 
-An element means itself times its scale; of integer weights, itself less its zero point, times its scale. A scale is a
-number for all, a vector for the groups, or a grid with as many dimensions as its operand. Along K a grid has one
-entry, or one for each 32, 64 or 128; along the other axis one entry, one for each line, or (with 128 along K) one for
-each 128.
+An element means its value times its scale; an element of an integer weight means its value minus the zero point, times
+the scale. A scale is a number for all, a vector for the groups, or a grid with as many dimensions as its operand. Along
+K a grid has one entry, or one per 32, 64 or 128; along the other axis one entry, one per line, or (with 128 along K)
+one per 128.
 
 A jagged K [.., T] has one entry, one for each group, or T // q + G entries for blocks of q, counted from the start of
 their group: block j of group g is entry offsets[g] // q + g + j. Since o' = o + K_g gives
@@ -50,10 +50,11 @@ LATER = {
 
 
 class Operands(NamedTuple):
-    """What scales are read against. Shapes are those of elements, two for each packed byte, as a list for per_group.
+    """The operands that scales are checked against. Shapes count elements, two per packed byte; a list of shapes for
+    per_group.
 
     `squeezed`: the caller gave two matrices, and the shapes begin with a group that the caller does not know.
-    `in_memory`: scales have addresses, to which their specs refer; in a trace they have not.
+    `in_memory`: scales have addresses, which their specs use; in a trace they have none.
     """
 
     form: Form
@@ -67,7 +68,7 @@ class Operands(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The keywords of quantised operands, as they were given; `b_format` is known by what bytes of b hold."""
+    """The keywords of quantised operands as given; `b_format` may also follow from the dtype of b."""
 
     scale_a: Any = None
     scale_b: Any = None
@@ -79,7 +80,7 @@ class Given(NamedTuple):
 class Scale:
     """A scale as the caller gave it, and as a grid [groups or 1, rows, K] (of b: [.., K, columns]).
 
-    For lists both are lists, of matrices without a group.
+    For lists both are lists, without a group dimension.
     """
 
     given: Operand
@@ -87,7 +88,7 @@ class Scale:
     spec: ScaleSpec
 
     def of_group(self, g: int, rows: slice, ks: slice, side: str, jagged_k: bool = False) -> Tensor:
-        """The numbers of one group, which broadcast against its matrix [rows, ks] (of b: [ks, rows])."""
+        """The entries of one group, which broadcast against its matrix [rows, ks] (of b: [ks, rows])."""
         grid = self.grid[g] if isinstance(self.grid, list) or self.spec.by_group else self.grid[0]
         if side == "b":
             grid = grid.mT
@@ -107,7 +108,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """What a problem with quantised operands has beside its operands. `b_format` is "" where b is not packed."""
+    """The scales, zero points and formats of a problem with quantised operands. `b_format` is "" if b is not packed."""
 
     a: Scale | None = None
     b: Scale | None = None
@@ -116,7 +117,7 @@ class Quantisation:
     accumulate: Any = "promoted"
 
     def described(self, spec: ProblemSpec) -> ProblemSpec:
-        """The spec of a problem, with what a backend may know of its scales."""
+        """The spec of a problem, with the description of its scales that a backend may know."""
         a, b = (None if x is None else x.spec for x in (self.a, self.b))
         blocked = any(x is not None and x.k for x in (a, b))
         fast = self.accumulate == "fast" and spec.a.dtype in FLOAT8 and not blocked
@@ -128,7 +129,7 @@ class Quantisation:
         )
 
     def each(self) -> list[tuple[str, Scale]]:
-        """The scales and zero points that there are, by the names of their keywords."""
+        """The scales and zero points that exist, by keyword."""
         named = (("scale_a", self.a), ("scale_b", self.b), ("zero_b", self.zero))
         return [(name, x) for name, x in named if x is not None]
 
@@ -137,14 +138,14 @@ class Quantisation:
 
 
 def check_words(b_format: Any, accumulate: Any) -> None:
-    """The two keywords that are words."""
+    """Checks `b_format` and `accumulate`."""
     if b_format is not None:
         one_of(b_format, "b_format", BYTE_FORMATS)
     one_of(accumulate, "accumulate", ACCUMULATE)
 
 
 def format_of(dtype: torch.dtype, b_format: str | None) -> str:
-    """What the bytes of a packed b hold; "" where b is not packed."""
+    """The format of a packed b's bytes; "" if b is not packed."""
     if dtype is FLOAT4:
         if b_format not in (None, "e2m1"):
             raise InvalidProblem(f"b is {dtype_name(dtype)}, which holds e2m1, and b_format={b_format!r}: leave it out")
@@ -157,12 +158,12 @@ def format_of(dtype: torch.dtype, b_format: str | None) -> str:
 
 
 def as_bytes(b: Tensor) -> Tensor:
-    """The memory of a packed b as bytes."""
+    """A packed b as a tensor of bytes over the same memory."""
     return b.view(torch.uint8) if b.dtype is FLOAT4 else b
 
 
 def unpacked_shape(a: Tensor, b: Tensor, names: tuple[str, str] = ("a", "b")) -> Tensor:
-    """A tensor without memory that has the shape of the elements of a packed b."""
+    """A tensor without memory that has the shape of a packed b counted in elements."""
     if a.dim() < 2 or b.dim() < 2:
         return b
     k, held = a.shape[-1], 2 * b.shape[-2]
@@ -178,7 +179,7 @@ def unpacked_shape(a: Tensor, b: Tensor, names: tuple[str, str] = ("a", "b")) ->
 
 
 def is_quantised(a: torch.dtype, b: torch.dtype, packed: str, given: Given) -> bool:
-    """Whether this is a problem of quantised operands; raises for dtypes and keywords that do not go together."""
+    """Whether the operands are quantised. Raises for dtypes and keywords that contradict each other."""
     for name, dtype in (("a", a), ("b", b)):
         if dtype in LATER:
             raise InvalidProblem(f"{name} is {dtype_name(dtype)}: {LATER[dtype]}")
@@ -203,7 +204,7 @@ def _refuse_pair(a: torch.dtype, b: torch.dtype, packed: str, why: str) -> NoRet
 
 
 def _refuse_scales(a: torch.dtype, b: torch.dtype, given: Given) -> None:
-    """Scales and zero points of operands that take none."""
+    """Refuses scales and zero points beside operands that take none."""
     if given.zero_b is not None and given.scale_b is None:
         raise InvalidProblem("zero_b without scale_b: pass both, or leave it out")
     for name, scale, dtype in (("scale_a", given.scale_a, a), ("scale_b", given.scale_b, b)):
@@ -218,7 +219,7 @@ def _refuse_scales(a: torch.dtype, b: torch.dtype, given: Given) -> None:
 
 
 def read(take: Take, operands: Operands, given: Given, packed: str) -> Quantisation:
-    """Scales and zero points, checked against the operands; `take` adopts an array by the name of its keyword."""
+    """Reads scales and zero points and checks them against the operands. `take` adopts an array by its keyword."""
     if packed and operands.form == "jagged_k":
         raise InvalidProblem(f"b is packed {packed} and jagged='k' cuts K, where bytes hold two: pass 8-bit weights")
     weights = operands.a not in FLOAT8
@@ -296,14 +297,15 @@ def _checked(x: Tensor, name: str, dtypes: Sequence[torch.dtype]) -> Tensor:
 
 
 def _block(count: int, extent: int, blocks: Sequence[int]) -> int | None:
-    """How much of an extent one of `count` entries covers: 0 all of it, else one of `blocks`; None: no such count."""
+    """How many elements of an extent one of `count` entries covers: 0 for all, else one of `blocks`. None if no choice
+    fits."""
     if count == 1:
         return 0
     return next((q for q in blocks if -(-extent // q) == count), None)
 
 
 def covered_in_list(grid: Tensor, rows: int, k: int) -> tuple[int, int]:
-    """How many rows and how much of K one entry of a grid [rows, K] covers, 0 for all: of one matrix of a list."""
+    """How many rows and how much of K one entry of a grid [rows, K] covers in one matrix of a list; 0 for all."""
     return _block(grid.shape[0], rows, (1, ROW_BLOCK)) or 0, _block(grid.shape[1], k, BLOCKS) or 0
 
 
@@ -342,7 +344,7 @@ def _refuse_vector(x: Tensor, name: str, rank: int, groups: int) -> None:
 
 
 class _Axes(NamedTuple):
-    """The two axes of an operand that a grid follows: how long each is, what it is called, which counts it takes."""
+    """The two axes of an operand that a grid follows: length, name, and the numbers of entries that are allowed."""
 
     rows: int
     k: int
@@ -365,7 +367,7 @@ def _axes(form: Form, groups: int, side: str, shape: Sequence[int]) -> _Axes:
 
 
 def _read_grid(axes: _Axes, shape: Sequence[int], side: str, refuse: Callable[[str], Any]) -> tuple[int, int]:
-    """How much of rows and of K one entry covers."""
+    """How many rows and how much of K one entry covers."""
     along_rows, along_k = (shape[-2], shape[-1]) if side == "a" else (shape[-1], shape[-2])
     rows = _block(along_rows, axes.rows, axes.row_blocks)
     k = next((q for count, q in axes.k_counts if count == along_k), None)
@@ -448,7 +450,7 @@ def _list_scale(operands: Operands, given: Operand, each: list[Tensor], name: st
 
 
 def _common(counts: list[tuple[int, int]], blocks: Sequence[int]) -> int:
-    """What one entry covers in every matrix of a list."""
+    """What one entry covers, if that is the same in every matrix of a list."""
     if all(n == 1 for n, _ in counts):
         return 0
     return next((q for q in blocks if all(-(-extent // q) == n for n, extent in counts)), MIXED)

@@ -1,8 +1,8 @@
-"""What a kernel has to know before it sees data: frozen, hashable, and without any data.
+"""`ProblemSpec`: what a kernel has to know before it sees data. Frozen, hashable, without data.
 
 Support, configs, plans and tuning keys read a `ProblemSpec` alone. Token counts enter only as buckets, so that random
-group sizes never cause a recompilation; strides enter only as classes. `specify` derives the spec of a problem; specs
-of equal problems are one object, and a call with the shapes of an earlier call finds its spec by one look-up.
+group sizes never cause a recompilation; strides enter only as classes. `specify` derives the spec of a problem. Equal
+specs are one object, and a call with the shapes of an earlier call finds its spec by one look-up.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class FusedSpec:
 
     @property
     def keywords(self) -> list[str]:
-        """The keywords that ask for it; a gate is named by `activation`."""
+        """The keywords that are in use; a gate is named `activation`."""
         names = ("a_rows", "b_rows", "preact_out", "row_scale", "combine", "out_rows")
         values = (self.a_rows, self.b_rows, self.preact, self.row_scale, self.combine, self.out_rows)
         return [name for name, x in zip(names, values, strict=True) if x is not None] + ["gate"] * bool(self.layout)
@@ -173,7 +173,8 @@ class ProblemSpec:
 
     @property
     def quantised(self) -> Literal["", "float8", "weights"]:
-        """What a kernel has to know beyond plain operands: float8 on both sides, or quantised weights under 16 bits."""
+        """The class of quantised operands: float8 on both sides, or quantised weights under 16-bit activations; "" for
+        neither."""
         if self.a.dtype in FLOAT8:
             return "float8"
         return "weights" if self.b.packed or self.b.dtype in FLOAT8 or self.b.scale is not None else ""
@@ -185,14 +186,14 @@ class ProblemSpec:
 
     @property
     def too_long(self) -> list[str]:
-        """Why kernels that count extents in 32 bits with a sign cannot run this; empty if they can."""
+        """Why kernels with signed 32-bit extents cannot run this; empty if they can."""
         if not self.longest:
             return []
         return [f"an extent of {self.longest}: kernels count less than {GIANT} in 31 bits: split the problem"]
 
     @property
     def acc(self) -> torch.dtype:
-        """The accumulator: float64 for float64, int32 for int8, float32 for the rest."""
+        """The dtype of the accumulator: float64 for float64, int32 for int8, float32 for the rest."""
         return {torch.float64: torch.float64, torch.int8: torch.int32}.get(self.compute, torch.float32)
 
 
@@ -200,15 +201,14 @@ WIDE = 2**31
 
 
 def describe_spec(spec: ProblemSpec) -> list[str]:
-    """What a spec is, in lines for people: form, extents and dtype; then what is known of quantised operands, and where
-    rows are picked, gated and summed."""
+    """A spec as lines of text: form, extents and dtype, then quantised operands, then fused steps."""
     extents = [f"{name} by group" if getattr(spec, name) is None else f"{name}={getattr(spec, name)}" for name in "mnk"]
     first = f"{spec.form}: {spec.groups} groups, {', '.join(extents)}, {spec.compute}"
     return [first, *_describe_quantised(spec), *_describe_fused(spec)]
 
 
 def _describe_fused(spec: ProblemSpec) -> list[str]:
-    """Where rows are picked, what gates them, how they are summed."""
+    """The fused steps as text: picked rows, gates, sums."""
     if (fused := spec.fused) is None:
         return []
     picks = [f"{name} picks rows" for name in ("a_rows", "b_rows") if name in fused.keywords]
@@ -219,7 +219,7 @@ def _describe_fused(spec: ProblemSpec) -> list[str]:
 
 
 def _describe_quantised(spec: ProblemSpec) -> list[str]:
-    """What is known of quantised operands."""
+    """The quantised operands as text."""
     texts = []
     for name, x in (("a", spec.a), ("b", spec.b)):
         held = f"packed {x.packed}" if x.packed else dtype_name(x.dtype)
@@ -235,12 +235,12 @@ def _describe_quantised(spec: ProblemSpec) -> list[str]:
 
 
 def bucket(n: int) -> int:
-    """The power of two at or above `n`; 0 for 0."""
+    """The smallest power of two that is at least `n`; 0 for 0."""
     return 1 << (n - 1).bit_length() if n > 0 else 0
 
 
 def half_octave(count: int) -> int:
-    """The least power of the square root of two, rounded down, that is at or above `count`; 0 for 0."""
+    """The smallest power of sqrt(2), rounded down, that is at least `count`; 0 for 0."""
     top = bucket(count)
     lower = math.isqrt(top * top // 2)
     return lower if count <= lower else top
@@ -278,18 +278,18 @@ def _classify(
 
 
 def classify(x: Tensor, shared: bool = False) -> OperandSpec:
-    """The class of one matrix or stack of matrices."""
+    """The `OperandSpec` of one matrix or stack of matrices."""
     return _classify(x.dtype, x.shape, x.stride(), x.data_ptr() & 15, shared)
 
 
 def classify_fresh(dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]) -> OperandSpec:
-    """The class of results that multigemm will allocate: contiguous, each on an aligned address."""
+    """The `OperandSpec` of a result that multigemm will allocate: contiguous, each matrix at an aligned address."""
     strides = ((*((shape[1] * shape[2],) if len(shape) == 3 else ()), shape[-1], 1) for shape in shapes)
     return _common({_classify(dtype, s, t, 0, False) for s, t in zip(shapes, strides, strict=True)}, dtype)
 
 
 def classify_list(matrices: Sequence[Tensor], dtype: torch.dtype) -> OperandSpec:
-    """What holds for every matrix of a list."""
+    """The `OperandSpec` that holds for every matrix of a list."""
     return _common({classify(x) for x in matrices if x.numel()}, dtype)
 
 
@@ -353,7 +353,7 @@ def specify(problem: GroupedGemmProblem, groups: int, compute: torch.dtype) -> P
 
 
 def _described(spec: ProblemSpec, problem: GroupedGemmProblem) -> ProblemSpec:
-    """The spec with what quantised operands, and what is fused, add to it."""
+    """The spec with the additions of quantised operands and fused steps."""
     for part in (problem.quantisation, problem.fused):
         spec = spec if part is None else part.described(spec)
     return spec
@@ -366,13 +366,13 @@ def _intern(spec: ProblemSpec) -> ProblemSpec:
 
 
 def _giant(*extents: int) -> int:
-    """The longest, if a kernel may not be able to count it; else 0, so that usual problems share their specs."""
+    """The longest extent if a kernel may not be able to count it; else 0, so that usual problems share their specs."""
     longest = max(extents)
     return longest if longest >= GIANT else 0
 
 
 def _packed_part(problem: GroupedGemmProblem, groups: int) -> tuple[tuple[Any, ...], int]:
-    """The spec's fields up to those of the epilogue, and the last one."""
+    """The fields of a packed form's spec that precede the epilogue, and `longest`."""
     assert problem.extents is not None
     form, _, m, n, k = problem.extents
     jagged = form[-1] if form.startswith("jagged") else ""
@@ -402,7 +402,7 @@ def _tensor(x: Any) -> Tensor:
 
 
 def _list_part(problem: GroupedGemmProblem, compute: torch.dtype) -> tuple[tuple[Any, ...], int]:
-    """The same of a list."""
+    """The fields of a list's spec that precede the epilogue, and `longest`."""
     a, b, dtype = problem.each("a"), problem.each("b"), problem.out_dtype
     ms, ns, ks = [x.shape[0] for x in a], [y.shape[1] for y in b], [x.shape[1] for x in a]
     out: OperandSpec = classify_fresh(dtype, problem.out_shape)

@@ -11,17 +11,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSetting
 from multigemm.planning.binding import Choice, captured
 from multigemm.planning.launch_key import config_key
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
-from multigemm.problem.spec import ProblemSpec
 from multigemm.select import measure_once, ranking, registry, table
-from multigemm.select.problem_class import ProblemClass, class_of
-from multigemm.select.ranking import Query, by_dtype, plain_spec
+from multigemm.select.problem_class import Query, class_of
+from multigemm.select.ranking import by_dtype, plain_spec
 from multigemm.select.registry import candidates, plan, unavailable_text
 from multigemm.settings import settings
 
@@ -31,10 +28,10 @@ _choices: dict[Any, Choice] = {}
 
 
 def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None, *, eager: bool = False) -> Choice:
-    """The backend and recipe for a problem; remembered by its spec and class.
+    """Chooses the backend and recipe for a problem. The choice is remembered by spec and class.
 
-    `eager`: it is solved by this call, rather than planned, so that the host's time counts too where no graph is
-    captured.
+    `eager`: the caller solves the problem at once instead of planning it. Then the host's time counts too, unless a
+    graph is being captured.
 
     Raises:
         UnknownBackend: a name is no backend's.
@@ -52,10 +49,11 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
     except TypeError:
         raise InvalidSetting(f"config={config!r} cannot be remembered: pass a frozen config or plain values") from None
     if found is None:
+        query = Query(problem, spec, c, config, eager)
         if which == "auto":
-            made = _choose_auto(problem, spec, c, config, eager)
+            made = _choose_auto(query)
         else:
-            made = _choose_named(problem, spec, config, [which] if isinstance(which, str) else which)
+            made = _choose_named(query, [which] if isinstance(which, str) else which)
         if len(_choices) >= CHOICES_KEPT:
             _choices.clear()
         found = _choices.setdefault(key, made)  # that of another thread, if it came first
@@ -66,14 +64,14 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
 
 
 def forget() -> None:
-    """Chooses anew from now on, as another process would."""
+    """Forgets all choices of this process."""
     _choices.clear()
     registry.forget_recipes()
     table.table().choices.forget()
     table.change_generation()
 
 
-def _choose_named(problem: GroupedGemmProblem, spec: ProblemSpec, config: Any, names: Sequence[str]) -> Choice:
+def _choose_named(query: Query, names: Sequence[str]) -> Choice:
     reasons: dict[str, list[str]] = {}
     for name in names:  # a slip behind a name that can would never show
         registry.check(name)
@@ -84,47 +82,49 @@ def _choose_named(problem: GroupedGemmProblem, spec: ProblemSpec, config: Any, n
                 raise BackendUnavailable(name, unavailable_text(state))
             reasons[name] = [unavailable_text(state)]
             continue
-        reasons[name] = registry.refusals(registry.get(name), spec, problem.device)
+        reasons[name] = registry.refusals(registry.get(name), query.spec, query.problem.device)
         if not reasons[name]:
             why = "asked for by name" if len(names) == 1 else f"first of {', '.join(names)} that can"
-            return plan(name, problem, spec, config, why)
+            return plan(query, name, why)
     raise BackendUnsupported(reasons)
 
 
-def _choose_auto(problem: GroupedGemmProblem, spec: ProblemSpec, c: ProblemClass, config: Any, eager: bool) -> Choice:
+def _choose_auto(query: Query) -> Choice:
     allowed = settings().backend
     registry.check_allowed(allowed)
-    if spec.batch_invariant:
-        name = _invariant_backend(spec, c, problem.device, allowed)
-        return plan(name, problem, spec, config, "batch invariant: the same backend for all problems of these dtypes")
-    found = candidates(spec, problem.device)
+    if query.spec.batch_invariant:
+        name = _invariant_backend(query, allowed)
+        return plan(query, name, "batch invariant: the same backend for all problems of these dtypes")
+    found = candidates(query.spec, query.problem.device)
     able = [c.name for c in found if c.for_auto and (not allowed or c.name in allowed)]
     if not able:
         raise BackendUnsupported({c.name: c.why_not(allowed) for c in found})
     if allowed:
-        names, why = sorted(able, key=allowed.index), f"first that MULTIGEMM_BACKEND={','.join(allowed)} allows"
+        names: Sequence[str] = sorted(able, key=allowed.index)
+        why = f"first that MULTIGEMM_BACKEND={','.join(allowed)} allows"
     else:
-        ranked = ranking.rank(Query(problem, c, able, eager), why_not="" if config is None else "a config is given")
-        names, why = list(ranked.names), ranked.why
-    first = plan(names[0], problem, spec, config, why)
+        names, why, _ = ranking.rank(query, able, why_not="" if query.config is None else "a config is given")
+    first = plan(query, names[0], why)
     if not first.recipe.syncs:
         return first
-    others = (plan(name, problem, spec, config, f"{names[0]} would wait for the sizes") for name in names[1:])
+    others = (plan(query, name, f"{names[0]} would wait for the sizes") for name in names[1:])
     return next((choice for choice in others if not choice.recipe.syncs), first)
 
 
-def _invariant_backend(spec: ProblemSpec, c: ProblemClass, device: torch.device, allowed: Sequence[str]) -> str:
+def _invariant_backend(query: Query, allowed: Sequence[str]) -> str:
     """The one backend that "auto" takes for all batch-invariant problems of these dtypes on a device.
 
-    Neither sizes, form and layout nor a measurement may choose it: another backend gives other bits. So the first of a
-    fixed order is taken that runs a plain problem of these dtypes, and where it refuses this one, the call is refused.
+    Sizes, form, layout and measurements must not decide, because another backend gives other bits. So the first backend
+    of a fixed order that runs a plain problem of these dtypes is taken. If it refuses this problem, the call is
+    refused.
     """
-    found = {c.name: c for c in candidates(plain_spec(spec), device)}
-    order = allowed or [name for name in (*by_dtype(c), *found) if name in found and name != "null"]
+    device = query.problem.device
+    found = {c.name: c for c in candidates(plain_spec(query.spec), device)}
+    order = allowed or [name for name in (*by_dtype(query.problem_class), *found) if name in found and name != "null"]
     name = next((name for name in order if found[name].for_auto), None)
     if name is None:
         raise BackendUnsupported({name: found[name].why_not(allowed) for name in order})
-    if reasons := registry.reasons(name, spec, device):
+    if reasons := registry.reasons(name, query.spec, device):
         remedy = "auto takes no other backend, which would give other bits: name one for all calls"
         raise BackendUnsupported({name: [*reasons, remedy]})
     return name

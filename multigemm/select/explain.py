@@ -1,4 +1,4 @@
-"""Why a call would run what it runs: who can, who cannot, what each takes, who is chosen and by which rule."""
+"""`explain`: the chosen backend and the rule that chose it, and for all others their times or reasons to refuse."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ProblemSpec, describe_spec
 from multigemm.select import ranking
 from multigemm.select.choose import Which, choose
-from multigemm.select.problem_class import class_of
-from multigemm.select.ranking import Query
+from multigemm.select.problem_class import Query, class_of
 from multigemm.select.registry import Candidate, candidates
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Who can, who cannot and why, who is chosen and why. Prints as a table."""
+    """The candidates with their times or reasons to refuse, the chosen one, and why. Prints as a table."""
 
     spec: ProblemSpec
     candidates: tuple[Candidate, ...]
@@ -46,7 +45,7 @@ class Explanation:
 
 
 def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Explanation:
-    """Why an eager call would choose what it does; measures as that would."""
+    """Explains the choice of an eager call. Measures wherever that call would."""
     spec = staged_spec(problem)
     cast = "" if problem.quantisation is not None else "ab"
     steps = [f"{x} is cast to {spec.compute}" for x in cast if getattr(problem.spec, x).dtype is not spec.compute]
@@ -58,12 +57,9 @@ def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = 
         chosen, kernel, ran, why = choice.backend, choice.recipe.kernel, choice.recipe.config, reasons(choice, problem)
     except (BackendUnsupported, BackendUnavailable) as error:
         why = str(error)
-    found, c = candidates(spec, problem.device), class_of(problem, spec)
-    query = Query(problem, c, [each.name for each in found if each.for_auto], eager=True)
-    times = ranking.rank(query, why_not="explained").times
-    for i, each in enumerate(found):
-        if each.name in times:
-            measured, source = times[each.name]
-            found[i] = replace(each, us=measured.us, host_us=measured.host_us, source=source)
+    query = Query(problem, spec, class_of(problem, spec), eager=True)
+    found = candidates(spec, problem.device)
+    times = ranking.rank(query, [each.name for each in found if each.for_auto], why_not="explained").times
+    found = [replace(each, measured=times.get(each.name)) for each in found]
     found.sort(key=lambda each: (each.us is None, each.us or 0.0))
-    return Explanation(spec, tuple(found), chosen, kernel, ran, why, tuple(steps), str(c))
+    return Explanation(spec, tuple(found), chosen, kernel, ran, why, tuple(steps), str(query.problem_class))

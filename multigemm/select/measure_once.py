@@ -1,11 +1,11 @@
-"""Measuring once: the few backends in question are compiled side by side and timed on the problem at hand.
+"""Measuring once: the candidate backends are compiled side by side and timed on the problem at hand.
 
-Their results go to memory that is thrown away. The call waits for its stream meanwhile: besides compiling, for some 50
-ms of work, or for four calls of each backend where these take longer. They are ranked in the state in which calls run:
+Results go to scratch memory. The call waits for its stream: after compiling, for about 50 ms of work, or for four calls
+of each backend if these take longer. Short and long calls are timed in the state in which programs run them:
 
-* long ones without a pause and after 25 ms of load, since a GPU under load lowers its clock and backends differ in what
-  energy a product costs them;
-* short ones behind other work, with caches that hold other data and other code.
+* long calls without a pause and after 25 ms of load, because a GPU under load lowers its clock and backends differ in
+  energy per product;
+* short calls after other work, with caches that hold other data and other code.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from multigemm.cuda.driver import beside_captures, use_context
 from multigemm.planning import binding
 from multigemm.planning.binding import Bound, Choice
 from multigemm.planning.launch_cache import relaunches
-from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
-from multigemm.select.problem_class import ProblemClass
+from multigemm.select.problem_class import Query
 from multigemm.select.registry import plan
 from multigemm.select.table import Entry, Measured, device_name
 from multigemm.select.timing import FLUSH_BYTES, Mode, describe, free_bytes, measure, rough_time_us
@@ -53,7 +52,7 @@ LEAST_WORK = 0.1
 
 
 def forbidden() -> str:
-    """Why this process measures nothing, and goes by nothing that was measured once; "" if it may."""
+    """Why this process neither measures nor uses earlier measurements; "" if it may do both."""
     if not settings().measure:
         return "MULTIGEMM_MEASURE=0 forbids it"
     ranks = ranks_of_group()
@@ -61,18 +60,19 @@ def forbidden() -> str:
 
 
 def ranks_of_group() -> int:
-    """How many processes work together by torch.distributed; 1 where there is no process group."""
+    """The number of processes of torch.distributed's group; 1 without a group."""
     group = torch.distributed
     return group.get_world_size() if group.is_available() and group.is_initialized() else 1
 
 
-def measure_once(problem: GroupedGemmProblem, problem_class: ProblemClass, names: Sequence[str]) -> Entry:
+def measure_once(query: Query, names: Sequence[str]) -> Entry:
     """Times the backends `names`, the expected one first.
 
-    Where nothing could be chosen, the entry tells so of all of them. A backend that fails is left out with a warning:
-    the call itself is not at stake.
+    If no backend could be timed, the entry holds the reason of each. A backend that fails is left out with a warning,
+    because the call itself can still run.
     """
-    device, key = device_name(problem.device), str(problem_class)
+    problem, key = query.problem, str(query.problem_class)
+    device = device_name(problem.device)
     took, failed, why = dict[str, Measured](), dict[str, str](), ""
     began = compiled = time.perf_counter()
     try:
@@ -81,7 +81,7 @@ def measure_once(problem: GroupedGemmProblem, problem_class: ProblemClass, names
                 stack.enter_context(beside_captures())
             why = _obstacle(problem)
             if not why:
-                choices = _planned(names, problem, failed)
+                choices = _planned(query, names, failed)
                 compiled = time.perf_counter()
                 took = _timed(choices, problem, failed) if len(choices) > 1 else {}
     except Exception as error:  # the call itself may well succeed; if not, it says so
@@ -97,17 +97,17 @@ def measure_once(problem: GroupedGemmProblem, problem_class: ProblemClass, names
         spent = f"{1e3 * (time.perf_counter() - compiled):.0f} ms, and {compiled - began:.1f} s to compile"
         print(f"multigemm: measured {key}: {times}; {chosen} from now on ({spent})", file=sys.stderr)
     untimed = {name: "its plan waits for the sizes" for name in names if name not in took}
-    return Entry(device, key, took, "own cache", chosen, date, untimed | failed)
+    return Entry(device, key, took, chosen, date, untimed | failed)
 
 
 def fastest(took: Mapping[str, float], names: Sequence[str]) -> str:
-    """The fastest; the first of `names` that was timed, unless it is clearly slower."""
+    """The fastest backend. The first of `names` that was timed wins unless another is clearly faster."""
     best, first = min(took, key=lambda name: took[name]), next(name for name in names if name in took)
     return first if took[first] <= WORTH * took[best] else best
 
 
 def _obstacle(problem: GroupedGemmProblem) -> str:
-    """Why this problem is not measured; "" if it may be. Reads the sizes, unless a graph is captured."""
+    """Why this problem is not measured; "" if it may be. Reads the sizes, unless a graph is being captured."""
     if binding.captured(problem):
         return "a CUDA graph is being captured"
     if problem.device.type == "cuda" and torch.cuda.get_sync_debug_mode() != 0:
@@ -126,10 +126,10 @@ def _obstacle(problem: GroupedGemmProblem) -> str:
     return "" if free >= needed else f"{free / 2**20:.0f} MiB are free, and {needed / 2**20:.0f} MiB are needed"
 
 
-def _planned(names: Sequence[str], problem: GroupedGemmProblem, failed: dict[str, str]) -> dict[str, Choice]:
-    """Compiles side by side: NVRTC, Triton's and Numba's compiler release Python's lock or share it. Backends that wait
-    for sizes are left out: "auto" would not take them."""
-    device, spec = problem.device, staged_spec(problem)
+def _planned(query: Query, names: Sequence[str], failed: dict[str, str]) -> dict[str, Choice]:
+    """Compiles the backends side by side: NVRTC and the compilers of Triton and Numba release or share Python's lock.
+    Leaves out backends that read sizes back, because "auto" would not take them."""
+    device = query.problem.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def compiled(name: str) -> Choice:
@@ -138,7 +138,7 @@ def _planned(names: Sequence[str], problem: GroupedGemmProblem, failed: dict[str
                 use_context(index_of(device))
                 stack.enter_context(beside_captures())
                 stack.enter_context(torch.cuda.stream(stream))
-            return plan(name, problem, spec)
+            return plan(query, name)
 
     with ThreadPoolExecutor(len(names)) as pool:
         done = {name: pool.submit(compiled, name) for name in names}
@@ -148,7 +148,7 @@ def _planned(names: Sequence[str], problem: GroupedGemmProblem, failed: dict[str
 
 
 def _timed(choices: Mapping[str, Choice], problem: GroupedGemmProblem, failed: dict[str, str]) -> dict[str, Measured]:
-    """What each took, all of them writing into one scratch result."""
+    """The time of each backend. All of them write into one scratch result."""
     scratch: Any = None
     bounds, rough = {}, {}
     for name, choice in choices.items():
@@ -171,9 +171,10 @@ def _timed(choices: Mapping[str, Choice], problem: GroupedGemmProblem, failed: d
 
 
 def _host_time_us(choice: Choice, problem: GroupedGemmProblem, out: Any, bound: Bound) -> float:
-    """What a warm call costs the host: a launch, where the launch cache has one for later calls, else a bind too.
+    """The host's time of a warm call in microseconds: a launch if the launch cache would serve it, else bind and
+    launch.
 
-    An eager call takes no less, however fast the device is.
+    An eager call takes at least this long, however fast the device is.
     """
     best = math.inf
     for _ in range(HOST_CALLS):

@@ -1,4 +1,4 @@
-"""The class of a problem: all problems that are solved by the same backend and config, because one was measured.
+"""The class of a problem: all problems that use the backend and config that were measured for one of them.
 
 A class holds what decides which kernel is fastest and what a model never changes: form, dtypes, memory orders,
 alignment, exact N and K, where the sizes lie. Token counts and groups enter as buckets, so that serving traffic meets
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -64,18 +65,18 @@ class ProblemClass:
 
     @property
     def rows(self) -> float:
-        """Rows of an ordinary group."""
+        """The rows of an average group."""
         return float(self.m) if self.m is not None else self.total / max(self.groups, 1)
 
     @property
     def unaligned(self) -> bool:
-        """Whether some operand has lines that no tensor map can describe."""
+        """Whether some operand has lines that a tensor map cannot describe."""
         return any(x.partition("/")[2].partition("/")[0] not in ("row", "col") for x in (self.a, self.b, self.out))
 
 
 def tokens(problem: GroupedGemmProblem) -> int:
-    """The tokens of all groups: T where offsets cut it, else the sum of M. Where a list's N or K differ, multiply-adds
-    are counted instead, over those extents that all have in common."""
+    """The number of tokens of all groups: T if offsets cut it, else the sum of M. If a list's N or K differ, the number
+    of multiply-adds divided by the extents that all products share."""
     spec = problem.spec
     if problem.extents is not None:
         return problem.extents.along(spec.jagged) if spec.jagged else spec.groups * (spec.m or 0)
@@ -83,8 +84,20 @@ def tokens(problem: GroupedGemmProblem) -> int:
     return sum(a.shape[0] * (1 if spec.n else b.shape[1]) * (1 if spec.k else a.shape[1]) for a, b in each)
 
 
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What a choice is made for: a problem with its staged spec and its class, the config that the caller gave, and
+    whether the call is eager, so that the host's time counts."""
+
+    problem: GroupedGemmProblem
+    spec: ProblemSpec
+    problem_class: ProblemClass
+    config: Any = None
+    eager: bool = False
+
+
 def class_of(problem: GroupedGemmProblem, spec: ProblemSpec) -> ProblemClass:
-    """The class of a problem, whose staged spec is `spec`."""
+    """The class of a problem with the staged spec `spec`."""
     return _class_of(spec, half_octave(tokens(problem)), equal_sizes(problem))
 
 
@@ -106,7 +119,7 @@ def _class_of(spec: ProblemSpec, total: int, equal: bool) -> ProblemClass:
 
 
 def _precision(spec: ProblemSpec) -> str:
-    """The precision, and what stands round the product: gathers, a gate, sums of rows, anything else."""
+    """The precision, and what accompanies the product: gathers, a gate, sums of rows, another epilogue."""
     words: list[str] = [spec.precision] if spec.accumulate == "promoted" else [spec.precision, spec.accumulate]
     if (fused := spec.fused) is not None:
         gathers, gate = fused.a_rows is not None or fused.b_rows is not None, bool(fused.layout)
@@ -123,7 +136,7 @@ def _operand(x: OperandSpec) -> str:
 
 
 def _scale(x: OperandSpec) -> str:
-    """What a scale covers: "/x1x128" is one number for each line and 128 of K, "0" for all of an axis."""
+    """What a scale covers, as text: "/x1x128" is one number for each line and 128 of K; "0" means all of an axis."""
     if (s := x.scale) is None:
         return ""
     short = {torch.float32: "", torch.float8_e8m0fnu: "e8m0"}.get(s.dtype, dtype_name(s.dtype))

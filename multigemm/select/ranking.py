@@ -23,15 +23,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import NamedTuple
 
 from multigemm.cuda.device import FITTED_PROCESSORS
-from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import OperandSpec, ProblemSpec
 from multigemm.select import registry, table
 from multigemm.select.measure_once import WORTH, fastest, forbidden, measure_once
-from multigemm.select.problem_class import EQUAL, ON_DEVICE, ProblemClass
+from multigemm.select.problem_class import EQUAL, ON_DEVICE, ProblemClass, Query
 from multigemm.select.table import Measured
 
 HOST_US = {"cupy": 11.0, "numba": 11.0, "triton": 11.0, "cublas": 35.0}
@@ -54,95 +53,76 @@ SPLIT_COLUMNS = 1200
 """Columns of all groups: a float32 product with no more fills a GPU by splitting K alone, as Triton's kernel does."""
 
 
-Times = Mapping[str, tuple[Measured, str]]
-"""What backends took, and who says so."""
-
-
 class Ranking(NamedTuple):
-    """Backends, the one to take first, why, and what is known of their times."""
+    """The backends in order of preference, the reason for the first, and their known times."""
 
-    names: tuple[str, ...]
+    names: Sequence[str]
     why: str
-    times: Times
+    times: Mapping[str, Measured]
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
-    """What a ranking is asked for: a problem, its class, the backends that can, and whether an eager call is to run."""
-
-    problem: GroupedGemmProblem
-    problem_class: ProblemClass
-    able: Sequence[str]
-    eager: bool = False
-
-    @property
-    def order(self) -> tuple[str, ...]:
-        """The backends that can: as the static order has them, then the others."""
-        named = [name for name in static_order(self.problem_class) if name in self.able]
-        return (*named, *(name for name in self.able if name not in named))
-
-    @property
-    def candidates(self) -> tuple[str, ...]:
-        """Who takes part in a trial: the static order and all of third parties; where that is one alone, all that
-        can."""
-        named = static_order(self.problem_class)
-        found = tuple(name for name in self.order if name in named or name not in registry.BUILTIN)
-        return found if len(found) > 1 else self.order
-
-    def ranked(self, times: Times, chosen: str = "") -> Ranking:
-        """The best one, the others by the time that counts, and those without a time. `chosen`: for a plan, when they
-        were measured once; "" for times of a table, where it is the fastest."""
-        us = {name: self._us(name, measured) for name, (measured, _) in times.items()}
-        if not chosen:
-            best = min(times, key=lambda name: (us[name], times[name][0].us))
-        else:
-            best = self._best_eager(times, us) if self.eager else chosen
-        why = "the fastest" if us[best] == min(us.values()) else "about as fast as the fastest, and preferred to it"
-        why += "" if chosen else " in the table"
-        measured, source = times[best]
-        host = f" of the host (the device takes {measured.us:.1f})" if us[best] > measured.us else ""
-        names = sorted(self.order, key=lambda name: (name != best, us.get(name, math.inf)))
-        return Ranking(tuple(names), f"{why}, {us[best]:.1f} us{host}, {source}", times)
-
-    def _us(self, name: str, measured: Measured) -> float:
-        """The time that counts."""
-        return max(measured.us, measured.host_us or HOST_US.get(name, 0.0)) if self.eager else measured.us
-
-    def _best_eager(self, times: Times, us: Mapping[str, float]) -> str:
-        """Over equal groups, whose times no other way to cut them changes, of those that are about as fast the one that
-        keeps the host clearly less busy."""
-        best, equal = fastest(us, [*self.order, *us]), self.problem_class.where == EQUAL
-        near = {n: m.host_us for n, (m, _) in times.items() if equal and us[n] <= WORTH * us[best] and m.host_us}
-        least = min(near, key=lambda name: near[name], default=best)
-        return least if near.get(least, 0.0) < LESS_BUSY * near.get(best, 0.0) else best
-
-
-def rank(query: Query, why_not: str = "") -> Ranking:
-    """The ranking of the backends that are able to solve a problem; measures them, unless `why_not` or a setting is
-    against it."""
+def rank(query: Query, able: Sequence[str], why_not: str = "") -> Ranking:
+    """Ranks the backends `able` to solve a problem. Measures them, unless `why_not` or a setting forbids it."""
     device, tuned = query.problem.device, table.table()
+    order, worth = candidates(query.problem_class, able)
     found = tuned.find(query.problem_class, device)
-    times = {name: found[name] for name in query.order if name in found}
+    times = {name: found[name] for name in order if name in found}
     if len(times) > 1:
-        return query.ranked(times)
-    candidates, forbids = query.candidates, forbidden()
-    if len(candidates) < 2:
-        return Ranking(query.order, "the only one that can", {})
-    made = None if forbids else tuned.choice(query.problem_class, device, candidates)
+        return _ranked(query, order, times)
+    if len(worth) < 2:
+        return Ranking(order, "the only one that can", {})
+    forbids = forbidden()
+    made = None if forbids else tuned.choice(query.problem_class, device, worth)
     if made is None and not (why_not := forbids or why_not):
         with registry.lock_of(device):
-            made = tuned.choice(query.problem_class, device, candidates)  # another thread may have measured
-            made = made or tuned.keep_choice(measure_once(query.problem, query.problem_class, candidates))
+            made = tuned.choice(query.problem_class, device, worth)  # another thread may have measured
+            made = made or tuned.keep_choice(measure_once(query, worth))
     if made is None or not made.chosen:
         why_not = why_not if made is None else next(iter(made.failed.values()))
-        return Ranking(query.order, f"first of the static order; not measured: {why_not}", {})
+        return Ranking(order, f"first of the static order; not measured: {why_not}", {})
     source = f"measured on {made.date[:10]}"
-    return query.ranked({name: (measured, source) for name, measured in made.backends.items()}, made.chosen)
+    times = {name: replace(measured, source=source) for name, measured in made.backends.items()}
+    return _ranked(query, order, times, made.chosen)
+
+
+def candidates(c: ProblemClass, able: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The backends that are able, in the static order, the others behind; and those of them that are worth measuring:
+    the static order's and all of other packages. If that is a single one, all."""
+    named = [name for name in static_order(c) if name in able]
+    order = [*named, *(name for name in able if name not in named)]
+    worth = [name for name in order if name in named or name not in registry.BUILTIN]
+    return order, worth if len(worth) > 1 else order
+
+
+def _ranked(query: Query, order: Sequence[str], times: Mapping[str, Measured], chosen: str = "") -> Ranking:
+    """Ranks the backends by the time that counts, those without a time last. `chosen`: the backend that was measured
+    to be best for a plan; "" for times of a table, where the fastest is best."""
+    us = {name: measured.us for name, measured in times.items()}
+    if query.eager:  # which takes at least as long as the host needs
+        us = {n: max(m.us, m.host_us or HOST_US.get(n, 0.0)) for n, m in times.items()}
+    best = chosen or min(times, key=lambda name: (us[name], times[name].us))
+    if chosen and query.eager:
+        best = _best_eager(times, us, order, equal=query.problem_class.where == EQUAL)
+    why = "the fastest" if us[best] == min(us.values()) else "about as fast as the fastest, and preferred to it"
+    why += "" if chosen else " in the table"
+    measured = times[best]
+    host = f" of the host (the device takes {measured.us:.1f})" if us[best] > measured.us else ""
+    names = sorted(order, key=lambda name: (name != best, us.get(name, math.inf)))
+    return Ranking(names, f"{why}, {us[best]:.1f} us{host}, {measured.source}", times)
+
+
+def _best_eager(times: Mapping[str, Measured], us: Mapping[str, float], order: Sequence[str], equal: bool) -> str:
+    """The best backend of an eager call. Over equal groups, among backends that are about equally fast, the one that
+    keeps the host clearly less busy."""
+    best = fastest(us, [*order, *us])
+    near = {n: m.host_us for n, m in times.items() if equal and us[n] <= WORTH * us[best] and m.host_us}
+    least = min(near, key=lambda name: near[name], default=best)
+    return least if near.get(least, 0.0) < LESS_BUSY * near.get(best, 0.0) else best
 
 
 def static_order(c: ProblemClass) -> tuple[str, ...]:
-    """The backends that are worth measuring for a class, the one that is expected to be fastest first. cuBLAS has one
-    call for sizes on the device, which was never the fastest."""
+    """The backends that are worth measuring for a class, the one expected to be fastest first. cuBLAS is left out for
+    sizes on the device: its one call for these was never the fastest."""
     own = _own_kernels(c)
     if c.where == ON_DEVICE:
         return own
@@ -152,7 +132,7 @@ def static_order(c: ProblemClass) -> tuple[str, ...]:
 
 
 def _is_batch(c: ProblemClass) -> bool:
-    """Whether cuBLAS takes all groups in one call, in 16 bits with rows enough for its tiles.
+    """Whether cuBLAS runs all groups in one call, in 16 bits with enough rows for its tiles.
 
     Not of equal jagged columns in 16 bits: 1.9 and 4.3 times the time of the fastest kernel (H200, 2026-11-23).
     """
@@ -205,7 +185,7 @@ def _of_hopper(c: ProblemClass) -> bool:
 
 
 def by_dtype(c: ProblemClass) -> tuple[str, ...]:
-    """The order where nothing but the dtype may decide: for batch-invariant problems."""
+    """The order of backends by dtype alone, for batch-invariant problems."""
     if c.quantised:
         return "triton", "cupy", "numba"
     if c.dtype in ("float16", "bfloat16"):
@@ -214,7 +194,8 @@ def by_dtype(c: ProblemClass) -> tuple[str, ...]:
 
 
 def plain_spec(spec: ProblemSpec) -> ProblemSpec:
-    """An ordinary problem of the same dtypes: who runs it runs all, but for a few limits that it tells."""
+    """The spec of an ordinary problem of the same dtypes. A backend that runs it runs nearly all problems of these
+    dtypes."""
     a, b, out = (OperandSpec(dtype) for dtype in (spec.compute, spec.compute, spec.out.dtype))
     return ProblemSpec(
         "jagged_m", 1, None, 64, 64, 64, 0, a, b, out, compute=spec.compute,

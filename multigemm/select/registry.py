@@ -1,4 +1,4 @@
-"""Which backends exist, what each says of a problem, and its recipe: compiled once, shared by all who would run it.
+"""The registry of backends: their reasons to refuse a problem, and their recipes, compiled once and shared.
 
 The built-in ones are sub-packages of `multigemm.backends`; anyone else's come from the entry-point
 group `multigemm.backends`, whose value is a Backend instance. Each is loaded when it is first asked for. A backend that
@@ -31,17 +31,17 @@ from multigemm.backend import (
 )
 from multigemm.errors import BackendUnavailable, MultigemmError, UnknownBackend
 from multigemm.planning.binding import Choice
-from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ProblemSpec
 from multigemm.select import table
-from multigemm.select.problem_class import class_of
+from multigemm.select.problem_class import Query
+from multigemm.select.table import Measured
 
 BUILTIN = ("cupy", "triton", "numba", "cublas", "cpu", "null")
 GROUP = "multigemm.backends"
 
 
 def _broken(name: str, error: Exception) -> Backend:
-    """Stands in for a backend whose import failed, so that the reason can be told."""
+    """A stand-in for a backend whose import failed. Its availability holds the error."""
     reason = f"its import failed: {type(error).__name__}: {error}"
 
     def plan(*_: Any) -> NoReturn:
@@ -57,12 +57,12 @@ def _entry_points() -> dict[str, EntryPoint]:
 
 
 def names() -> tuple[str, ...]:
-    """All known backends: the built-in ones, then those of other packages by name."""
+    """The names of all known backends: the built-in ones, then those of other packages in alphabetical order."""
     return (*BUILTIN, *sorted(_entry_points()))
 
 
 def check(name: str) -> None:
-    """Raises UnknownBackend, with what was probably meant, if there is no such backend."""
+    """Raises UnknownBackend, with the nearest known name, if there is no such backend."""
     if name in names():
         return
     near = difflib.get_close_matches(name.lower(), names(), n=1)
@@ -75,13 +75,13 @@ def check(name: str) -> None:
 
 
 def check_allowed(allowed: Sequence[str]) -> None:
-    """Raises UnknownBackend if the settings allow what is no backend."""
+    """Raises UnknownBackend if MULTIGEMM_BACKEND names a backend that does not exist."""
     for name in set(allowed) - set(names()):
         raise UnknownBackend(f"MULTIGEMM_BACKEND holds {name!r}, which is no backend; known: {', '.join(names())}")
 
 
 def several(given: Any) -> tuple[str, ...]:
-    """Several names as a user gives them; raises UnknownBackend for anything that is none."""
+    """Splits a user's text or sequence into backend names. Raises UnknownBackend for an unknown one."""
     if isinstance(given, Set):
         raise UnknownBackend(f"backend={given!r} has no order, and the first that can is chosen: pass a list")
     try:
@@ -97,7 +97,7 @@ def several(given: Any) -> tuple[str, ...]:
 
 @cache
 def get(name: str) -> Backend:
-    """The backend called `name`; raises UnknownBackend if there is none."""
+    """The backend with this name. Raises UnknownBackend if there is none."""
     check(name)
     try:
         if name in BUILTIN:
@@ -112,7 +112,7 @@ def get(name: str) -> Backend:
 
 
 def state(name: str) -> Availability:
-    """Whether a backend is available; a failure to say so becomes its reason, and the others go on."""
+    """The availability of a backend. An exception while asking becomes its reason."""
     try:
         return get(name).availability()
     except MultigemmError:
@@ -122,7 +122,7 @@ def state(name: str) -> Availability:
 
 
 def unkept_promises(backend: Backend, spec: ProblemSpec) -> list[str]:
-    """What a problem demands of its backend and this one never promised."""
+    """The promises (batch invariance) that a problem demands and this backend does not make."""
     if not spec.batch_invariant or getattr(backend, "batch_invariant", False):
         return []
     return [
@@ -132,8 +132,8 @@ def unkept_promises(backend: Backend, spec: ProblemSpec) -> list[str]:
 
 
 def refusals(backend: Backend, spec: ProblemSpec, device: torch.device) -> list[str]:
-    """A backend's own reasons, and promises that it never made. Quantised operands, and what is fused, are refused for
-    a foreign backend that does not say that it knows of them."""
+    """A backend's own reasons and the promises that it does not make. A backend of another package that does not
+    declare support for quantised operands or fused keywords is refused those."""
     for knows, reasons_against in (("takes_quantised", quantised_reasons), ("takes_fused", fused_reasons)):
         foreign = backend.name not in BUILTIN and not getattr(backend, knows, False)
         if foreign and (unknown := reasons_against(spec)):
@@ -142,7 +142,7 @@ def refusals(backend: Backend, spec: ProblemSpec, device: torch.device) -> list[
 
 
 def reasons(name: str, spec: ProblemSpec, device: torch.device) -> tuple[str, ...]:
-    """What a backend does not support of a problem; a failure to say so is a reason too, and the others go on."""
+    """Why a backend does not support a problem. An exception while asking becomes a reason."""
     try:
         return tuple(refusals(get(name), spec, device))
     except MultigemmError:
@@ -153,14 +153,17 @@ def reasons(name: str, spec: ProblemSpec, device: torch.device) -> tuple[str, ..
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One backend's answer to one spec; `us`, `source` and `host_us` where its times for the class are known."""
+    """One backend's answer to one spec. `measured` are its known times for the class."""
 
     name: str
     availability: Availability
     reasons: tuple[str, ...]
-    us: float | None = None
-    source: str = ""
-    host_us: float = 0.0
+    measured: Measured | None = None
+
+    @property
+    def us(self) -> float | None:
+        """Microseconds of the device, if they are known."""
+        return None if self.measured is None else self.measured.us
 
     @property
     def can(self) -> bool:
@@ -172,7 +175,7 @@ class Candidate:
         return self.can and not self.availability.emulated and self.name != "null"
 
     def why_not(self, allowed: Sequence[str]) -> list[str]:
-        """Why "auto" did not take it, where `allowed` names what the settings allow."""
+        """Why "auto" did not take the backend. `allowed` are the backends that the settings allow."""
         if not self.can:
             return list(self.reasons) or [unavailable_text(self.availability)]
         if not self.for_auto:
@@ -187,8 +190,10 @@ class Candidate:
             return f"cannot: {'; '.join(self.reasons)}"
         note = " (computes nothing: only when named)" if self.name == "null" else ""
         note = " (emulated: only when named)" if self.availability.emulated else note
-        host = f"; a warm call takes the host {self.host_us:.1f} us" if self.host_us else ""
-        return f"can{note}" + (f", {self.us:.1f} us ({self.source}{host})" if self.us is not None else "")
+        if (found := self.measured) is None:
+            return f"can{note}"
+        host = f"; a warm call takes the host {found.host_us:.1f} us" if found.host_us else ""
+        return f"can{note}, {found.us:.1f} us ({found.source}{host})"
 
 
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Candidate]:
@@ -208,15 +213,16 @@ os.register_at_fork(after_in_child=_locks.clear)  # threads that held one do not
 
 
 def lock_of(what: object) -> threading.RLock:
-    """The lock of a backend's compiler, or of a device, where one thread at a time measures."""
+    """The lock of a backend's compiler, or of a device, on which one thread at a time measures."""
     return _locks.setdefault(what, threading.RLock())
 
 
-def plan(name: str, problem: GroupedGemmProblem, spec: ProblemSpec, config: Any = None, why: str = "") -> Choice:
-    """One backend, planned with the config that is given, else measured, else its first guess."""
-    chosen, source = _config_for(name, problem, spec, config)
+def plan(query: Query, name: str, why: str = "") -> Choice:
+    """The recipe of one backend, with the given config, else a measured one, else the backend's first guess."""
+    spec, device = query.spec, query.problem.device
+    config, source = _config_for(query, name)
     with lock_of((name, "compiles")):  # threads that meet a spec together compile it once
-        recipe = _compiled(name, spec, problem.device, chosen)
+        recipe = _compiled(name, spec, device, config)
     return Choice(name, recipe, spec, f"{why}; config {source}")
 
 
@@ -228,15 +234,14 @@ def _compiled(name: str, spec: ProblemSpec, device: torch.device, config: Any) -
 forget_recipes = _compiled.cache_clear
 
 
-def _config_for(name: str, problem: GroupedGemmProblem, spec: ProblemSpec, given: Any) -> tuple[Any, str]:
-    """A backend's config, and where it comes from. A measured one that is no longer valid is passed over."""
-    valid = get(name).configs(spec, problem.device)
-    if given is not None:
-        return completed(given, valid), "given"
-    found = table.table().find(class_of(problem, spec), problem.device)
-    if name in found:
-        measured, source = found[name]
+def _config_for(query: Query, name: str) -> tuple[Any, str]:
+    """The config of a backend, and its origin. A measured config that is no longer valid is skipped."""
+    device = query.problem.device
+    valid = get(name).configs(query.spec, device)
+    if query.config is not None:
+        return completed(query.config, valid), "given"
+    if (measured := table.table().find(query.problem_class, device).get(name)) is not None:
         for config in valid:
             if is_dataclass(config) and as_dict(config) == dict(measured.config):
-                return config, f"measured ({measured.us:.1f} us, {source})"
+                return config, f"measured ({measured.us:.1f} us, {measured.source})"
     return (valid[0] if valid else None), "heuristic"

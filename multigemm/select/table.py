@@ -1,9 +1,9 @@
-"""What is known of classes of problems: the shipped tables, what `multigemm tune` kept, what "auto" measured once.
+"""Measurements of problem classes: the shipped tables, the entries of `multigemm tune`, the choices of "auto".
 
-An entry belongs to a device and a class (`problem_class`). It holds for each backend its time and, where somebody tuned
-it, its best config and why other configs failed. In a table all backends that were tuned are compared, the user's own
-entries before the shipped ones. What "auto" measured names the backend that was chosen, and stays for that class until
-somebody clears it. It lies in a folder of its own, `choices`, and goes with the versions of multigemm and torch.
+An entry belongs to a device and a class (`problem_class`). It holds each backend's time and, if it was tuned, its best
+config and why other configs failed. Entries of tables compare all tuned backends; the user's entries precede the
+shipped ones. An entry of "auto" names the chosen backend and stays until somebody clears it. It lies in the folder
+`choices` and is valid for one version of multigemm and torch.
 """
 
 from __future__ import annotations
@@ -41,39 +41,44 @@ def change_generation() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one backend took for a class, in microseconds: the device (`us`), and the host in a warm eager call where
-    that was measured. A config that is not empty is imposed on whoever runs it."""
+    """One backend's times for a class in microseconds: of the device (`us`), and of the host in a warm eager call if
+    that was measured. A config that is not empty is imposed on the backend. `source` is who says so; no file holds it.
+    """
 
     us: float
     config: Mapping[str, Any] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
     host_us: float = 0.0
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is known of one class on one device. `chosen` is the backend that "auto" took, on which date; `failed` tells
-    why others could not be measured, or none of them, where nothing was chosen."""
+    """The measurements of one class on one device. `chosen` is the backend that "auto" took, `date` when. `failed`
+    holds why backends could not be measured."""
 
     device: str
     key: str
     backends: Mapping[str, Measured]
-    source: str = ""
     chosen: str = ""
     date: str = ""
     failed: Mapping[str, str] = field(default_factory=dict)
 
     def encoded(self) -> dict[str, Any]:
-        """As JSON holds it, without what is empty."""
-        fields = {name: value for name, value in asdict(self).items() if value and name != "source"}
-        return fields | {"backends": {n: {k: v for k, v in asdict(m).items() if v} for n, m in self.backends.items()}}
+        """The entry as JSON, without empty fields."""
+        backends = {name: _filled(replace(measured, source="")) for name, measured in self.backends.items()}
+        return _filled(self) | {"backends": backends}
+
+
+def _filled(x: Measured | Entry) -> dict[str, Any]:
+    return {name: value for name, value in asdict(x).items() if value}
 
 
 def decoded(raw: Any, source: str) -> Entry:
-    """An entry out of JSON, which has no tuples; raises ValueError for anything else."""
+    """An entry from JSON, which has no tuples. Raises ValueError for anything else."""
     try:
-        backends = {str(name): _measured(**fields) for name, fields in raw["backends"].items()}
-        entry = Entry(**{**raw, "backends": backends, "source": source})
+        backends = {str(name): _measured(source, **fields) for name, fields in raw["backends"].items()}
+        entry = Entry(**{**raw, "backends": backends})
         whole = all(type(m.us) in (int, float) and 0 < m.us < math.inf for m in backends.values())
         whole &= isinstance(entry.device, str) and isinstance(entry.key, str)
         whole &= not entry.chosen or entry.chosen in backends
@@ -84,13 +89,14 @@ def decoded(raw: Any, source: str) -> Entry:
     return entry
 
 
-def _measured(config: Any = MappingProxyType({}), **fields: Any) -> Measured:
-    return Measured(config={name: tuple(v) if isinstance(v, list) else v for name, v in config.items()}, **fields)
+def _measured(source: str, us: Any, config: Any = MappingProxyType({}), **fields: Any) -> Measured:
+    held = {name: tuple(v) if isinstance(v, list) else v for name, v in config.items()}
+    return Measured(us, held, source=source, **fields)
 
 
 class Folder:
-    """Entries by device and class: on disk, where other processes write too, and in this process those that it read.
-    `versions` go into their names: with others, none is found."""
+    """Entries by device and class: on disk, where other processes write too, and a copy in this process of those read.
+    `versions` are part of the file names: entries of other versions are not found."""
 
     def __init__(self, name: str, root: Path | None, versions: Callable[[], tuple[str, ...]] = tuple) -> None:
         self._disk, self._versions = DiskCache(name, root), versions
@@ -98,7 +104,7 @@ class Folder:
         self.forget = self._read.clear
 
     def find(self, device: str, key: str, anew: bool = False) -> Entry | None:
-        """The entry of a class, `anew` from the disk; None where none can be read."""
+        """The entry of a class; None if none can be read. `anew`: reads the disk again."""
         place = device, key
         if anew or place not in self._read:
             if len(self._read) >= ENTRIES_READ:  # lists of ever other sizes make ever other classes
@@ -107,13 +113,13 @@ class Folder:
         return self._read[place]
 
     def keep(self, entry: Entry, on_disk: bool = True) -> bool:
-        """Whether the disk took it; it holds in this process in any case."""
+        """Stores an entry in this process and on disk. False if the disk did not take it."""
         place = entry.device, entry.key
         self._read[place] = entry
         return on_disk and self._disk.put(self._name(place), json.dumps(entry.encoded()).encode(), ".json")
 
     def entries(self) -> list[Entry]:
-        """All on disk that this version can read."""
+        """All entries on disk that this version can read."""
         return [found for path in self._disk.entries() if (found := _read(self._disk, path.stem)) is not None]
 
     def _name(self, place: tuple[str, str]) -> str:
@@ -121,7 +127,7 @@ class Folder:
 
 
 class TuningTable:
-    """All entries that this process knows: of the user's table, of shipped ones, and what "auto" measured."""
+    """All entries that this process knows: the user's, the shipped ones, and the choices of "auto"."""
 
     def __init__(self, root: Path | None = None) -> None:
         self.own = Folder("tuning", root)
@@ -130,34 +136,36 @@ class TuningTable:
         entries = [decoded(raw, f"shipped {name}") for name, table in tables.items() for raw in table["entries"]]
         self._shipped = {(entry.device, entry.key): entry for entry in entries}
 
-    def find(self, problem_class: ProblemClass, device: torch.device) -> dict[str, tuple[Measured, str]]:
-        """What backends take for a class, and who says so: the user's own entry, else a shipped one.
+    def find(self, problem_class: ProblemClass, device: torch.device) -> dict[str, Measured]:
+        """The times of backends for a class, by the user's entry, else a shipped one.
 
-        Kernels that read sizes on the device run alike wherever the sizes lie: their times there stand in.
+        Kernels that read sizes on the device are equally fast wherever the sizes lie, so their times also serve classes
+        with sizes on the host.
         """
         others = {EQUAL: (ON_HOST, ON_DEVICE), ON_HOST: (ON_DEVICE,)}.get(problem_class.where, ())
-        found = dict[str, tuple[Measured, str]]()
+        found = dict[str, Measured]()
         for c in (problem_class, *(replace(problem_class, where=where) for where in others)):
             place = device_name(device), str(c)
             for entry in (self.own.find(*place), self._shipped.get(place)):
                 if entry is not None:
-                    found = {name: (measured, entry.source) for name, measured in entry.backends.items()} | found
+                    found = {**entry.backends, **found}
         return found
 
     def keep(self, found: Iterable[Entry]) -> str:
-        """Adds measurements to the user's entries; where the disk does not take them all, why."""
+        """Adds measurements to the user's entries. Returns why the disk did not take all of them."""
         kept = True
         for entry in found:
             old = self.own.find(entry.device, entry.key)
-            backends = {**(old.backends if old else {}), **entry.backends}
-            kept &= self.own.keep(replace(entry, backends=backends, source=OWN))
+            tuned = {name: replace(measured, source=OWN) for name, measured in entry.backends.items()}
+            kept &= self.own.keep(replace(entry, backends={**(old.backends if old else {}), **tuned}))
         change_generation()
         if kept:
             return ""
         return f"{settings().cache_dir} cannot be written" if settings().cache else "the cache is off (MULTIGEMM_CACHE)"
 
     def choice(self, problem_class: ProblemClass, device: torch.device, names: Iterable[str]) -> Entry | None:
-        """What "auto" measured of a class, in this process or an earlier one, if all these backends took part."""
+        """The measured choice of "auto" for a class, by this process or an earlier one, if all these backends took
+        part."""
         for anew in (False, True):
             found = self.choices.find(device_name(device), str(problem_class), anew)
             if found is not None and found.backends.keys() | found.failed.keys() >= set(names):
@@ -165,8 +173,8 @@ class TuningTable:
         return None
 
     def keep_choice(self, entry: Entry) -> Entry:
-        """Keeps what "auto" measured, on disk unless another process has written it meanwhile: returns what holds. Why
-        it measured nothing holds in this process alone."""
+        """Stores a choice of "auto" on disk, unless another process has written one meanwhile; returns the one that
+        holds. The reason for not measuring is kept in this process only."""
         earlier = self.choices.find(entry.device, entry.key, anew=True) if entry.chosen else None
         if earlier is not None and earlier.backends.keys() >= entry.backends.keys():
             return earlier
@@ -182,12 +190,12 @@ def table() -> TuningTable:
 
 @lru_cache(maxsize=16)
 def device_name(device: torch.device) -> str:
-    """What entries call a device: its model, not its index."""
+    """The name of a device in entries: its model, not its index."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _read(disk: DiskCache, name: str) -> Entry | None:
-    """An entry that cannot be read is as good as none: its class is measured again."""
+    """Reads an entry. One that cannot be read counts as absent, so that its class is measured again."""
     raw = disk.get(name, ".json")
     try:
         return None if raw is None else decoded(json.loads(raw), OWN)

@@ -64,7 +64,8 @@ WARMUP_MS = 25.0
 class Timing:
     """The samples of one variant in microseconds, or the reason why there are none.
 
-    `steady` are the samples without what moved their whole rounds, where that can be told; every statistic is of these.
+    `steady` are the samples after removing what affected whole rounds, where that can be estimated. Every statistic
+    uses these.
     """
 
     name: str
@@ -110,7 +111,7 @@ class Timing:
 
 
 def quantile(samples: Iterable[float], q: float) -> float:
-    """The q-th quantile by linear interpolation; NaN of nothing."""
+    """The q-th quantile by linear interpolation; NaN for no samples."""
     ordered = sorted(samples)
     if not ordered:
         return math.nan
@@ -157,8 +158,8 @@ def measure(
 
 
 def overhead(device: torch.device | str) -> dict[str, float]:
-    """What the clock itself costs in microseconds: nothing, and an empty kernel, between two events; what cannot be
-    measured now (a full device) is left out."""
+    """The clock's own cost in microseconds: nothing, and an empty kernel, between two events. What cannot be measured
+    now (a full device) is left out."""
     where = torch.device(device)
     empty: dict[str, Call] = {"nothing": lambda: None}
     if where.type == "cuda":
@@ -203,7 +204,8 @@ def _measure(
 
 
 def _warm_up(clock: Clock, samplers: Mapping[str, Callable[[], Any]], mode: Mode, rounds: int) -> None:
-    """Runs all in turn and waits for none: the samples begin under load. What fails here fails there too."""
+    """Runs all variants in turn without waiting, so that the samples begin under load. A failure here fails again in
+    the samples."""
     taken = _Taken(clock, mode, samplers)
     for _ in range(rounds):
         for name, sampler in samplers.items():
@@ -212,7 +214,7 @@ def _warm_up(clock: Clock, samplers: Mapping[str, Callable[[], Any]], mode: Mode
 
 @dataclass
 class _Pauses:
-    """When to pause, and for how long: `share` times the work since the last pause, whose cost is known by name."""
+    """When to pause and for how long: `share` of the time since the last pause. The cost of a call is known by name."""
 
     cost_us: Mapping[str, float]
     share: float
@@ -221,7 +223,7 @@ class _Pauses:
     waking: bool = False
 
     def due(self, name: str) -> bool:
-        """Whether a pause is due once `name` has run."""
+        """Whether a pause is due after a call of `name`."""
         self.worked_ms += self.cost_us[name] / 1e3
         return self.share > 0 and self.worked_ms >= BURST_MS
 
@@ -232,7 +234,7 @@ class _Pauses:
         self.worked_ms, self.waking = 0.0, True
 
     def take(self, sampler: Callable[[], Any]) -> Any:
-        """A sample; the first behind a pause is taken twice, and counts once."""
+        """Takes a sample. After a pause it runs two calls and counts the second."""
         if self.waking:
             sampler()
             self.waking = False
@@ -255,13 +257,13 @@ class _Taken:
             self.errors[name] = describe(error)
 
     def read(self) -> None:
-        """Waits for the device."""
+        """Waits for the device and reads the batch."""
         for name, sample in self.pending:
             self.samples[name].append(self._clock.read(sample, self._mode))
         self.pending.clear()
 
     def timings(self) -> dict[str, Timing]:
-        """What failed has no samples."""
+        """The timings of all variants; a failed one has no samples."""
         samples = {name: [] if name in self.errors else taken for name, taken in self.samples.items()}
         calm = steadied({name: taken for name, taken in samples.items() if taken})
         return {
@@ -279,9 +281,10 @@ def _rounds(
     late_s: float,
     pauses: _Pauses,
 ) -> dict[str, Timing]:
-    """Interleaved rounds.
+    """Runs the interleaved rounds.
 
-    A machine that has become slower since the cost was taken ends after `late_s` of work, with the least rounds.
+    On a machine that has slowed down since the cost was estimated, it stops after `late_s` seconds of work, with the
+    minimum of rounds.
     """
     began, taken, draw = time.perf_counter(), _Taken(clock, mode, samplers), random.Random(0)
     for index in range(rounds):
@@ -299,7 +302,8 @@ def _rounds(
 
 
 def steadied(rounds: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, ...]]:
-    """Samples of interleaved variants as if each round had been a typical one; nothing where too few can tell.
+    """Samples of interleaved variants without the deviation of their rounds; empty if there are too few to estimate
+    it.
 
     A median polish of the logarithms: a variant's level is its median over rounds, a round's the median over variants.
     Where a clock falls by a tenth half-way, medians of raw samples lie before or after the fall by chance.
@@ -316,7 +320,7 @@ def steadied(rounds: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, ..
 
 
 def describe(error: BaseException) -> str:
-    """One line for a table: the kind of error and the first line of its text."""
+    """An error as one line for a table: its type and the first line of its text."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
@@ -330,7 +334,7 @@ def _warm_calls(mode: Mode, cost_us: float) -> int:
 
 
 def free_bytes(device: torch.device) -> float:
-    """Bytes that can be allocated now; of a CPU nobody asks."""
+    """The bytes that can be allocated on a GPU now. Not used for CPUs."""
     if device.type != "cuda":
         return math.inf
     free = float(cuda.mem_get_info(device)[0])
@@ -345,7 +349,7 @@ def free_bytes(device: torch.device) -> float:
 
 
 def rough_time_us(call: Call, device: torch.device) -> float:
-    """Microseconds of one call behind a first one, roughly."""
+    """A rough time of one call in microseconds, after a first call."""
     call()
     _wait(device)
     begin = time.perf_counter()
@@ -355,13 +359,13 @@ def rough_time_us(call: Call, device: torch.device) -> float:
 
 
 def _wait(device: torch.device) -> None:
-    """For the current stream; a device as a whole may be captured on by another thread."""
+    """Waits for the current stream only: another thread may capture on the same device."""
     if device.type == "cuda":
         cuda.current_stream(device).synchronize()
 
 
 class Clock(ABC):
-    """What differs between a GPU and a CPU: how a call becomes a sample, and how a sample is read.
+    """The differences between a GPU's and a CPU's clock: how a call becomes a sample, and how a sample is read.
 
     `batch` samples are taken before they are read.
     """
@@ -384,7 +388,7 @@ class Clock(ABC):
 
 
 class CpuClock(Clock):
-    """perf_counter. There is no flush: a CPU's caches are large, shared and not ours to empty."""
+    """Uses perf_counter. There is no flush: a CPU's caches are large and shared with other processes."""
 
     batch = 1
 
@@ -413,7 +417,7 @@ class CpuClock(Clock):
 
 
 def long_code(size: int) -> str:
-    """A kernel of so many bytes, of which the compiler can leave nothing out."""
+    """The source of a kernel with this many bytes of code, of which the compiler can remove nothing."""
     row = " ".join(["fma.rn.f32 %0, %0, %1, %2;"] * CODE_ROW)
     step = f'    asm volatile("{row}" : "+f"(x) : "f"(a), "f"(b));\n'
     steps = step * (size // INSTRUCTION_BYTES // CODE_ROW)
@@ -423,7 +427,8 @@ def long_code(size: int) -> str:
 
 @cache
 def other_code(index: int) -> Kernel | None:
-    """What empties a device's processors of the code that they ran; None where no NVRTC compiles it."""
+    """A kernel that evicts other kernels' code from the instruction caches of a device; None if no NVRTC compiles
+    it."""
     try:
         return kernel(long_code(CODE_BYTES), "long_code", (), index)
     except (OSError, CompileError):
@@ -431,8 +436,8 @@ def other_code(index: int) -> Kernel | None:
 
 
 class Caches:
-    """What a GPU's caches are emptied by: of data, by writing several times what the L2 holds; of `code`, by running
-    other code that is as long as the processors' caches are large."""
+    """Evicts a GPU's caches: data by writing several times the L2's size; with `code`, instructions by running other
+    code as long as the instruction caches are large."""
 
     def __init__(self, device: torch.device, code: bool) -> None:
         self._index, self._run = device.index, None
@@ -444,14 +449,14 @@ class Caches:
             self._run = other.bound(blocks, THREADS, values, self._data)
 
     def empty(self) -> None:
-        """Nothing that ran before lies in them."""
+        """Evicts what ran before."""
         if self._run is not None:
             self._run(current_raw_stream(self._index))
         self._data.zero_()
 
 
 class CudaClock(Clock):
-    """CUDA events on the current stream of one device."""
+    """Uses CUDA events on the current stream of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
@@ -491,7 +496,7 @@ class CudaClock(Clock):
         return sample, cost
 
     def _emptier(self, mode: Mode) -> Callable[[], None]:
-        """What empties the caches before a sample; do_bench leaves code where it is, as Triton's does."""
+        """What evicts the caches before a sample. do_bench leaves the code in place, as Triton's function does."""
         if mode in ("hot", "sustained"):
             return lambda: None
         if self._caches is None:
@@ -499,7 +504,7 @@ class CudaClock(Clock):
         return self._caches.empty
 
     def _host(self, call: Call) -> float:
-        """The device is idle at the start and its queue is far from full, so only the host is seen."""
+        """Times the host alone: the device is idle at the start and its queue is far from full."""
         torch.cuda.synchronize(self.device)
         begin = time.perf_counter()
         for _ in range(HOST_CALLS):
@@ -517,7 +522,7 @@ class CudaClock(Clock):
 
 
 def capture(call: Call, device: torch.device | str, repeat: int = 1) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of `repeat` calls, after the warm-up on a side stream that capture demands."""
+    """Captures `repeat` calls into a CUDA graph, after the warm-up on a side stream that capture requires."""
     stream = cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""What tests of a backend may import: cases, hostile memory, oracles, a conformance suite, planted faults.
+"""What tests of a backend may import: cases, guarded memory, oracles, a conformance suite, planted faults.
 
 A `Case` is a problem as data (`case`); `strategies` draws them, `values` gives them numbers, `placed_case` memory with
 poison and guard bands. `oracles` judges a run, `deep_oracles`, `relations` and `guard_pages` the same launch under

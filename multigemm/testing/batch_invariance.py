@@ -1,4 +1,4 @@
-"""The oracle of batch invariance: a row has the same bits whoever else is in the batch. Counts comparisons.
+"""The oracle of batch invariance: a row must have the same bits whatever its neighbours. Counts comparisons.
 
     python -m multigemm.testing.batch_invariance --backends cupy,triton,numba,cublas --seconds 120 --jobs 12 --json FILE
 
@@ -55,7 +55,7 @@ EXAMPLES = 20
 
 
 def draw_kind(seed: int, work: int) -> Case:
-    """A kind whose products of one row take at most `work` multiply-adds."""
+    """Draws a kind whose products of one row take at most `work` multiply-adds."""
     ch = RandomChooser(seed)
     case = draw_case(ch, LIMITS)
     k = ch.choice(LONG_KS) if work >= LONG_KS[-1] and ch.integer(0, 5) == 0 else min(max(case.k, 1), LONG_KS[-1], work)
@@ -75,7 +75,7 @@ def keywords_of(kind: Case) -> dict[str, Any]:
 
 
 class Batch(NamedTuple):
-    """A problem, what its parts were alone (as bits), and how they are taken out of its result."""
+    """A problem, the bits that its parts had alone, and how to take those parts out of its result."""
 
     form: str
     a: Any
@@ -86,14 +86,14 @@ class Batch(NamedTuple):
 
 
 def lay(x: Tensor, layout: Layout) -> Tensor:
-    """The same values in other memory."""
+    """Copies values into memory with another layout."""
     strides, reach = strides_for(x.shape, layout)
     memory = torch.empty(layout.shift + reach, dtype=x.dtype, device=x.device)
     return memory.as_strided(x.shape, strides, layout.shift).copy_(x)
 
 
 class Pool:
-    """Rows, weights and what they give alone, on one device; and the batches that are drawn from them."""
+    """Rows and weights on one device, their results alone, and random batches of them."""
 
     def __init__(self, kind: Case, rows: int, device: torch.device) -> None:
         self.kind, self.device, self.count, self.most = kind, device, rows, 4 * rows
@@ -166,7 +166,7 @@ class Pool:
     # --- batches --------------------------------------------------------------------------------------
 
     def draw(self, form: str, solve: Callable[..., Any]) -> Batch:
-        """A batch of rows from the pool, in any order and company."""
+        """Draws a batch of rows from the pool, in any order and with any neighbours."""
         rng = self.rng
         groups = int(rng.choice([g for g in (1, 2, 5, 17, 64, 300) if g <= self.most]))
         groups = max(1, min(groups, MOST_ELEMENTS // (self.kind.k * self.kind.n)))
@@ -194,7 +194,7 @@ class Pool:
         return torch.from_numpy(self.rng.integers(0, self.count, size)).to(self.device)
 
     def _cut(self, sizes: npt.NDArray[np.int64], head: int) -> dict[str, Any]:
-        """The keyword that cuts the groups: on the host or on the device."""
+        """The keyword argument that cuts the groups, on the host or on the device."""
         offsets = np.concatenate(([head], head + np.cumsum(sizes)))
         if self.rng.integers(2):
             return {"offsets": offsets}
@@ -265,7 +265,7 @@ def _given(**tensors: Any) -> dict[str, Any]:
 
 @dataclass
 class Count:
-    """What came of one backend. `configs` counts the comparisons that each config made."""
+    """The counts of one backend. `configs` counts the comparisons of each config."""
 
     comparisons: int = 0
     rows: int = 0
@@ -302,7 +302,7 @@ class Comparer:
         )
 
     def config_for(self, batch: Batch) -> Any:
-        """None, so that the backend chooses; or one of a few of its configs for such problems, whatever the sizes."""
+        """One of a few configs that are valid whatever the sizes; None, so that the backend chooses."""
         rng = self.pool.rng
         if rng.integers(3) == 0:
             return None
@@ -319,7 +319,7 @@ class Comparer:
         return found[rng.integers(len(found))] if found else None
 
     def compare(self) -> None:
-        """One batch, whose result is compared on the device."""
+        """Runs one batch and compares its result on the device."""
         form = str(self.pool.rng.choice(self.pool.forms))
         try:
             batch = self.pool.draw(form, self.solve)
@@ -348,7 +348,7 @@ class Comparer:
             self.settle()
 
     def settle(self) -> None:
-        """Waits for the device, and reads what differs."""
+        """Waits for the device, and reads the numbers of differing elements."""
         if not self._pending:
             return
         for made, differing in zip(
@@ -374,7 +374,7 @@ class Comparer:
 
 
 def run(backend: str, device: torch.device, seconds: float, seed: int, promise: bool, small: bool) -> Count:
-    """Comparisons for so long, by one process."""
+    """Compares for `seconds`, in one process."""
     count, subject, begin, number = Count(), Subject(backend), time.monotonic(), 0
     rows, work, each = (40, 1 << 11, 25) if small else (512, 1 << 20, 2000)
     while time.monotonic() - begin < seconds:
@@ -405,7 +405,7 @@ def _parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Prints a line for each backend; 1 if a bit differed, a process failed or nothing could be compared."""
+    """Prints a line for each backend. Returns 1 if a bit differed, a process failed or nothing could be compared."""
     args = _parse()
     device, report, bad = torch.device(args.device), dict[str, Any](), 0
     for backend in args.backends.split(","):

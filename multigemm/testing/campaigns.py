@@ -1,4 +1,4 @@
-"""What campaigns share: the versions that kept results name, work in several processes, and sums of counts."""
+"""Shared parts of campaigns: versions for kept results, several processes, sums of counts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _version(package: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Packages that are installed, and the GPU if there is one."""
+    """The versions of installed packages, and the GPU if there is one."""
     found = {name: _version(name) for name in PACKAGES}
     if torch.cuda.is_available():
         found["device"] = torch.cuda.get_device_name()
@@ -34,7 +34,7 @@ def versions() -> dict[str, str]:
 
 
 def add_up(total: Any, part: Any) -> None:
-    """Adds the numbers, counters and lists of a dataclass to those of another one; what else it has stays.
+    """Adds the numbers, counters and lists of one dataclass to those of another. Other fields keep their values.
 
     Example:
         >>> from dataclasses import dataclass
@@ -55,7 +55,7 @@ def add_up(total: Any, part: Any) -> None:
 
 
 def side_by_side(work: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> tuple[list[T], list[str]]:
-    """Each call in a process of its own, so that one that dies takes no other result with it.
+    """Runs each call in a process of its own, so that a crash loses no other result.
 
     Args:
         work: A function of a module, so that another process finds it.

@@ -31,7 +31,7 @@ class Layout:
 
     @property
     def turned(self) -> Layout:
-        """The same with lines along the other axis."""
+        """The same layout with lines along the other axis."""
         return replace(self, order="col" if self.order == "row" else "row")
 
 
@@ -52,7 +52,7 @@ class Scale:
 
     @property
     def block(self) -> tuple[int, int] | None:
-        """How many lines, and how much of K, one number of a grid covers, 0 for all; None for no grid."""
+        """How many lines, and how much of K, one entry of a grid covers, 0 for all; None for no grid."""
         if self.covers in ("", "tensor", "group"):
             return None
         lines, _, k = self.covers.partition("x")
@@ -61,11 +61,11 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class RowNumbers:
-    """The contents of an index of rows. `rows`: how many rows the operand has that is picked from, or the result that
-    is made; below 0 there is no index.
+    """The contents of an index of rows. `rows`: the number of rows of the operand that is picked from, or of the
+    result; negative for no index.
 
-    `how` is "honest", "lies" (some are no row: below 0, past the end, up to 64 bits) or "every" (0, 1, 2, ...).
-    `host`: the host tells them.
+    `how` is "honest" (all valid), "lies" (some are no row: below 0, past the end, up to 64 bits) or "every" (0, 1, 2,
+    ...). `host`: the index is given on the host.
     """
 
     rows: int = -1
@@ -83,7 +83,7 @@ NO_ROWS = RowNumbers()
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """Picked rows, what belongs to a gate (which gate is the case's activation), weights and sums of rows.
+    """Picked rows, gate, weights and sums of rows. The kind of gate is the case's activation.
 
     `combine` has `terms` numbers for each row of the result; `weights` and `row_scale` are dtypes, "" for none.
     """
@@ -103,7 +103,7 @@ class Fused:
 
     @property
     def rows(self) -> int | None:
-        """How many rows the result has where they are sums of rows."""
+        """The number of rows of the result if they are sums of rows."""
         return next((sums.rows for sums in (self.combine, self.out_rows) if sums.given), None)
 
 
@@ -225,7 +225,7 @@ class Case:
 
     @property
     def weights(self) -> str:
-        """The format of quantised weights under 16-bit floats; "" where there are none."""
+        """The format of quantised weights under 16-bit activations; "" if there are none."""
         return (self.b_format or self.dtype_b) if self.quantised and self.dtype not in FLOAT8 else ""
 
     @property
@@ -243,7 +243,7 @@ class Case:
         return torch.int32 if self.compute == torch.int8 else self.compute
 
     def to_dict(self) -> dict[str, Any]:
-        """Only what differs from the defaults."""
+        """The fields that differ from their defaults."""
         plain, own = asdict(Case()), asdict(self)
         return {name: value for name, value in own.items() if value != plain[name] or name in ("form", "dtype")}
 
@@ -321,8 +321,8 @@ def _halve_extent(case: Case, name: str, extent: int) -> Case:
 
 
 def align(case: Case) -> Case:
-    """The same case as fast kernels like it: extents in 16s, dense rows on 16-byte boundaries; jagged
-    lengths stay as they are."""
+    """The same case as fast kernels need it: extents in multiples of 16, dense rows on 16-byte boundaries; jagged
+    lengths are kept."""
 
     def even(extent: int) -> int:
         return extent // 16 * 16 or min(extent, 1) * 16

@@ -1,4 +1,4 @@
-"""The conformance suite: one body of tests for every backend, ours or yours.
+"""The conformance suite: one set of tests for every backend, built-in or not.
 
     python -m multigemm.testing.conformance --backend NAME
 
@@ -71,14 +71,14 @@ def limits(subject: Subject) -> Limits:
 
 
 def case_of(form: Form, dtype: str, **more: Any) -> Case:
-    """A small fixed problem of a form: uneven sizes, an empty group, rows that nobody owns."""
+    """A small fixed problem of a form: uneven sizes, an empty group, rows that no group owns."""
     if form != "per_group" and dtype == "int8":
         more.setdefault("mode", "int")
     return Case(form=form, dtype=dtype, **{**SIZES[form], **more})
 
 
 def examine(case: Case, subject: Subject, device: torch.device) -> tuple[DeviceCase, Outcome]:
-    """Runs a case; fails the test on any finding."""
+    """Runs a case, and fails the test on any finding."""
     device_case = DeviceCase.from_case(case, device)
     outcome = check(device_case, subject)
     assert not outcome.findings, f"{case!r}\n" + "\n".join(map(str, outcome.findings))
@@ -200,28 +200,28 @@ def test_generated_problems(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_quantised_operands(form: Form, subject: Subject, device: torch.device, limits: Limits) -> None:
-    """Random formats and scales; a backend that takes none says so."""
+    """Random formats and scales. A backend without quantised operands must refuse them."""
     narrowed = replace(limits, forms=(form,), quantised=1)
     for seed in range(8 if subject.backend.availability().emulated else 25):
         examine(random_case(seed, narrowed), subject, device)
 
 
 def test_fused_problems(subject: Subject, device: torch.device, limits: Limits, request: pytest.FixtureRequest) -> None:
-    """Picked rows, gates, weights and sums of rows; what the backend refuses is skipped."""
+    """Picked rows, gates, weights and sums of rows. Refused problems are skipped."""
     narrowed = replace(limits, work=min(limits.work, 1 << 13), longest=40, groups=40, fused=1)
     for seed in range(8 if subject.backend.availability().emulated else request.config.getoption("--cases")):
         examine(random_case(seed, narrowed), subject, device)
 
 
 def test_stored_failures(subject: Subject, device: torch.device) -> None:
-    """The faults that this library, or a peer in its history, has had."""
+    """The stored faults of this library and of peers."""
     folder = Path(__file__).resolve().parents[2] / "tests" / "corpus"
     for entry in corpus.entries(folder) if folder.is_dir() else ():
         examine(entry.case, subject, device)
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the suite with pytest, in this process; a backend that nobody knows is an error of its own, once."""
+    """Runs the suite with pytest in this process. An unknown backend is one error, not one per test."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--backend", default="cpu")
     try:

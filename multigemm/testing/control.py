@@ -1,4 +1,4 @@
-"""What the memory checkers say of programs that are right by construction.
+"""Programs that are right by construction, to find out what the memory checkers report of them.
 
     compute-sanitizer --tool racecheck python -m multigemm.testing.control hand_over
     compute-sanitizer --tool initcheck python -m multigemm.testing.control grouped_mm
@@ -89,7 +89,7 @@ CONTROLS = {"hand_over": hand_over, "grouped_mm": grouped_mm}
 
 
 def main(arguments: list[str]) -> int:
-    """Runs one of them; 0 if its results are right."""
+    """Runs one of the programs. Returns 0 if its results are right."""
     right = CONTROLS[arguments[0]]()
     print("right" if right else "WRONG", flush=True)
     return 0 if right else 1

@@ -1,4 +1,4 @@
-"""Failures on disk: one small JSON file each, replayed on any backend for ever after."""
+"""Stored failures: one small JSON file each, which can be replayed on any backend."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def entries(folder: Path) -> Iterator[Entry]:
 
 
 def save(folder: Path, data: dict[str, Any]) -> Path:
-    """Stores one problem under a name made of what failed and a digest of the case."""
+    """Stores one problem. Its name is made of what failed and a digest of the case."""
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256(json.dumps(data["case"], sort_keys=True).encode()).hexdigest()[:8]
     words = f"{data.get('backend', 'any')}-{data.get('oracle', 'case')}".replace(" ", "-").replace(":", "")

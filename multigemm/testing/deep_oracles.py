@@ -1,8 +1,8 @@
 """Oracles that cost more than a run: the same launch under other circumstances.
 
-Each takes an outcome that `check` has found right, so its result is the yardstick: on a side stream, from a CUDA graph,
-from threads, after a launch over other contents, after sizes that change in place, with operands at the edge of mapped
-memory, the same launch must give the same bits. With sizes that lie, nothing outside the result may be written.
+Each takes an outcome that `check` has found right, and compares with its result. On a side stream, from a CUDA graph,
+from threads, after a launch over other contents, after sizes that change in place, and with operands at the edge of
+mapped memory, the same launch must give the same bits. With invalid sizes, nothing outside the result may be written.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def _compare(device_case: DeviceCase, got: torch.Tensor, name: str, outcome: Out
 
 
 def side_stream(device_case: DeviceCase, subject: Subject, outcome: Outcome, seed: int = 0) -> bool:
-    """On a busy stream of its own, with inputs that arrive late: a launch elsewhere would read poison."""
+    """Launches on a busy stream of its own, with inputs that arrive late: a launch on another stream would read
+    poison."""
     launch, _ = bind(device_case, subject)
     device_case.prefill(1)
     device_case.inputs.fill_(0x7F)
@@ -112,7 +113,7 @@ def _capture(launch: Any, device: torch.device) -> Any:
 
 
 def graph(device_case: DeviceCase, subject: Subject, outcome: Outcome, seed: int = 0) -> bool:
-    """Captured once, replayed twice over other old contents."""
+    """Captures the launch once and replays it twice over other old contents."""
     launch, recipe = bind(device_case, subject)
     device_case.prefill(1)
     launch()
@@ -127,8 +128,8 @@ def graph(device_case: DeviceCase, subject: Subject, outcome: Outcome, seed: int
 
 
 def _judge_replay(device_case: DeviceCase, subject: Subject, prefill: int, outcome: Outcome) -> None:
-    """Our kernels give the bits of a launch on its own. A library may be called another way in a graph (cublas holds
-    few unlike products as one call each), so that sums run in another order."""
+    """Requires the bits of a separate launch for our kernels. A library may be called in another way in a graph (cublas
+    runs few unlike products as one call each), so that sums run in another order."""
     got = fetch(device_case)
     if subject.own_kernels:
         _compare(device_case, got, "graph replay", outcome)
@@ -137,7 +138,7 @@ def _judge_replay(device_case: DeviceCase, subject: Subject, prefill: int, outco
 
 
 def other_contents(device_case: DeviceCase, subject: Subject, outcome: Outcome, seed: int = 0) -> bool:
-    """A bound launch leaves nothing behind for its next one: between two that agree, one met other contents."""
+    """Two launches must agree that surround a launch over other contents: a launch leaves no state behind."""
     launch, _ = bind(device_case, subject)
     index = device_case.placed.layout.index
     device_case.inputs.fill_(0x7F)
@@ -153,7 +154,7 @@ def other_contents(device_case: DeviceCase, subject: Subject, outcome: Outcome, 
 
 
 def lying_sizes_of(device_case: DeviceCase, seed: int) -> torch.Tensor:
-    """Contents for the device's sizes that run backwards, below zero and past the end."""
+    """Invalid contents for sizes on the device: decreasing, below zero and past the end."""
     case, index = device_case.placed.case, device_case.placed.layout.index
     assert index is not None
     reach = max(case.total, case.m, 1)
@@ -162,7 +163,7 @@ def lying_sizes_of(device_case: DeviceCase, seed: int) -> torch.Tensor:
 
 
 def check_foreign_writes(device_case: DeviceCase, outcome: Outcome) -> None:
-    """Nothing outside the result may have been written since the first prefill, whatever is in it."""
+    """Requires that nothing outside the result was written since the first prefill, whatever the result holds."""
     got = fetch(device_case)
     everything = torch.zeros(got.shape, dtype=torch.uint8)
     for region in device_case.placed.layout.outputs.regions:
@@ -173,7 +174,8 @@ def check_foreign_writes(device_case: DeviceCase, outcome: Outcome) -> None:
 
 
 def lying_sizes(device_case: DeviceCase, subject: Subject, outcome: Outcome, seed: int = 0) -> bool:
-    """Offsets that run backwards, below zero and past the end: nothing outside the result may be written."""
+    """Launches with offsets that decrease, lie below zero and past the end: nothing outside the result may be
+    written."""
     case, index = device_case.placed.case, device_case.placed.layout.index
     if index is None or case.where != "device" or not index.shape[0]:
         return False
@@ -187,7 +189,7 @@ def lying_sizes(device_case: DeviceCase, subject: Subject, outcome: Outcome, see
 
 
 def threads(device_case: DeviceCase, subject: Subject, outcome: Outcome, seed: int = 0, *, times: int = 5) -> bool:
-    """Four threads, each with operands and a stream of its own, from the first call on."""
+    """Runs four threads, each with its own operands and stream, from the first call on."""
     placed, device = device_case.placed, device_case.device
     problems: list[str] = []
 
@@ -224,10 +226,10 @@ def threads(device_case: DeviceCase, subject: Subject, outcome: Outcome, seed: i
 
 
 def edge_of_memory(device_case: DeviceCase, subject: Subject, outcome: Outcome, seed: int = 0) -> bool:
-    """The same launch over operands at the edge of mapped memory, and once more with sizes that lie; what the
-    backend allocates for it lies between bands.
+    """Launches with operands at the edge of mapped memory, and once more with invalid sizes. The backend's own
+    allocations get guard bands.
 
-    `outcome` is that of a run that was found right: it must come out again.
+    `outcome` is a right outcome, which must come out again.
     """
     pool, case, index = guarded_blocks(device_case.device), device_case.placed.case, device_case.placed.layout.index
     pool.clear()
@@ -283,7 +285,7 @@ THREAD_ORACLES: dict[str, Oracle] = {"threads": threads}
 def run_oracles(
     oracles: Iterable[Oracle], device_case: DeviceCase, subject: Subject, outcome: Outcome, seed: int = 0
 ) -> bool:
-    """Run oracles on an outcome that is right, until one of them finds something.
+    """Runs oracles on a right outcome, until one of them finds something.
 
     Args:
         oracles: What is run, in this order.

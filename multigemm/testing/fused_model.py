@@ -1,4 +1,4 @@
-"""A plain model of a kernel for fused problems, and faults that are planted in it: proof that the hunt can see them.
+"""A plain model of a kernel for fused problems, and faults planted in it, to prove that the oracles find them.
 
 `solve` takes one token after the other, as a definition would. `FAULTS` are changes of its source, each of a kind that
 kernels have shipped with.
@@ -24,7 +24,7 @@ NOTHING = Fused()
 
 
 def spans(ops: Operands) -> list[tuple[int, int]]:
-    """The first token of each group and the one after its last; of masked, the rows that count."""
+    """The first token of each group and the one after its last; for masked, the rows that count."""
     if ops.valid_rows is not None:
         return [(0, rows) for rows in ops.valid_rows.tolist()]
     assert ops.ends is not None
@@ -47,7 +47,7 @@ def picked(x: Tensor, index: Index | None, lo: int, hi: int, axis: int) -> Tenso
 
 
 def groups(ops: Operands, fused: Fused) -> Iterator[tuple[Any, Any, Any]]:
-    """a, b and the place in the result of each group."""
+    """a, b and the index into the result of each group."""
     form, a, b = ops.spec.form, cast(Any, ops.a), cast(Any, ops.b)
     if form in ("per_group", "batched"):
         yield from ((a[g], b[g], g) for g in range(ops.spec.groups))
@@ -87,7 +87,7 @@ def act(x: Any, kind: str | None, alpha: float) -> Any:
 
 
 def gated(x: Tensor, gate: Gate) -> Any:
-    """Two columns of the product as one of the result."""
+    """Turns two columns of the product into one column of the result."""
     g, u = gate.split(x)
     if gate.limit is not None:
         g = g.clamp(max=gate.limit)
@@ -144,12 +144,12 @@ def solve(ops: Operands) -> None:
 
 
 def before(anchor: str, line: str) -> tuple[str, str]:
-    """A line put in front of another one."""
+    """Inserts a line before another one."""
     return anchor, f"{line}\n{anchor}"
 
 
 def after(anchor: str, line: str) -> tuple[str, str]:
-    """A line put behind another one."""
+    """Inserts a line after another one."""
     return anchor, f"{anchor}\n{line}"
 
 
@@ -227,13 +227,13 @@ def planted(fault: str = "") -> Any:
 
 
 class Model(BuiltinBackend):
-    """A backend from elsewhere, which says that it knows of fused problems."""
+    """A third party's backend that supports fused problems."""
 
     takes_fused: ClassVar[bool] = True
 
 
 def model(fault: str = "") -> Model:
-    """The model as a backend for fused problems in plain floats."""
+    """The model as a backend for fused problems in unquantised floats."""
 
     def reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
         plain = spec.compute.is_floating_point and not spec.quantised

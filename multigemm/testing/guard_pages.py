@@ -122,13 +122,13 @@ def _device_block(size: int, device: torch.device) -> Block:
 
 
 class GuardedBlocks:
-    """The blocks of one device, used again for each problem: mapping costs more than a launch."""
+    """The blocks of one device, reused for each problem, because mapping costs more than a launch."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.blocks, self._used = device, list[Block](), 0
 
     def clear(self) -> None:
-        """All blocks are free again, and hold nothing."""
+        """Frees all blocks for reuse and clears their contents."""
         for block in self.blocks[: self._used]:
             block.bytes.fill_(FILL)
         self._used = 0
@@ -146,7 +146,7 @@ class GuardedBlocks:
         return self.blocks[self._used - 1]
 
     def place(self, region: Region, arena: Tensor, *, behind: bool) -> Tensor:
-        """The region's tensor, its end (or, not `behind`, its beginning) at an edge of what is mapped."""
+        """The region's tensor, with its end (or its beginning if not `behind`) at an edge of mapped memory."""
         size = region.dtype.itemsize
         reach = sum((n - 1) * step for n, step in zip(region.shape, region.strides, strict=True)) + 1
         if 0 in region.shape or self._used >= MOST_OPERANDS:
@@ -185,7 +185,7 @@ class GuardBands:
     bands: list[Tensor] = field(default_factory=list)
 
     def around(self, size: tuple[int, ...], dtype: torch.dtype, device: Any) -> Tensor:
-        """Memory for a tensor, a band before it and one behind it."""
+        """Allocates memory for a tensor, with a band before and after it."""
         count = dtype.itemsize
         for extent in size:
             count *= extent
@@ -194,7 +194,7 @@ class GuardBands:
         return whole[BAND : BAND + count].view(dtype).reshape(size)
 
     def written(self) -> int:
-        """How many bytes of the bands were written."""
+        """The number of bytes of the bands that were overwritten."""
         return sum(int((band != self.fill).sum()) for band in self.bands)
 
 
@@ -205,7 +205,7 @@ def _size_of(sizes: tuple[Any, ...]) -> tuple[int, ...]:
 
 @contextmanager
 def banded_allocations(fill: int) -> Iterator[GuardBands]:
-    """Puts guard bands round what `torch.empty` and `torch.zeros` allocate meanwhile."""
+    """A context in which `torch.empty` and `torch.zeros` allocate with guard bands."""
     guard_bands, torch_empty, torch_zeros = GuardBands(fill), torch.empty, torch.zeros
 
     def made(sizes: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""A tiled kernel in NumPy, written as a real one would be: what faults are planted in.
+"""A tiled kernel in NumPy, written like a real one, in which faults are planted.
 
 It walks tiles of BM x BN x BK through flat memory with pointers, strides and masks, clamps offsets,
 and stores through a mask, so a fault in it behaves as the same fault would on a GPU: a missing mask
@@ -41,7 +41,7 @@ class Tile:
 
 
 class Flat:
-    """The whole storage that a tensor lies in, as one flat array, and the tensor's place in it."""
+    """The storage of a tensor as one flat array, and the tensor's position in it."""
 
     def __init__(self, tensor: Tensor) -> None:
         storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
@@ -108,7 +108,7 @@ class Kernel:
     # --- the prologue: groups, their extents and where they lie ----------------------------------
 
     def sizes(self) -> tuple[list[int], list[int]]:
-        """start and end of every group along the jagged direction (or 0 and the valid rows)."""
+        """Start and end of every group along the jagged direction; for other forms 0 and the valid rows."""
         ops = self.ops
         if ops.valid_rows is not None:
             most = cast(Tensor, ops.a).shape[1]
@@ -179,7 +179,7 @@ class Kernel:
             self.run_tile(groups[g], t)
 
     def write_zeros(self, starts: list[int], ends: list[int]) -> None:
-        """What no group owns: the head and the tail of a jagged result, rows past the valid ones."""
+        """Zeroes what no group owns: head and tail of a jagged result, rows past the valid ones."""
         out = self.ops.out
         if isinstance(out, list) or not (self.spec.jagged in ("m", "n") or self.spec.form == "masked"):
             return
@@ -217,7 +217,7 @@ class Kernel:
         return _wrapped(acc) if self.spec.acc == torch.int32 else acc
 
     def sums_in_order(self, g: Group, i: Index, j: Index, ks: Index) -> Array:
-        """The products of a batch-invariant problem: one k after the other, whatever the tile."""
+        """The sums of a batch-invariant problem: one k after the other, whatever the tile."""
         acc = np.zeros((len(i), len(j)), self.acc_dtype())
         x, y = self.load(g, i, j, ks)
         for k in range(len(ks)):
@@ -241,7 +241,7 @@ class Kernel:
             return np.asarray(acc + x @ y, kind)
 
     def finish(self, g: Group, acc: Array, i: Index, j: Index, inside: Array) -> Array:
-        """alpha, beta, bias and the activation, in the accumulator's precision."""
+        """Applies alpha, beta, bias and the activation in the accumulator's precision."""
         kind = acc.dtype.type
         with np.errstate(all="ignore"):
             if self.spec.alpha == "any":
@@ -279,7 +279,7 @@ class Kernel:
         return np.where(rows, x, 0), np.where(columns, y, 0)
 
     def scale_of(self, g: Group, side: str, grids: Any, i: Index, kk: Index, mask: Array) -> Array:
-        """The number for each line and each of K, in float64."""
+        """The scale of each line and each k, in float64."""
         spec = self.spec.a.scale if side == "a" else self.spec.b.scale
         assert spec is not None
         grid = grids[g.index] if isinstance(grids, list) else grids
@@ -333,7 +333,7 @@ class ModelBackend:
 
 
 def _wrapped(acc: Array) -> Array:
-    """Sums of integers modulo 2^32."""
+    """Integer sums modulo 2^32."""
     return acc.astype(np.int64).astype(np.int32).astype(np.int64)
 
 

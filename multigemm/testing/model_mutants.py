@@ -1,8 +1,8 @@
-"""Planted faults, and the hunt for them: proof that the suite can fail.
+"""Planted faults, and the hunt for them, to prove that the oracles can fail.
 
-Each mutant is the correct tiled model kernel with one thing wrong, of the kind that real kernels have
-shipped with: a change of its source, which `planted` makes. `hunt` draws cases, runs every oracle on them,
-and reports the first that sees the fault. A mutant that survives means that the suite is blind there.
+Each mutant is the correct tiled model kernel with one fault of a kind that real kernels have shipped with: a change of
+its source, which `planted` makes. `hunt` draws cases, runs every oracle on them, and reports the first oracle that
+finds the fault. A mutant that survives shows a gap in the oracles.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ def _flush(x: Any) -> Any:
 
 
 def _flush_results(x: Any, dtype: torch.dtype) -> Any:
-    """Subnormal numbers of a 16-bit float are lost, as where a kernel is compiled to flush them."""
+    """Flushes subnormal 16-bit results to zero, as a kernel compiled with flush-to-zero does."""
     lost = dtype == torch.float16 and x.dtype.kind == "f"
     return round_once(np.where(np.abs(x) < 2.0**-14, 0, x).astype(x.dtype) if lost else x, dtype)
 
 
 def _in_bits(x: Any, bits: int) -> Any:
-    """float32 sums of which an accumulator keeps so many bits."""
+    """float32 sums in an accumulator that keeps only this many bits."""
     if x.dtype != np.float32:
         return x
     kept = np.uint32(0xFFFFFFFF << (24 - bits) & 0xFFFFFFFF)
@@ -108,21 +108,21 @@ _erf: Any = np.frompyfunc(math.erf, 1, 1)
 
 
 def _gelu_cancels(x: Any, name: str | None) -> Any:
-    """torch's formula, whose sum 1 + erf loses the tail of negative x."""
+    """GELU by torch's formula, whose 1 + erf loses the tail of negative x."""
     if name != "gelu":
         return activate(x, name)
     return 0.5 * x * (1 + np.asarray(_erf(x * math.sqrt(0.5))).astype(x.dtype))
 
 
 def _gelu_tanh_cancels(x: Any, name: str | None) -> Any:
-    """Likewise 1 + tanh."""
+    """GELU by 1 + tanh, which loses the tail of negative x."""
     if name != "gelu_tanh":
         return activate(x, name)
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
 def _zero_code(x: Any) -> Any:
-    """Code 0 of e8m0 as the number 0, which shifting it into the exponent makes of it."""
+    """Decodes code 0 of e8m0 as 0, as shifting it into the exponent does."""
     wide = x.astype(np.float32)
     return np.where(x.view(np.uint8) == 0, 0, wide).astype(np.float32) if x.dtype.itemsize == 1 else wide
 
@@ -132,7 +132,7 @@ Edit = tuple[str, str]
 
 
 def _after(line: str, *more: str) -> Edit:
-    """Further lines behind a line, as far indented as it is."""
+    """Inserts lines after a line, with the same indentation."""
     return line, "\n".join([line, *more])
 
 
@@ -141,7 +141,7 @@ def _before(line: str, more: str) -> Edit:
 
 
 def _sum_as(change: str) -> Edit:
-    """Another accumulator: a change of `acc + x @ y` in its own type."""
+    """Replaces `acc + x @ y` by a sum in another accumulator."""
     own = "np.asarray(acc + x @ y, kind)"
     return own, change.format(own)
 
@@ -159,7 +159,7 @@ def _activated_by(function: str) -> Edit:
 
 
 def _extent(name: str, change: str) -> Edit:
-    """Another extent of each group."""
+    """Changes the extent of each group."""
     extent = f'extents["{name}"]'
     return _before('        if self.spec.alpha == "zero":', f"        {extent} = {change.format(extent)}")
 
@@ -382,7 +382,7 @@ def planted(name: str) -> type[Kernel]:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """The end of a hunt: which oracle saw the fault on which case; `oracle` is empty for a survivor."""
+    """The outcome of a hunt: which oracle found the fault on which case. `oracle` is empty for a survivor."""
 
     name: str
     oracle: str
@@ -397,12 +397,12 @@ class Kill:
 
 
 def examine(case: Case, subject: Subject, device: torch.device, *, deep: bool, seed: int = 0) -> Outcome:
-    """All oracles that run anywhere: values and guards always, the others where `deep`."""
+    """Runs the oracles that need no GPU: values and guards always, the others if `deep`."""
     return examine_device_case(DeviceCase.from_case(case, device), subject, deep=deep, seed=seed)
 
 
 def examine_device_case(device_case: DeviceCase, subject: Subject, *, deep: bool, seed: int = 0) -> Outcome:
-    """The same for a case that has been made real."""
+    """`examine` for a case that is already in memory."""
     outcome = check(device_case, subject)
     if outcome.findings or not outcome.ran or not deep:
         return outcome
@@ -416,7 +416,7 @@ through float32 moves) falls to the 567th. A number and no time, so that a busy 
 
 
 def hunt(backend: Any, *, problems: int = MOST_PROBLEMS, limits: Limits = HUNTING) -> Kill:
-    """Draws cases until one oracle accuses the backend, so many at most."""
+    """Draws up to so many cases, until an oracle finds a fault of the backend."""
     subject, begin, tried = Subject(backend), time.monotonic(), 0
     device = torch.device("cpu")
     while tried < problems:

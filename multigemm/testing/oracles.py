@@ -1,4 +1,4 @@
-"""What a run must satisfy, beyond its values: nothing else written, nothing left unwritten, twice the same.
+"""The oracles of a single run: right values, no other write, no element left unwritten, the same bits twice.
 
 `check` runs one subject on one device_case:
 
@@ -32,7 +32,7 @@ from multigemm.testing.subject import Subject
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A disagreement: which oracle saw it, and what it saw."""
+    """A disagreement: the oracle, and what it saw."""
 
     oracle: str
     text: str
@@ -43,8 +43,8 @@ class Finding:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of one subject and one case. `refusals` are the backend's own reasons; `result` is the
-    output's memory on the host after the first run."""
+    """The outcome of one subject on one case. `refusals` are the backend's own reasons; `result` is the output's memory
+    on the host after the first run."""
 
     backend: str
     refusals: list[str] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Outcome:
 
 
 def bind(device_case: DeviceCase, subject: Subject) -> tuple[Launch, Recipe]:
-    """Binds a case by a subject: calling the launch writes into the case's output."""
+    """Binds a case with a subject. Calling the launch writes into the case's output."""
     spec = staged_spec(device_case.problem)
     recipe = subject.recipe(spec, device_case.device)
     staged = stage(device_case.problem, spec, device_case.out)
@@ -87,7 +87,7 @@ def fetch(device_case: DeviceCase) -> torch.Tensor:
 def inspect(
     placed: PlacedCase, got: torch.Tensor, before: torch.Tensor, outcome: Outcome, note: str = "", *, rho: bool = True
 ) -> None:
-    """Guard bands and values of one run; adds what it finds to the outcome."""
+    """Judges guard bands and values of one run, and adds findings to the outcome."""
     _guards(placed, got, before, outcome, note)
     views = placed.results(got)
     verdict = judge(placed.answer, views if placed.case.form == "per_group" else views[0], suspicion=rho)
@@ -108,7 +108,7 @@ def _guards(placed: PlacedCase, got: torch.Tensor, before: torch.Tensor, outcome
 
 
 def differing(one: torch.Tensor, two: torch.Tensor, mask: Bytes) -> int:
-    """How many bytes of the result differ between two runs."""
+    """The number of bytes in which two runs' results differ."""
     changed = (one.numpy().view(np.uint64) ^ two.numpy().view(np.uint64)) & mask.view(np.uint64)
     return int(np.count_nonzero(changed.view(np.uint8))) if changed.any() else 0
 
@@ -123,7 +123,7 @@ class Runs:
 
 
 def _launch_twice(device_case: DeviceCase, subject: Subject) -> Runs:
-    """Enqueues both runs without waiting for the device; on a GPU, with a launch between them."""
+    """Enqueues both runs without waiting for the device. On a GPU another launch runs between them."""
     runs = Runs(Outcome(subject.name))
     outcome = runs.outcome
     try:
@@ -148,14 +148,14 @@ def _launch_twice(device_case: DeviceCase, subject: Subject) -> Runs:
 
 
 def short_text(error: Exception) -> str:
-    """An exception in one line, with the place that raised it."""
+    """An exception as one line, with the place that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename.rsplit('/', 3)[-1]}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}{place}: {str(error).strip()[:600]}"
 
 
 def _bring_home(started: list[Runs]) -> list[list[torch.Tensor]]:
-    """All outputs on the host with one copy, so that a problem waits for the device once."""
+    """Copies all outputs to the host at once, so that a problem waits for the device once."""
     tensors = [t for runs in started for t in runs.outputs]
     if not tensors:
         return [[] for _ in started]

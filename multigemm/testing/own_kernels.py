@@ -1,4 +1,4 @@
-"""For tests of one's own kernels, which need not be backends: generated problems, and one assertion.
+"""Random problems and one assertion for tests of one's own kernels, which need not be backends.
 
     from hypothesis import given
     from multigemm.testing import assert_correct, problems
@@ -35,7 +35,8 @@ MODES = ("int", "normal", "uniform", "ties", "cancel")
 
 
 def assert_correct(result: Any, *args: Any, **keywords: Any) -> None:
-    """Checks a result to the last bit that is determined: every element against its own bound.
+    """Asserts that every element of a result lies within its own bound, which is a single value where sums are
+    exact.
 
     Args:
         result: what a kernel computed: an array, or a list of them for lists.
@@ -82,7 +83,7 @@ def problems(
 def random_problem(
     seed: int, form: Form = "jagged_m", dtype: str = "float32", device: str | torch.device = "cpu", work: int = 1 << 16
 ) -> GroupedGemmProblem:
-    """One problem as `problems` draws them, of a seed.
+    """The problem of a seed, drawn as `problems` draws them.
 
     Args:
         seed: the same seed, the same problem.

@@ -1,4 +1,4 @@
-"""A case made real: its operands in poisoned memory on the host, its exact answer, copies on a device.
+"""A case in memory: operands in poisoned memory on the host, the exact answer, copies on a device.
 
 All operands of one side (inputs, or outputs) live in one arena of bytes, with guard bands round each and poison in
 every byte that nobody may read, at offsets that are the same on the host and on a device. So one copy moves a whole
@@ -94,7 +94,7 @@ class Region:
 
 
 def strides_for(shape: Sequence[int], layout: Layout) -> tuple[tuple[int, ...], int]:
-    """Strides in elements, and how many elements the tensor reaches over."""
+    """The strides in elements, and the number of elements that the tensor spans."""
     if not shape:
         return (), 1
     *front, rows, cols = shape if len(shape) > 1 else (1, *shape)
@@ -120,7 +120,7 @@ class Arena:
         self._size = 0
 
     def add(self, dtype: torch.dtype, shape: Sequence[int], layout: Layout = PLAIN, *, guard: int = 4096) -> Region:
-        """Room for one tensor, with at least `guard` bytes on each side; its first element is `layout.shift`
+        """Reserves room for one tensor, with at least `guard` bytes on each side. Its first element is `layout.shift`
         elements past a 512-byte boundary."""
         strides, reach = strides_for(shape, layout)
         start = self._size
@@ -141,11 +141,11 @@ class Arena:
         return torch.from_numpy(data)
 
     def blank(self) -> Tensor:
-        """Fresh bytes on the host that hold anything."""
+        """Uninitialised bytes on the host."""
         return torch.empty(max(self._size, ALIGN), dtype=torch.uint8)
 
     def random_bytes(self, seed: int) -> Tensor:
-        """Fresh bytes that are finite numbers in every format: the second prefill."""
+        """Random bytes on the host that are finite numbers in every format: the second prefill."""
         size = max(self._size, ALIGN)
         pattern = np.random.default_rng(seed).integers(0x11, 0x3B, 4099, np.uint8)  # a prime: no row repeats another
         return torch.from_numpy(np.resize(pattern, size))
@@ -156,12 +156,12 @@ def _up(value: int, unit: int) -> int:
 
 
 def guard_bytes(shape: Sequence[int], itemsize: int) -> int:
-    """A guard of about one tile of rows: 4 KiB to 64 KiB."""
+    """The size of a guard band: about one tile of rows, 4 KiB to 64 KiB."""
     return min(max(256 * itemsize * (shape[-1] if shape else 1), 4096), 65536)
 
 
 def foreign_writes(got: Bytes, before: Bytes, mask: Bytes) -> int:
-    """How many bytes changed where `mask` (0xFF for what may be written) does not allow it."""
+    """The number of changed bytes that `mask` (0xFF for writable) does not allow."""
     changed = (got.view(np.uint64) ^ before.view(np.uint64)) & ~mask.view(np.uint64)
     if not changed.any():
         return 0
@@ -173,7 +173,7 @@ Regions = Region | list[Region]
 
 @dataclass(slots=True)
 class MemoryLayout:
-    """Where every operand of a case lies: `inputs` and `outputs` are two arenas; `rows` are indices of rows on the
+    """The position of every operand of a case in two arenas, `inputs` and `outputs`. `rows` are indices of rows on the
     device, by keyword."""
 
     inputs: Arena
@@ -194,7 +194,7 @@ class MemoryLayout:
 
 
 def bias_layout(case: Case) -> Layout:
-    """A bias lies as its neighbours do: shifted like A, padded like B, and with a stride where A's shift is odd."""
+    """The layout of a bias: shifted like A, padded like B, and strided if A's shift is odd."""
     return Layout(pad=case.b.pad, shift=case.a.shift, step=2 if case.a.shift % 2 else case.b.step)
 
 
@@ -214,7 +214,7 @@ def _index_shape(case: Case) -> tuple[int, ...] | None:
 
 
 def lay_out(case: Case, shape: Shapes) -> MemoryLayout:
-    """Lays out every operand of a case."""
+    """The memory layout of every operand of a case."""
     inputs, outputs = Arena(), Arena()
     a = _lay(inputs, as_dtype(case.dtype), shape.a, case.a, case)
     b = _lay(inputs, as_dtype(case.dtype_b or case.dtype), shape.b, case.b, case)
@@ -255,12 +255,12 @@ def _lay_out_fused(case: Case, shape: Shapes, layout: MemoryLayout) -> None:
 
 
 def zero_layout(case: Case) -> Layout:
-    """Zero points lie by the other order than their scales, without zero strides."""
+    """The layout of zero points: the other order than their scales, without zero strides."""
     return replace(case.scale_b.layout.turned, zero="")
 
 
 def index_values(case: Case) -> list[int]:
-    """The offsets, sizes, ends or valid rows."""
+    """The contents of offsets, sizes, ends or valid rows."""
     lengths = list(case.lengths)
     if case.form == "masked" or case.kind == "sizes":
         return lengths
@@ -269,7 +269,7 @@ def index_values(case: Case) -> list[int]:
 
 
 def write_index(case: Case, layout: MemoryLayout, inputs: Tensor) -> None:
-    """Puts the offsets, sizes, ends or valid rows into their region, and the numbers of rows into theirs."""
+    """Writes the offsets, sizes, ends or valid rows, and the row numbers, into their regions."""
     if layout.index is not None:
         layout.index.view(inputs).copy_(torch.tensor(index_values(case), dtype=torch.int64))
     numbers = row_numbers(case)
@@ -292,7 +292,7 @@ def _write(arena: Tensor, regions: Regions | None, values: Operand | None) -> No
 
 
 def _poison_unowned(case: Case, layout: MemoryLayout, arena: Tensor) -> None:
-    """NaN in the rows and columns of A and B that no group owns: they must not reach any result."""
+    """Writes NaN to the rows and columns of A and B that no group owns; they must not reach any result."""
 
     if not (case.head or case.tail or case.form == "masked"):
         return
@@ -317,7 +317,7 @@ def _poison_unowned(case: Case, layout: MemoryLayout, arena: Tensor) -> None:
 
 
 def _poison_unused_scales(case: Case, layout: MemoryLayout, arena: Tensor) -> None:
-    """Poison in the entries of scales and zero points that belong to no group: they must not reach any result."""
+    """Poisons the entries of scales and zero points that belong to no group; they must not reach any result."""
     clean = layout.inputs.poisoned()
     for name, scale in (("scale_a", case.scale_a), ("scale_b", case.scale_b), ("zero_b", case.scale_b)):
         region = getattr(layout, name)
@@ -360,7 +360,7 @@ def make_problem(
     outputs: Tensor,
     at: Callable[[Region, Tensor], Tensor] = Region.view,
 ) -> GroupedGemmProblem:
-    """The problem over two arenas, on whichever device they lie; `at` may put inputs elsewhere."""
+    """The problem over two arenas on one device; `at` may place inputs elsewhere."""
     a, b, keywords = arguments(case, layout, inputs, outputs, at)
     return GroupedGemmProblem(a, b, **keywords)
 
@@ -372,7 +372,7 @@ def arguments(
     outputs: Tensor,
     at: Callable[[Region, Tensor], Tensor] = Region.view,
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """What a call of `grouped_gemm` is given: a, b and the keywords."""
+    """The arguments of a `grouped_gemm` call: a, b and the keywords."""
 
     def each(regions: Regions | None, make: Callable[[Region], Tensor]) -> Any:
         if regions is None:
@@ -427,7 +427,7 @@ def _fused_keywords(case: Case, live: dict[str, Tensor]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class PlacedCase:
-    """One case on the host. `prefills` are what the output's memory holds before the two runs."""
+    """One case on the host. `prefills` are the contents of the output's memory before the two runs."""
 
     case: Case
     values: Values
@@ -476,14 +476,14 @@ class PlacedCase:
 
     @property
     def exact(self) -> bool:
-        """Whether every element has one right value, so that any two right runs agree bit for bit."""
+        """Whether every element has exactly one right value, so that any two right runs agree bit for bit."""
         return all(
             bool(((b.low == b.high) | ~b.owned).all() and not (b.free & b.owned).any()) for b in self.answer.blocks
         )
 
 
 def _writable(case: Case, layout: MemoryLayout, right: Answer) -> Bytes:
-    """0xFF for every byte that a run may write: the owned elements, or the whole of a library-made output."""
+    """0xFF for every byte that a run may write: the owned elements, or all of a result that the library allocates."""
     mask = torch.zeros(layout.outputs.poisoned().shape, dtype=torch.uint8)
     listed = case.form == "per_group"
     for region, block in zip(_each(layout.out), right.blocks, strict=True):

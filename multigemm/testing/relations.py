@@ -66,7 +66,7 @@ def _grouped(case: Case) -> tuple[bool, bool, bool]:
 
 
 def empties(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
-    """Groups without rows (or columns, or k) come and go without a trace, whatever their operands hold."""
+    """Adds and removes groups without rows (or columns, or k), which must not matter, whatever their operands hold."""
     case, values = placed.case, placed.values
     if case.form in ("batched", "per_group"):
         return None
@@ -85,7 +85,7 @@ def empties(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
 
 
 def permuted(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
-    """The order of the groups does not matter."""
+    """Reorders the groups, which must not matter."""
     case, values = placed.case, placed.values
     order = [int(g) for g in rng.permutation(case.groups)]
     back = np.argsort(order)
@@ -124,7 +124,7 @@ def permuted(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
 
 
 def split(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
-    """A group's rows (or columns) may be two groups with the same other operand."""
+    """Splits a group's rows (or columns) into two groups with the same other operand."""
     case, values = placed.case, placed.values
     long = [g for g, n in enumerate(case.lengths) if n > 1]
     if case.form not in ("jagged_m", "jagged_n") or not long:
@@ -148,7 +148,7 @@ def split(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
 
 
 def transposed(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
-    """(B^T A^T)^T: jagged rows become jagged columns."""
+    """Computes (B^T A^T)^T: jagged rows become jagged columns."""
     case, values = placed.case, placed.values
     if case.bias or case.form == "masked":
         return None
@@ -170,7 +170,7 @@ def transposed(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
 
 
 def as_list(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
-    """Any packed problem is also a list of products."""
+    """Passes a packed problem as a list of products."""
     case = placed.case
     if case.form == "per_group" or case.groups > 64:
         return None
@@ -193,7 +193,7 @@ def as_list(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
 
 
 def scaled(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
-    """A power of two only shifts exponents."""
+    """Multiplies by a power of two, which only shifts exponents."""
     case, values = placed.case, placed.values
     plain = not case.beta and not case.bias and case.activation in (None, "relu") and case.compute != torch.int8
     if not plain or case.mode not in ("normal", "uniform", "cancel"):
@@ -214,7 +214,7 @@ def _crowd(count: int, rng: np.random.Generator) -> tuple[Index, Index]:
 
 
 def crowded(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
-    """Each group's rows lie in another order, among others."""
+    """Reorders each group's rows, and adds other rows."""
     case, values = placed.case, placed.values
     if case.form != "jagged_m":
         return None
@@ -233,7 +233,7 @@ def crowded(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
 
 
 def alone(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
-    """Some rows and columns of one group, by themselves, as a list of one product."""
+    """Computes some rows and columns of one group alone, as a list of one product."""
     listed = as_list(placed, rng)
     case, values = (placed.case, placed.values) if listed is None else (listed.case, listed.values)
     owners = [g for g, (m, n, _) in enumerate(case.dims) if m and n]
@@ -253,7 +253,7 @@ def alone(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
 
 
 def every_row(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
-    """Indices that name every row in order change no bit."""
+    """Passes indices that name every row in order, which must change no bit."""
     case = placed.case
     if case.form not in ("jagged_m", "jagged_k") or case.fused.a_rows.given or case.fused.b_rows.given:
         return None
@@ -266,7 +266,7 @@ FUSED_RELATIONS = (every_row,)
 
 
 def blocks(placed: PlacedCase, outputs: torch.Tensor) -> Blocks:
-    """Each group's part of a result; the whole of it where its rows are sums of rows of any group."""
+    """Each group's part of a result; all of it if its rows are sums of rows of any group."""
     from multigemm.reference.dtypes import to_numpy
 
     views = placed.results(outputs)
@@ -289,7 +289,7 @@ def _disagreement(one: Blocks, two: Blocks, factor: float) -> str:
 
 
 def _differing_bits(one: Blocks, two: Blocks) -> str:
-    """Whether any bit differs: signs of zeros and what NaN carry included."""
+    """Whether any bit differs, including signs of zeros and payloads of NaN."""
     for g, (x, y) in enumerate(zip(one, two, strict=True)):
         p, q = (np.ascontiguousarray(v).view(np.dtype(f"u{v.dtype.itemsize}")) for v in (x, y))
         if (p != q).any():
@@ -300,7 +300,7 @@ def _differing_bits(one: Blocks, two: Blocks) -> str:
 
 
 def relate(device_case: DeviceCase, subject: Subject, outcome: Outcome, seed: int) -> int:
-    """Checks the relations that fit; the case must have been found right. Returns how many were checked."""
+    """Checks the relations that fit a case which was found right. Returns how many were checked."""
     placed, rng, done = device_case.placed, np.random.default_rng(seed), 0
     case = placed.case
     if outcome.result is None or case.quantised or case.a.zero or case.b.zero or case.c.zero:

@@ -1,4 +1,4 @@
-"""Calls of `multigemm.grouped_gemm` as a program makes them: again and again, with something changed in between.
+"""Random series of calls of `multigemm.grouped_gemm`, as a program makes them, with a change between two calls.
 
 A fuzzer of problems makes every problem anew. Here calls come back: with the same operands, with new contents, with new
 memory, with memory that was freed and taken again under other strides, with other sizes, on another stream. So launches
@@ -60,19 +60,19 @@ class _Series:
         self._place(case)
 
     def _place(self, case: Case) -> None:
-        """In new memory: often that of the operands before, which is free by then."""
+        """Moves the operands to new memory, often to that which they had before and which is free again."""
         self.device_case: Any = None
         self.given: Any = None
         self.device_case = DeviceCase.from_case(case, self.device)
         self._tell()
 
     def _tell(self) -> None:
-        """New tensors, lists and arrays of the same contents."""
+        """Replaces tensors, lists and arrays by new ones with the same contents."""
         placed = self.device_case.placed
         self.given = arguments(placed.case, placed.layout, self.device_case.inputs, self.device_case.outputs)
 
     def _fill(self, case: Case) -> None:
-        """In the same memory, other contents or sizes; sizes that the host tells come in new objects."""
+        """Writes other contents or sizes into the same memory; sizes on the host become new objects."""
         placed = PlacedCase.build(case)
         inputs, prefills = self.device_case.inputs, tuple(x.to(self.device) for x in placed.prefills)
         inputs.copy_(placed.inputs)
@@ -81,7 +81,7 @@ class _Series:
             self._tell()
 
     def change(self) -> None:
-        """Something that a program changes between two calls; often nothing."""
+        """Changes something that a program changes between two calls; often nothing."""
         chance, case = self.chance, self.device_case.placed.case
         what, seed = chance.randrange(12), chance.randrange(1 << 30)
         choose = RandomChooser(seed)
@@ -102,7 +102,7 @@ class _Series:
             self._tell()
 
     def call(self) -> Judged:
-        """One call, and what is wrong in its result."""
+        """Makes one call and returns what is wrong in its result."""
         device_case, judged = self.device_case, Judged(self.backend)
         placed: PlacedCase = device_case.placed
         device_case.prefill(0)
@@ -122,7 +122,7 @@ def _on_host(x: Any) -> Any:
 
 
 def run(backend: str, calls: int, seed: int, device: str, seconds: float = 1e9) -> Outcome:
-    """So many calls through the front door, in series of one case."""
+    """Makes so many calls of `grouped_gemm`, in series of one case each."""
     chance, outcome, until = random.Random(seed), Outcome(backend), time.monotonic() + seconds
     streams = [torch.cuda.Stream() for _ in range(2)] if device == "cuda" else []  # type: ignore[no-untyped-call]
     while outcome.calls < calls and time.monotonic() < until:
@@ -158,7 +158,7 @@ def _one(series: _Series, outcome: Outcome) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; 1 where a result was wrong."""
+    """Runs the command. Returns 1 if a result was wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--backends", default="cpu", help="names, joined by commas")
     parser.add_argument("--calls", type=int, default=2000, help="calls for each backend")

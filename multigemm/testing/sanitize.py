@@ -64,7 +64,8 @@ RACES_COUNTED = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed")
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """An order that racecheck does not see: the kernel, the functions whose lines take part, and what orders them."""
+    """A synchronisation that racecheck does not see: the kernel, the functions whose lines take part, and what orders
+    them."""
 
     kernel: str
     functions: frozenset[tuple[str, str]]
@@ -131,7 +132,7 @@ def races_in(text: str) -> tuple[list[Race], bool]:
 
 @cache
 def _functions(backend: str, file: str) -> tuple[tuple[int, int, str], ...]:
-    """First line, last line and name of the functions of a backend's file."""
+    """First line, last line and name of each function in a backend's file."""
     folder = SOURCES / backend
     path = (folder / "kernels" if (folder / "kernels").is_dir() else folder) / file
     tree = ast.parse(path.read_text()) if path.exists() else ast.Module([], [])
@@ -139,12 +140,12 @@ def _functions(backend: str, file: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def function_at(backend: str, file: str, line: int) -> str:
-    """The function of a backend's file that a line belongs to; empty if to none."""
+    """The function of a backend's file that contains a line; "" if none does."""
     return next((name for first, last, name in _functions(backend, file) if first <= line <= last), "")
 
 
 def hand_over_of(backend: str, report: Race) -> HandOver | None:
-    """The listed hand-over that all accesses of a report belong to."""
+    """The listed `HandOver` to which all accesses of a report belong."""
     places = {(file, function_at(backend, file, line)) for _, _, file, line in report.accesses}
     kernels = {kernel for _, kernel, _, _ in report.accesses}
     fits = (known for known in HAND_OVERS.get(backend, ()) if kernels == {known.kernel} and places <= known.functions)
@@ -179,27 +180,27 @@ def library_reads(backend: str, text: str) -> list[tuple[str, str, str]]:
 
 
 def command(tool: str, inner: list[str], exclude: str = "") -> list[str]:
-    """The sanitizer with a module's own process inside it."""
+    """The command line that runs a module's process under the sanitizer."""
     left_out = ["--kernel-name-exclude", f"kns={exclude}"] if exclude else []
     given = [*OPTIONS.get(tool, ()), *left_out, "--error-exitcode", "9", "--print-limit", "2000"]
     return ["compute-sanitizer", "--tool", tool, *given, sys.executable, "-W", "ignore", "-m", *inner]
 
 
 def problems_of(backend: str, tool: str, args: argparse.Namespace) -> list[str]:
-    """This module, as it runs the problems."""
+    """The command of this module that runs the problems."""
     inner = ["multigemm.testing.sanitize", "--inside", backend, "--problems", str(args.problems)]
     inner += ["--kinds", str(args.kinds), "--work", str(args.work)]
     return inner + (["--fill"] if tool == "initcheck" and backend in LIBRARIES else [])
 
 
 def spread(items: list[T], count: int) -> list[T]:
-    """The same items, those far from each other first."""
+    """The same items, reordered so that distant ones come first."""
     step = next(s for s in (7, 11, 13, 17) if count % s)  # without a common divisor
     return [items[i * step % count] for i in range(count)]
 
 
 def various(pairs: list[tuple[Case, list[Any]]]) -> list[tuple[Case, list[Any]]]:
-    """The same pairs, first one for each config."""
+    """The same pairs, reordered so that each config comes once first."""
     seen: set[Any] = set()
     again = []
     for pair in pairs:
@@ -209,7 +210,7 @@ def various(pairs: list[tuple[Case, list[Any]]]) -> list[tuple[Case, list[Any]]]
 
 
 def inside(backend: str, problems: int, kinds: int, work: int, fill: bool) -> int:
-    """Runs the problems; the values are judged as well."""
+    """Runs the problems inside the sanitizer, and judges the values as well."""
     import torch
 
     from multigemm.testing.oracles import check
@@ -256,8 +257,8 @@ def run(words: list[str], seconds: float) -> tuple[str, str]:
 
 
 def set_aside(backend: str, tool: str, text: str, seconds: float) -> tuple[list[str], bool]:
-    """What is to be said of a tool's reports, and whether all of them are of what the tool does not follow: listed one
-    by one, while it reports the control program too, which is right by construction, and while all values are right."""
+    """The explanation of a tool's reports, and whether all of them may be set aside: each is listed, the tool also
+    reports the control program, which is right by construction, and all values are right."""
     ways = {"racecheck": ordered, "initcheck": foreign_reads}
     said, control = ways[tool](backend, text) if tool in ways else ([], "")
     if not control or ", 0 wrong" not in text:
@@ -270,7 +271,7 @@ def set_aside(backend: str, tool: str, text: str, seconds: float) -> tuple[list[
 
 
 def ordered(backend: str, text: str) -> tuple[list[str], str]:
-    """racecheck's reports of orders that it does not follow: a listed hand-over each."""
+    """racecheck's reports that belong to a listed `HandOver` each."""
     found, whole = races_in(text)
     orders = [hand_over_of(backend, report) for report in found]
     strange = [f"{report}: NOT a known hand-over" for report, order in zip(found, orders, strict=True) if not order]
@@ -291,7 +292,7 @@ def foreign_reads(backend: str, text: str) -> tuple[list[str], str]:
 
 
 def examine(backend: str, tool: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Runs one tool over one backend's problems, prints what it says, and returns that."""
+    """Runs one tool over one backend's problems. Prints and returns the verdict."""
     begin = time.monotonic()
     state, text = run(command(tool, problems_of(backend, tool, args), args.exclude), args.seconds)
     said, excused = set_aside(backend, tool, text, args.seconds) if state == "FINDINGS" else ([], False)
@@ -311,7 +312,7 @@ def examine(backend: str, tool: str, args: argparse.Namespace) -> dict[str, Any]
 
 
 def main(arguments: list[str]) -> int:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description="compute-sanitizer over chosen problems of each backend")
     parser.add_argument("--backend", default=",".join(BACKENDS), help="names, separated by commas")
     parser.add_argument("--inside", default="", help=argparse.SUPPRESS)

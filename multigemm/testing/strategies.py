@@ -1,8 +1,8 @@
-"""Draws cases: structure only, with the unaligned and the empty as the rule.
+"""Draws cases: structure only, mostly with unaligned extents and empty groups.
 
-One description serves two masters. `cases()` is a hypothesis strategy, so that a property test
-shrinks what it finds; `random_case` draws the same from a seed at a fraction of the cost, for
-campaigns of a hundred thousand. Both go through `draw_case` and a `Chooser`.
+One description serves two interfaces. `cases()` is a hypothesis strategy, so that a property test shrinks what it
+finds; `random_case` draws the same from a seed at a fraction of the cost, for campaigns of a hundred thousand. Both use
+`draw_case` and a `Chooser`.
 
 A *kind* is what compiled kernels are keyed by: a case apart from its sizes and values. A campaign over a fixed
 set of `kinds` compiles each kernel once, and then runs problems that are `redrawn` from a kind.
@@ -68,7 +68,7 @@ COVERS = ("", "tensor", "group", "row", "1x32", "1x64", "1x128", "128x128")
 
 
 class Chooser(Protocol):
-    """The two questions that a drawing asks."""
+    """The two kinds of random decisions that a drawing needs."""
 
     def integer(self, low: int, high: int) -> int: ...
 
@@ -76,7 +76,7 @@ class Chooser(Protocol):
 
 
 class RandomChooser:
-    """Answers from a seeded generator."""
+    """Decides by a seeded generator."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -115,7 +115,7 @@ def _extent(ch: Chooser, limits: Limits) -> int:
 
 
 def _inner(ch: Chooser, limits: Limits) -> int:
-    """K: rarely zero, sometimes long."""
+    """Draws K: rarely zero, sometimes long."""
     if ch.integer(0, 15) == 0 and limits.longest >= 300:
         return ch.choice((512, 1000, 1024, 2000))
     k = _extent(ch, limits)
@@ -123,7 +123,8 @@ def _inner(ch: Chooser, limits: Limits) -> int:
 
 
 def _lengths(ch: Chooser, limits: Limits) -> tuple[int, ...]:
-    """Group sizes: edges, cuts with replacement, one takes all, mostly empty, very many."""
+    """Draws group sizes: edges, cuts with replacement, one group with everything, mostly empty groups, very many
+    groups."""
     style = ch.integer(0, 9)
     if style <= 3:
         return tuple(_extent(ch, limits) for _ in range(ch.integer(0, 8)))
@@ -164,7 +165,7 @@ def _dtypes(ch: Chooser, limits: Limits) -> dict[str, Any]:
 
 
 def factors(case: Case) -> tuple[float, ...]:
-    """What alpha and beta may be: whole numbers where the sums must stay whole."""
+    """The values of alpha and beta: whole numbers if the sums must stay whole."""
     if case.mode in ("bitmask", "special", "edges"):
         return (1.0,)
     whole = case.dtype == "int8" or case.mode in WHOLE
@@ -172,7 +173,7 @@ def factors(case: Case) -> tuple[float, ...]:
 
 
 def _epilogue(ch: Chooser, case: Case) -> Case:
-    """alpha, beta, c, bias and the activation."""
+    """Draws alpha, beta, c, bias and the activation."""
     numbers = factors(case) if ch.integer(0, 1) else (1.0,)
     result = dtype_name(case.result_dtype)
     extra = ("int32",) if case.dtype == "int8" else (result if case.quantised else case.dtype, result, "float32")
@@ -197,7 +198,7 @@ def _output(ch: Chooser, case: Case) -> Case:
 
 
 def structure(ch: Chooser, limits: Limits) -> dict[str, Any]:
-    """Form, sizes and how they are told."""
+    """Draws form, sizes and the keyword that gives them."""
     form = ch.choice(limits.forms)
     if form == "per_group":
         count = ch.integer(0, 8) if ch.integer(0, 7) else min(ch.choice((33, 65, 257)), limits.groups)
@@ -238,7 +239,8 @@ def draw_case(ch: Chooser, limits: Limits = Limits()) -> Case:
 
 
 def _where_fused(limits: Limits) -> Limits:
-    """Rows of jagged m more often, which take all that can be fused; values for which bounds tell right from wrong."""
+    """Draws jagged m more often, which takes all fused keywords, and values for which bounds can tell right from
+    wrong."""
     often = tuple(form for form in limits.forms for _ in range(4 if form == "jagged_m" else 1))
     modes = tuple(mode for mode in FUSED_MODES if mode in limits.modes) or limits.modes
     return replace(limits, forms=often, modes=modes)
@@ -251,7 +253,7 @@ def _draw_plain(ch: Chooser, limits: Limits) -> Case:
 
 
 def _draw_quantised(ch: Chooser, limits: Limits, fused: bool) -> Case:
-    """float8 on both sides, or quantised weights under 16 bits, with scales of any granularity."""
+    """Draws float8 on both sides, or quantised weights under 16-bit activations, with scales of any granularity."""
     sizes = structure(ch, limits)
     case = Case(**sizes, **_formats(ch, sizes["form"]), a=draw_layout(ch), b=draw_layout(ch).turned)
     modes = [mode for mode in QUANTISED_MODES if not fused or mode in FUSED_MODES]
@@ -268,7 +270,7 @@ def _draw_quantised(ch: Chooser, limits: Limits, fused: bool) -> Case:
 
 
 def _draw_fused(ch: Chooser, case: Case) -> Case:
-    """The case with picked rows, a gate, weights or sums of rows, as its form takes them."""
+    """Adds picked rows, a gate, weights or sums of rows, as the form allows."""
     fused = Fused(
         a_rows=_draw_rows(ch) if ch.integer(0, 1) else NO_ROWS, b_rows=_draw_rows(ch) if ch.integer(0, 1) else NO_ROWS,
         row_scale=_dtype_of_weights(ch, case) if ch.integer(0, 1) else "", preact=ch.integer(0, 1) == 0,
@@ -303,7 +305,7 @@ def _dtype_of_weights(ch: Chooser, case: Case) -> str:
 
 
 def _formats(ch: Chooser, form: str) -> dict[str, Any]:
-    """The dtypes of a and b, and what bytes of b hold."""
+    """The dtypes of a and b, and the format of b's bytes."""
     if ch.integer(0, 1):
         return {"dtype": ch.choice(FLOAT8), "dtype_b": ch.choice(FLOAT8)}
     weights = ch.choice([name for name in WEIGHTS if form != "jagged_k" or name not in PACKED])
@@ -327,7 +329,8 @@ def _scale(ch: Chooser, case: Case, side: str) -> Scale:
 
 
 def deepened(ch: Chooser, case: Case, limits: Limits) -> Case:
-    """Positive numbers of a quantised case meet over a long K, where sums in few bits show, and over little else."""
+    """Gives some quantised cases positive numbers and a long K, where sums in few bits show, and small other
+    extents."""
     if not case.quantised or case.mode != "uniform" or limits.longest < 300:
         return case
     if case.form == "per_group":
@@ -343,7 +346,7 @@ def deepened(ch: Chooser, case: Case, limits: Limits) -> Case:
 
 
 def stretched(ch: Chooser, case: Case, limits: Limits) -> Case:
-    """Now and then one extent is so long that counters of 16 bits wrap where the work allows it, the others short."""
+    """Sometimes makes one extent so long that 16-bit counters wrap, if the work allows it, and the others short."""
     if limits.longest < 300 or ch.integer(0, 23) or case.is_fused:
         return case
     long = limits.work // ch.choice((4, 4, 16)) + ch.integer(-9, 9)
@@ -361,7 +364,7 @@ def stretched(ch: Chooser, case: Case, limits: Limits) -> Case:
 
 
 def settled(case: Case, limits: Limits) -> Case:
-    """Within the limits, legal, and aligned where that was drawn and fits."""
+    """Makes a case legal and within the limits, and aligned if that was drawn and fits."""
     case = legal(fit(case, limits.work))
     if not case.aligned:
         return case
@@ -370,8 +373,8 @@ def settled(case: Case, limits: Limits) -> Case:
 
 
 def legal(case: Case) -> Case:
-    """Settles what cannot go together: dropped extents, zero strides over distinct values, mixed dtypes, scales of
-    operands that take none."""
+    """Removes combinations that are not allowed: dropped extents, zero strides over distinct values, mixed dtypes,
+    scales of operands that take none."""
     changes: dict[str, Any] = {}
     if case.b_format:  # two of K in a byte
         changes |= {"k": case.k - case.k % 2, "dims": tuple((m, n, k - k % 2) for m, n, k in case.dims)}
@@ -392,7 +395,7 @@ def legal(case: Case) -> Case:
 
 
 def _legal_fused(case: Case) -> Case:
-    """Drops what the form, the dtypes or the activation do not take; a gate joins columns in pairs."""
+    """Drops what the form, the dtypes or the activation do not allow. Makes columns even for a gate."""
     form, fused, whole = case.form, case.fused, case.compute == torch.int8
     if case.gated and (form in ("jagged_n", "jagged_k") or whole):
         case = replace(case, activation=None)
@@ -443,7 +446,7 @@ def random_case(seed: int, limits: Limits = Limits()) -> Case:
 
 
 def cases(limits: Limits = Limits()) -> SearchStrategy[Case]:
-    """The same as a hypothesis strategy, which shrinks what a property test finds.
+    """A hypothesis strategy of cases, which shrinks what a property test finds.
 
     Args:
         limits: What may be drawn.
@@ -561,7 +564,7 @@ def _pool_of(limits: Limits, kind: str, seed: int) -> tuple[Case, ...]:
 
 @lru_cache(maxsize=8)
 def covering(limits: Limits, seed: int = 0) -> tuple[Case, ...]:
-    """Few cases that together show every required class that these limits allow, those that show most first."""
+    """A few cases that together show every required class within these limits, the most productive first."""
     pool = list(_pool(replace(limits, quantised=0, fused=0), seed, POOL))
     for kind in ("quantised", "fused"):
         pool += _pool_of(limits, kind, seed) if getattr(limits, kind) else ()
@@ -575,7 +578,7 @@ def show_every_class(limits: Limits, count: int, seed: int = 0) -> bool:
 
 
 def plain_kinds(limits: Limits) -> list[Case]:
-    """What users run most: 16-bit floats without an epilogue, laid out as fast kernels like them."""
+    """The most common problems: 16-bit floats without an epilogue, laid out as fast kernels need them."""
     found = []
     for dtype, order, mode in (("bfloat16", "row", "int"), ("float16", "col", "normal")):
         for form in limits.forms if dtype in limits.dtypes else ():
@@ -595,7 +598,7 @@ def _divisible_like(new: int, old: int) -> int:
 
 
 def keep_divisibility(kind: Case, case: Case) -> Case:
-    """The case with shared extents as divisible as the kind's: compiled kernels depend on alignment."""
+    """The case with shared extents as divisible as the kind's, because compiled kernels depend on alignment."""
     if case.form == "per_group" or kind.form != case.form:
         return case
     changed: dict[str, Any] = {name: _divisible_like(getattr(case, name), getattr(kind, name))
@@ -612,7 +615,7 @@ def most_new_first(
     *,
     again: bool = True,
 ) -> Iterator[T]:
-    """Yield items, at each step the one with the most traits that no item before it has.
+    """Orders items so that each has the most traits that no earlier item has.
 
     Args:
         items: What is to be ordered; among equals the first one comes first.
@@ -676,7 +679,7 @@ REQUIRED_FUSED = frozenset(
 
 
 def required(limits: Limits) -> frozenset[str]:
-    """The classes that a campaign over every form and dtype must have met within these limits."""
+    """The classes that a campaign over every form and dtype must meet within these limits."""
     long = REQUIRED if limits.longest >= 300 else {name for name in REQUIRED if not name.startswith("stretched:")}
     more = (REQUIRED_QUANTISED if limits.quantised else frozenset()) | (REQUIRED_FUSED if limits.fused else frozenset())
     return more | long

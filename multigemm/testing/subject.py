@@ -46,7 +46,7 @@ def kind_of(spec: ProblemSpec) -> ProblemSpec:
 
 
 def _larger(spec: ProblemSpec) -> list[ProblemSpec]:
-    """The same kind of problem with other sizes."""
+    """The same kind of problem with larger sizes."""
     if 0 in (spec.m, spec.n, spec.k, spec.groups, spec.total):
         return []
     groups = 1 << (spec.groups - 1).bit_length()
@@ -101,15 +101,15 @@ class Subject:
         return registry.refusals(self.backend, spec, device)
 
     def offered(self, spec: ProblemSpec, device: torch.device) -> list[Any]:
-        """The shipped configs; none where the backend refuses the problem."""
+        """The shipped configs; none if the backend refuses the problem."""
         return [] if self.refusals(spec, device) else self.shipped(spec, device)
 
     def pin(self, config: Any) -> None:
-        """Keeps a config for all that follow; None: no longer."""
+        """Keeps a config for all later specs; None releases it."""
         self._pinned = config
 
     def force(self, config: Any) -> None:
-        """Runs everything under a config; a spec that it is not valid for cannot be planned."""
+        """Runs everything under one config. A spec for which it is not valid cannot be planned."""
         self._forced = config
 
     def recipe(self, spec: ProblemSpec, device: torch.device) -> Recipe:
@@ -161,14 +161,14 @@ SEARCHED, FAR_SEED = 600, 1 << 20
 
 
 def offered(kinds: list[Case], subject: Subject, device: torch.device) -> list[list[Any]]:
-    """For each kind, all configs that the backend ships for it; nothing where it refuses the kind."""
+    """For each kind, all configs that the backend ships for it; none if it refuses the kind."""
     return [subject.offered(spec_of(case), device) for case in kinds]
 
 
 def kinds_for_rare_configs(
     kinds: list[Case], names: Sequence[str], device: torch.device, limits: Limits, turns: int
 ) -> list[Case]:
-    """Further kinds, so that every config that any kind offers is assigned to one."""
+    """More kinds, so that every config that any kind offers is assigned to one."""
     subjects = [Subject(name) for name in names]
     every = [offered(kinds, subject, device) for subject in subjects]
     known = [_all_of(_spread(shipped, turns)) for shipped in every]
@@ -206,12 +206,12 @@ def _all_of(each: list[list[Any]]) -> set[Any]:
 
 
 def assigned(kinds: list[Case], subject: Subject, device: torch.device, turns: int) -> list[list[Any]]:
-    """For each kind, up to `turns` configs; nothing where the backend refuses the kind."""
+    """For each kind, up to `turns` configs; none if the backend refuses the kind."""
     return _spread(offered(kinds, subject, device), turns)
 
 
 def _spread(every: list[list[Any]], turns: int) -> list[list[Any]]:
-    """Of what is offered for each kind up to `turns`, the rarest of those that no other uses first."""
+    """Up to `turns` of the configs offered for each kind, first those that the fewest others use."""
     used: Counter[Any] = Counter()
     common = Counter(config for shipped in every for config in shipped)
     found = []
@@ -227,8 +227,8 @@ def _spread(every: list[list[Any]], turns: int) -> list[list[Any]]:
 
 
 def compile_singly() -> None:
-    """From here on, in this process: the backend that compiles a whole family of kernels, so that later calls of
-    other sizes find theirs, compiles only what is asked for. A campaign asks for each in its turn."""
+    """Makes the backend, in this process, compile only the requested kernel instead of the whole family that later
+    sizes may need. A campaign requests each one."""
     from multigemm.backends.cupy import choice
 
     vars(choice).update(first_choices=lambda spec, capability: ())

@@ -40,7 +40,7 @@ LAST_BIT = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float
 
 @dataclass(slots=True)
 class Values:
-    """Logical contents in float64 (int64 for int8); lists for per_group. Nobody's rows are filled too."""
+    """The contents in float64 (int64 for int8); lists for per_group. Rows that no group owns are filled too."""
 
     a: Operand
     b: Operand
@@ -82,7 +82,7 @@ def shapes(case: Case) -> Shapes:
 
 
 def _fused_shape(case: Case, products: Any) -> Any:
-    """The shape of the result: a gate makes one column of two, and rows may be sums of rows."""
+    """The shape of the result: a gate halves the columns, and rows may be sums of rows."""
     if isinstance(products, list):
         return [_fused_shape(case, each) for each in products]
     *front, rows, columns = products
@@ -91,12 +91,12 @@ def _fused_shape(case: Case, products: Any) -> Any:
 
 
 def row_scale_shape(case: Case) -> tuple[int, ...]:
-    """A number for each row of the products."""
+    """The shape of `row_scale`: one number for each row of the products."""
     return (case.total,) if case.form == "jagged_m" else (case.groups, case.m)
 
 
 def weights_shape(case: Case) -> tuple[int, int]:
-    """A number for each term of each sum."""
+    """The shape of combine's weights: one number for each term of each sum."""
     return case.fused.combine.rows, case.fused.terms
 
 
@@ -105,7 +105,7 @@ def _in_bytes(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _scale_shape(case: Case, side: str, shape: Any) -> Any:
-    """The shape of an operand's scale, from that of its elements; None without one."""
+    """The shape of an operand's scale, from the shape of its elements; None without a scale."""
     scale = case.scale_a if side == "a" else case.scale_b
     if scale.block is None:
         return {"": None, "tensor": (), "group": (case.groups,)}[scale.covers]
@@ -146,7 +146,7 @@ FUSED_AMPLITUDE = 2
 
 
 def amplitude(case: Case, rng: np.random.Generator) -> int:
-    """The largest |a| and |b| for which every sum stays exact in the accumulator (and finite in the output)."""
+    """The largest |a| and |b| for which every sum stays exact in the accumulator and finite in the output."""
     if case.is_fused:
         return FUSED_AMPLITUDE
     acc_bits = 53 if case.compute == torch.float64 else 24
@@ -162,7 +162,7 @@ def amplitude(case: Case, rng: np.random.Generator) -> int:
 
 
 def _signed(rng: np.random.Generator, shape: tuple[int, ...], high: int) -> Array:
-    """Whole numbers of 1..high with either sign; never 0, which would hide a lost element."""
+    """Whole numbers 1..high of either sign. Never 0, which would hide a lost element."""
     return rng.integers(1, high, shape, endpoint=True) * rng.choice((-1, 1), shape).astype(np.float64)
 
 
@@ -198,7 +198,8 @@ def _precise(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> Ar
 
 
 def _beside(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """Each row: a number of the output format, half its last bit, and a nudge that a narrower sum would lose."""
+    """Rows whose terms are a number of the output format, half of its last bit, and a small addend that a narrower sum
+    would lose."""
     *front, rows, depth = shape
     count = math.prod(front) * rows
     found = np.zeros((count, depth))
@@ -218,7 +219,7 @@ def _beside(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> Arr
 
 
 def _specials(rng: np.random.Generator, values: Array) -> Array:
-    """A few entries become NaN, an infinity or zero; few, so that most of the result stays finite."""
+    """Replaces a few entries by NaN, infinities or zero, so few that most of the result stays finite."""
     if values.size == 0:
         return values
     count = int(rng.integers(1, max(2, values.size // 100), endpoint=True))
@@ -265,7 +266,7 @@ def _cancel(a: Array, b: Array) -> None:
 
 
 def _addend(case: Case, rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> Array:
-    """C or a bias: whole where the sums must stay whole."""
+    """C or a bias: whole numbers if the sums must stay whole."""
     if case.compute == torch.int8:
         return rng.integers(-(2**31), 2**31, shape) if rng.integers(2) else rng.integers(-99, 100, shape)
     if case.mode in ("normal", "uniform", "cancel", "pow2", "rowscaled", "special", "tiny", "bitmask"):
@@ -282,7 +283,7 @@ CODES = {
 
 
 def _quantised_elements(case: Case, rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
-    """Numbers of a format, or bytes of a packed one, as they are stored."""
+    """Numbers of a format, or bytes of a packed one, as stored."""
     if dtype == "uint8":
         return rng.integers(0, 256, shape).astype(np.float64)
     if case.mode == "edges" and dtype in CODES:
@@ -294,7 +295,7 @@ def _quantised_elements(case: Case, rng: np.random.Generator, shape: tuple[int, 
 
 
 def _scale_values(case: Case, rng: np.random.Generator, shape: tuple[int, ...], side: str) -> Array:
-    """Numbers above 0; at the edges, those of a are tiny and those of b make up for it."""
+    """Positive scales; in the mode `edges` those of a are tiny, and those of b are as large."""
     powers = rng.integers(-3, 4, shape)
     if case.mode == "edges":
         ends = (-127, -126, -120) if side == "a" else (-127, -20, 0, 20) if case.weights else (100, 110, 119)
@@ -327,7 +328,7 @@ LIES = (-1, 2**31 - 1, 2**31, 2**32, -(2**63), 2**63 - 1)
 
 
 def row_numbers(case: Case) -> dict[str, Array]:
-    """The contents of the indices of rows that a case has, by their keywords."""
+    """The contents of a case's row indices, by keyword."""
     tokens, fused = case.total, case.fused
     shapes_and_extents = {
         "a_rows": ((tokens,), fused.a_rows.rows), "b_rows": ((tokens,), fused.b_rows.rows),
@@ -355,7 +356,7 @@ def _numbers_of_rows(index: RowNumbers, shape: tuple[int, ...], extent: int, rng
 
 
 def _factors_of_rows(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """Weights of rows: few whole numbers, 0 among them, or ordinary ones, now and then NaN or an infinity."""
+    """Weights of rows: small whole numbers including 0, or ordinary ones, sometimes NaN or an infinity."""
     if case.mode == "int":
         return rng.integers(-2, 3, shape).astype(np.float64)
     found = rng.standard_normal(shape)

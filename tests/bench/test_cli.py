@@ -31,7 +31,7 @@ def test_the_command_writes_everything_and_compares(tmp_path: Path, capsys: pyte
     words = [*QUICK, "--shape", "2,8,16,16", "--dtype", "fp32", "--json", str(tmp_path / "copy.json")]
     assert main([*words, "--out", str(tmp_path)]) == 0
     names = {p.name for p in tmp_path.iterdir()}
-    assert {"report.json", "report.html"} <= names
+    assert {"report.json", "report.md"} <= names
     assert (tmp_path / "copy.json").read_text() == (tmp_path / "report.json").read_text()
     raw = json.loads((tmp_path / "report.json").read_text())
     assert raw["schema"] == reports.SCHEMA

@@ -40,7 +40,7 @@ def test_one_command_benchmarks_backends_beside_peers(tmp_path: Path) -> None:
         assert row.host_us
         assert row.problem_class.startswith("jagged_m g8 m* n384 k320 t512 bfloat16/row")
     assert report.rates["bf16"]["tflops"] > 20
-    assert (tmp_path / "report.html").exists()
+    assert (tmp_path / "report.md").exists()
 
 
 def test_tuning_keeps_what_auto_then_goes_by(tmp_path: Path) -> None:

@@ -61,10 +61,10 @@ def test_nothing_of_the_users_is_written_and_c_stays_what_it_was() -> None:
 
 
 def test_a_wrong_answer_to_a_problem_with_an_epilogue_is_found() -> None:
-    from multigemm.bench.operands import group_outputs, reference
+    from multigemm.bench.operands import group_outputs
 
     tensors = own_tensors(mg.GroupedGemmProblem(r(6, 8), r(2, 8, 4), sizes=[2, 4], activation="relu"), "own")
-    truth = reference(tensors)
+    truth = tensors.reference()
     assert "wrong answer" in truth.verdict(tensors.out)
     assert tensors.own is not None
     mg.solve(tensors.own, "cpu")

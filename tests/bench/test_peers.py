@@ -13,7 +13,7 @@ from torch import Tensor
 
 from multigemm.bench import peers
 from multigemm.bench.entries import Refused
-from multigemm.bench.operands import make, reference
+from multigemm.bench.operands import make
 from multigemm.bench.peers import PEERS, _odd_start, peer_entries
 from multigemm.bench.workloads import Workload
 from tests.support.python_process import run_python
@@ -104,7 +104,7 @@ def test_an_adapter_hands_over_and_takes_back_the_right_rows(
     install(monkeypatch)
     tensors = make(case, "cpu")
     ready = PEERS[name].prepare(tensors)
-    assert reference(tensors).verdict(ready.result(ready.call())) == ""
+    assert tensors.reference().verdict(ready.result(ready.call())) == ""
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
@@ -131,7 +131,7 @@ def test_quack_runs_the_best_config_that_fits_and_names_it(monkeypatch: pytest.M
     tensors = make(gradients, "cpu")
     ready = PEERS["quack"].prepare(tensors)
     assert ready.config == "256x192, ping-pong, cluster 2x1"
-    assert reference(tensors).verdict(ready.result(ready.call())) == ""
+    assert tensors.reference().verdict(ready.result(ready.call())) == ""
     with pytest.raises(Refused, match="tokens are rows"):
         PEERS["quack"].prepare(make(replace(gradients, trans_a=False), "cpu"))
 
@@ -150,7 +150,7 @@ def test_triton_kernels_of_before_3_7_is_called_by_its_own_name(monkeypatch: pyt
     tensors = make(CASES[0], "cpu")
     ready = PEERS["triton_kernels"].prepare(tensors)
     assert ready.kernel == "triton_kernels.matmul_ogs"
-    assert reference(tensors).verdict(ready.result(ready.call())) == ""
+    assert tensors.reference().verdict(ready.result(ready.call())) == ""
 
 
 def test_starts_off_16_bytes_are_seen_where_groups_lie_along_rows() -> None:
@@ -165,9 +165,9 @@ def test_starts_off_16_bytes_are_seen_where_groups_lie_along_rows() -> None:
 
 def test_the_tutorials_way_runs_where_it_is_asked_for() -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert TUTORIAL not in {entry.name for entry in peer_entries([], cuda)[0]}
-    assert [entry.name for entry in peer_entries([TUTORIAL], cuda)[0]] == [TUTORIAL]
-    assert peer_entries([TUTORIAL], cpu)[1] == {TUTORIAL: "needs a CUDA device"}
+    assert TUTORIAL not in {entry.name for entry in peer_entries([], cuda, CASES)[0]}
+    assert [entry.name for entry in peer_entries([TUTORIAL], cuda, CASES)[0]] == [TUTORIAL]
+    assert peer_entries([TUTORIAL], cpu, CASES)[1] == {TUTORIAL: "needs a CUDA device"}
     with pytest.raises(Refused, match="16 bytes"):
         PEERS[TUTORIAL].prepare(make(replace(CASES[0], n=9), cpu))
 

@@ -13,7 +13,7 @@ import torch
 
 from multigemm.__main__ import main
 from multigemm.bench.entries import Refused, backend_entry, ceiling_entry
-from multigemm.bench.operands import make, poison, reference
+from multigemm.bench.operands import make
 from multigemm.bench.peers import PEERS
 from multigemm.bench.quantised import RECIPES
 from multigemm.bench.suites import suite
@@ -64,10 +64,10 @@ def test_right_results_are_right_and_others_wrong(form: str, dtype: str) -> None
     if form == "jagged_k" and (RECIPES[dtype].columns > 1 or RECIPES[dtype].b in ("int4", "e2m1")):
         pytest.skip("no such scales or codes of a jagged K")
     tensors = make(replace(FORMS[form], dtype=dtype), CPU)
-    truth, given = reference(tensors), tensors.own
+    truth, given = tensors.reference(), tensors.own
     assert given is not None
     ready = backend_entry("cpu").prepare(tensors)
-    poison(tensors)
+    tensors.poison()
     assert truth.verdict(ready.result(None)).startswith("wrong answer")
     ready.call()
     assert truth.verdict(ready.result(None)) == ""
@@ -116,7 +116,7 @@ def deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_deep_gemm_gets_padded_rows_and_its_result_is_checked(deep_gemm: None) -> None:
     tensors = make(BASE, CPU)
     ready = PEERS["deep_gemm"].prepare(tensors)
-    assert reference(tensors).verdict(ready.result(ready.call())) == ""
+    assert tensors.reference().verdict(ready.result(ready.call())) == ""
     assert ready.kernel == "m_grouped_fp8_gemm_nt_contiguous"
     with pytest.raises(Refused, match="K that is a multiple of 128"):
         PEERS["deep_gemm"].prepare(make(replace(BASE, k=200), CPU))

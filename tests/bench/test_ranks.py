@@ -14,6 +14,7 @@ import torch
 
 from multigemm.__main__ import main
 from multigemm.bench import ranks
+from multigemm.bench.workloads import LAYERS
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,12 +107,12 @@ def test_a_run_over_processes(count: int, tmp_path: Path) -> None:
     for run in runs:
         assert run["ms"] > 0 and run["ranks"] == count
         assert ("speedup" in run) == (run["way"] != "plain") == ("of_plain" in run)
-        layer = ranks.LAYERS[run["layer"]].scaled(128)
+        layer = LAYERS[run["layer"]].scaled(128)
         assert run["tokens"] == layer.tokens // (count if run["scaling"] == "strong" else 1)
 
 
 def test_skewed_tokens_go_to_few_experts() -> None:
-    layer = ranks.LAYERS["qwen3-30b"].scaled(32)
+    layer = LAYERS["qwen3-30b"]
     busiest = [
         int(torch.bincount(ranks.Batch(layer, 500, routing, 0, torch.device("cpu")).index.flatten()).max())
         for routing in ranks.ROUTINGS

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from multigemm.__main__ import main
-from multigemm.bench import machine, reports, runner, supervise
+from multigemm.bench import machine, processes, reports, runner
 from multigemm.bench.entries import backend_entries, backend_entry
 from multigemm.bench.peers import peer_entries
 from multigemm.bench.reports import Report
@@ -100,9 +100,10 @@ def test_a_lost_device_is_told_apart_from_a_failure(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_the_cpu_backend_and_auto_run_what_users_run() -> None:
-    rows = by_name(run([CASE, parse_shape("3x5x7+2x2x2")], [backend_entry("cpu"), backend_entry("auto")]))
+    entries = [backend_entry(name) for name in ("cpu", "auto", "auto-static")]
+    rows = by_name(run([CASE, parse_shape("3x5x7+2x2x2")], entries))
     assert {row.status for row in rows.values()} == {"ok"}
-    assert rows["auto"].kernel.startswith("cpu: ")
+    assert rows["auto"].kernel.startswith("cpu: ") and rows["auto-static"].kernel.startswith("cpu: ")
     assert rows["cpu"].whole_host_us is not None
 
 
@@ -120,7 +121,7 @@ def test_who_is_absent_is_named_with_a_reason() -> None:
     entries, absent = backend_entries([], CPU)
     assert [e.name for e in entries] == ["cpu", "auto"]
     assert {"cupy", "triton", "numba", "cublas"} <= set(absent)
-    peers, missing = peer_entries([], CPU)
+    peers, missing = peer_entries([], CPU, [CASE])
     assert [e.name for e in peers] == ["torch_grouped", "torch_loop", "torch_bmm"]
     assert "CUDA" in missing["cublas_grouped"]
 
@@ -135,7 +136,7 @@ def test_who_is_absent_is_named_with_a_reason() -> None:
     ],
 )  # fmt: skip
 def test_biases_of_every_form_and_empty_problems_are_measured(text: str) -> None:
-    peers, _ = peer_entries(["torch_loop", "torch_bmm"], CPU)
+    peers, _ = peer_entries(["torch_loop", "torch_bmm"], CPU, [CASE])
     rows = by_name(run([parse_shape(text)], [backend_entry("cpu"), *peers]))
     assert rows["cpu"].status == "ok", rows["cpu"].reason
     assert all(row.status in ("ok", "refused") for row in rows.values()), [row.reason for row in rows.values()]
@@ -147,7 +148,7 @@ def test_biases_of_every_form_and_empty_problems_are_measured(text: str) -> None
     "text", ["4,8,16,16", "G=4,T=32,N=16,K=16,dist=empty", "8x8x8+8x8x8", "G=3,M=8,N=16,T=32,form=jagged_k"]
 )
 def test_torch_peers_are_right_or_refuse(name: str, text: str) -> None:
-    (entry,), _ = peer_entries([name], CPU)
+    (entry,), _ = peer_entries([name], CPU, [CASE])
     row = run([parse_shape(text)], [entry]).rows[0]
     assert row.status in ("ok", "refused"), row.reason
 
@@ -182,7 +183,7 @@ def test_a_lost_device_ends_the_child_with_its_own_code(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(runner.Runner, "run", run)
     words = ["--shape", "2,4,8,8", "--device", "cpu", "--floor", "1,1", "--out", str(tmp_path)]
-    assert main(["bench", *words]) == supervise.CONTEXT_LOST
+    assert main(["bench", *words]) == processes.CONTEXT_LOST
 
 
 def test_resuming_the_report_of_another_commit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from multigemm.bench import machine, page, plots, reports, table
+from multigemm.bench import machine, plots, reports, table
 from multigemm.bench.suites import suite
 from multigemm.bench.workloads import geomean, rows_and_weights
 from multigemm.select.timing import Timing
@@ -28,6 +29,25 @@ def test_the_table_tells_all() -> None:
         assert part in shown
     assert "torch_grouped: failed on 10 workload(s): wrong answer: group 0" in shown
     assert "WARNING" not in shown
+
+
+def test_the_page_holds_every_time_reason_and_verdict() -> None:
+    report = made_up_report()
+    report.rows[0].why = "a | b"
+    told = table.page(report, [Path("elsewhere/runtime.png")])
+    cells = {cell.strip(" *|") for line in told.splitlines() if line.startswith("|") for cell in line.split(" | ")}
+    assert cells >= {reports.digits(row.us or 0) for row in report.timed()} | {row.case for row in report.timed()}
+    found = reports.duels(report)
+    assert {duel.won for duel in found} == {True, False}
+    assert cells >= {reports.digits(duel.ratio) for duel in found} and table.won_and_lost(report) in told
+    assert "checked against a float32 reference" in told and "![runtime](runtime.png)" in told and "a \\| b" in told
+    for section in ("K % 8", "not installed", "## Microseconds", "## Won and lost", "## Every number"):
+        assert section in told
+    assert "## Auto" not in told, "auto was not measured"
+    mine = [row for row in report.timed() if row.entry == "cupy"]
+    autos = [replace(row, entry="auto", us=(row.us or 0) * (1.2 if row is mine[3] else 0.5)) for row in mine]
+    told = table.page(replace(report, rows=[*report.rows, *autos]))
+    assert f"of {len(mine)} choices 1 are above 1.03" in told and "## Auto" in told
 
 
 def test_columns_stand_below_their_headings() -> None:
@@ -109,17 +129,17 @@ def test_speed_ups_are_shown_by_the_size_of_groups() -> None:
         "lists of equal matrices"
     )
     assert rows_and_weights(suite("wgrad")[0].describe()) is None, "no weights N x K"
-    assert "by the size of a group" in table.text(report) and "by the size of a group" in page.render(report)
+    assert "by the size of a group" in table.text(report) and "by the size of a group" in table.page(report)
     assert "by the size of a group" not in table.text(made_up_report(suites="wgrad"))
 
 
 def test_what_nobody_measured_has_no_column() -> None:
     report = made_up_report(suites="l2")
     assert "host us" in table.means(report)[0] and "J a call" not in table.means(report)[0]
-    assert "J a call" not in page.render(report)
+    assert "J a call" not in table.page(report)
     report.rows[0].joules = 0.01234
     assert cells_of(table.means(report))[report.rows[0].entry]["J a call"] == "0.0123"
-    assert "<th>J a call</th>" in page.render(report)
+    assert "| J a call |" in table.page(report)
     for row in report.rows:
         row.host_us = None
     assert "host us" not in table.means(report)[0]
@@ -200,6 +220,9 @@ def test_the_regret_of_auto_is_told() -> None:
     times = {r.entry: r.us for r in report.rows if r.case == worst.case}
     assert worst.ratio == pytest.approx((times["auto"] or 0) / (times["cupy"] or 1))
     assert worst.fastest == "cupy"
+    assert "static order" not in table.text(report)
+    static = [replace(row, entry="auto-static", us=2 * (row.us or 0)) for row in report.rows if row.entry == "auto"]
+    assert "static order, without measuring: 2." in table.text(replace(report, rows=[*report.rows, *static]))
     assert f"{worst.ratio:.3f} (repeats {worst.spread:.3f}) on {worst.case} (fastest: cupy)" in table.text(report)
 
 

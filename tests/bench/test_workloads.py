@@ -10,7 +10,7 @@ import torch
 
 from multigemm.bench import operands, workloads
 from multigemm.bench.entries import problem
-from multigemm.bench.operands import group_inputs, group_outputs, reference
+from multigemm.bench.operands import group_inputs, group_outputs
 from multigemm.bench.suites import SUITES, suite
 from multigemm.bench.workloads import DTYPES, Rates, Workload, geomean, parse_shape, with_dtype
 from multigemm.errors import InvalidSetting
@@ -217,7 +217,7 @@ SMALL = [
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_the_reference_accepts_the_truth_and_finds_one_wrong_element(case: Workload) -> None:
     tensors = operands.make(case, "cpu")
-    truth = reference(tensors)
+    truth = tensors.reference()
     assert "wrong answer" in truth.verdict(tensors.out)  # poisoned
     parts = group_outputs(tensors, tensors.out)
     biases = tensors.bias if isinstance(tensors.bias, list) else [torch.zeros(())] * len(parts)

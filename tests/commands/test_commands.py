@@ -263,7 +263,7 @@ def test_cache_export_import_and_clear(
     setting(MULTIGEMM_CACHE_DIR=tmp_path / "one")
     key = "jagged_m g2 m* n8 k16 t1024 float32/row float32/row float32/row ieee host-sizes"
     tuning.table().keep([Entry("cpu", key, {"cpu": Measured(3.0, {"kernel": "blas"})})])
-    tuning.table().keep_choice(Entry("cpu", key, {"one": Measured(3.0), "two": Measured(9.0)}, "", "one", "2026-01-02"))
+    tuning.table().keep_choice(Entry("cpu", key, {"one": Measured(3.0), "two": Measured(9.0)}, "one", "2026-01-02"))
     assert main(["cache", "export", str(tmp_path / "x.json")]) == 0
     assert main(["cache", "show"]) == 0
     told = capsys.readouterr().out

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from multigemm import fleet
-from multigemm.bench import fleet as bench_fleet
+from multigemm.bench.processes import part
 from multigemm.errors import InvalidSetting
 from multigemm.fuzz import campaign
 from multigemm.fuzz.campaign import SEEDS_PER_RANK, merge, of_rank
@@ -81,8 +81,8 @@ def test_a_place_that_is_told_in_part_is_refused(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("text", ["2/2", "a/b", "1", "-1/2", "0/0"])
 def test_shares_that_are_none(text: str) -> None:
     with pytest.raises(InvalidSetting, match="write i/n"):
-        bench_fleet.part(text)
-    assert list(range(7))[bench_fleet.part("1/3")] == [1, 4]
+        part(text)
+    assert list(range(7))[part("1/3")] == [1, 4]
 
 
 @pytest.mark.slow

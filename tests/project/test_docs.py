@@ -28,7 +28,7 @@ QUOTED = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"([\w.*/-]*\w\.(?:py|cuh?|md|json|toml|svg|yml))(?::\d+)?")
 FOLDER = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*/")
-WRITTEN = {"multigemm-bench/", "site/"}
+WRITTEN = {"multigemm-bench/", "report.md", "site/"}
 """What a command writes."""
 
 

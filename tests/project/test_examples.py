@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 import runpy
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -30,45 +29,15 @@ LIMIT = 60
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "match"),
-    [
-        ("cublas.py", "torch sees no CUDA GPU"),
-        ("host_time.py", "torch sees no CUDA GPU"),
-        ("quantised_layer.py", "--device cpu --scale 32"),
-    ],
-)
 def test_a_measurement_that_cannot_run_here_says_why(
-    script: str, match: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", [script])
+    monkeypatch.setattr(sys, "argv", ["host_time.py"])
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ROOT / "benchmarks" / script), run_name="__main__")
+        runpy.run_path(str(ROOT / "benchmarks" / "host_time.py"), run_name="__main__")
     assert end.value.code == 2
-    assert match in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_auto_is_judged_on_every_random_shape_until_the_time_is_over(tmp_path: Path) -> None:
-    done = judge(tmp_path / "all.json", seconds=100.0)
-    assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "all.json").read_text())
-    assert len({row["case"] for row in report["rows"]}) == report["machine"]["compiled"] == 3
-    assert all(row["auto"] == "cpu" and row["us"]["cpu"] > 0 for row in report["rows"])
-    assert report["summary"]["choices"] == len(report["rows"])
-
-    done = judge(tmp_path / "none.json", seconds=0.01)
-    assert done.returncode == 1
-    assert "compiling ahead ends" in done.stdout and "3 of 3 shapes are left" in done.stdout
-    assert not (tmp_path / "none.json").exists()
-
-
-def judge(out: Path, seconds: float) -> subprocess.CompletedProcess[str]:
-    options = ["--device", "cpu", "--backends", "cpu", "--shapes", "3", "--workers", "1", "--seconds", str(seconds)]
-    words = ["benchmarks/auto_random.py", *options, "--out", str(out)]
-    return run_python(*words, code=None, timeout=120, environment=NO_GPU)
+    assert "torch sees no CUDA GPU" in capsys.readouterr().err
 
 
 def test_no_example_is_forgotten() -> None:

@@ -217,7 +217,7 @@ def test_of_two_as_fast_an_eager_call_takes_the_one_that_keeps_the_host_less_bus
     both = zip(("slow", "fast"), device_us, host_us, strict=True)
     times = {name: tuning.Measured(us, host_us=host) for name, us, host in both}
     for posed in (problem(), uneven):
-        tuning.table().keep_choice(tuning.Entry("cpu", str(class_in(posed)), times, "", "slow", "2026-11-23"))
+        tuning.table().keep_choice(tuning.Entry("cpu", str(class_in(posed)), times, "slow", "2026-11-23"))
     assert choose.choose(problem(), eager=True).backend == chosen
     assert mg.plan(problem()).backend == "slow"
     stays = max(device_us[0], host_us[0]) <= trial.WORTH * max(device_us[1], host_us[1])

@@ -28,13 +28,13 @@ def entry(c: ProblemClass = HOST, config: dict[str, Any] | None = None, **us: fl
 
 def us_of(table: TuningTable, name: str, c: ProblemClass = HOST) -> float | None:
     found = table.find(c, CPU).get(name)
-    return None if found is None else found[0].us
+    return None if found is None else found.us
 
 
 def test_a_new_process_finds_what_was_kept(tmp_path: Path) -> None:
     TuningTable(tmp_path).keep([entry(config={"kernel": "blas"}, cpu=5.0)])
     fresh = TuningTable(tmp_path)
-    assert fresh.find(HOST, CPU) == {"cpu": (Measured(5.0, {"kernel": "blas"}), "own cache")}
+    assert fresh.find(HOST, CPU) == {"cpu": Measured(5.0, {"kernel": "blas"}, source="own cache")}
     assert us_of(fresh, "cpu", replace(HOST, total=724)) is None
     assert us_of(fresh, "null") is None
     assert [list(e.backends) for e in fresh.own.entries()] == [["cpu"]]
@@ -63,7 +63,7 @@ def test_a_config_comes_back_as_it_was(tmp_path: Path) -> None:
     TuningTable(tmp_path).keep([kept])
     found = TuningTable(tmp_path).find(HOST, CPU)
     shared = decoded(json.loads(json.dumps(kept.encoded())), "file").backends["triton"]
-    for again in (found["triton"][0], shared):
+    for again in (found["triton"], shared):
         assert Config(**again.config) == config
 
 
@@ -90,7 +90,7 @@ def test_a_measurement_of_a_vanished_config_is_passed_over() -> None:
 )
 def test_what_is_no_entry_is_refused(wrong: dict[str, Any]) -> None:
     raw = {"device": "cpu", "key": str(HOST), "backends": {"x": {"us": 1.0}}}
-    assert decoded(raw, "file").backends == {"x": Measured(1.0)}
+    assert decoded(raw, "file").backends == {"x": Measured(1.0, source="file")}
     with pytest.raises(ValueError, match="no entry of a table"):
         decoded({**raw, **wrong}, "file")
 
@@ -120,7 +120,7 @@ def test_own_entries_win_over_shipped_ones_and_other_devices_count_for_nothing(
     (tmp_path / "a.json").write_text(json.dumps({"entries": raws}))
     monkeypatch.setattr(tuning, "SHIPPED", tmp_path)
     table = TuningTable(tmp_path)
-    assert table.find(HOST, CPU)["null"] == (Measured(10.0), "shipped a.json")
+    assert table.find(HOST, CPU)["null"] == Measured(10.0, source="shipped a.json")
     table.keep([entry(cpu=7.0)])
     assert [us_of(table, name) for name in ("cpu", "null")] == [7.0, 10.0]
     assert us_of(table, "cpu", replace(HOST, n=16)) is None
@@ -130,7 +130,7 @@ def test_choices_go_with_the_versions_and_the_first_one_stays(tmp_path: Path, mo
     first = replace(entry(x=1.0, y=2.0), chosen="x", date="2026-01-02", failed={"z": "why"})
     assert TuningTable(tmp_path).keep_choice(first) == first
     second = replace(entry(x=2.0, y=1.0), chosen="y")
-    kept = replace(first, source="own cache")
+    kept = replace(first, backends={n: replace(m, source="own cache") for n, m in first.backends.items()})
     assert TuningTable(tmp_path).keep_choice(second) == kept
     assert TuningTable(tmp_path).choices.entries() == [kept]
     assert TuningTable(tmp_path).choice(HOST, CPU, ["x", "z"]) == kept

@@ -1,4 +1,4 @@
-"""The product without gradients, for programs that write their own backward pass."""
+"""`gmm` without gradients, for programs that write their own backward pass."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def gmm(
 def multiply(
     a: Tensor, b: Tensor, batch_sizes: Any, trans_a: bool, trans_b: bool, c: Tensor | None, batch_invariant: bool | None
 ) -> Tensor:
-    """The product of `ops.gmm` and `backend.gmm`; records gradients where autograd is on."""
+    """The product of `ops.gmm` and `backend.gmm`. Records gradients if autograd is on."""
     if trans_a and trans_b:
         raise InvalidProblem("trans_a and trans_b were given together: transpose one operand with .T instead")
     wanted = 2 if trans_a else 3

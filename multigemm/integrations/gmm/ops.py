@@ -1,4 +1,4 @@
-"""The differentiable product, and `backend` under the name by which the original's `ops` shows it."""
+"""The differentiable `gmm`, and `backend` under the name by which the original's `ops` exposes it."""
 
 from __future__ import annotations
 

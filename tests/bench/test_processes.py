@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
+import time
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from multigemm.__main__ import main
-from multigemm.bench import reports
-from multigemm.bench import supervise as supervise_module
+from multigemm.bench import processes, reports
+from multigemm.bench.processes import Marker, read_marker, supervise
 from multigemm.bench.reports import Report, Row
-from multigemm.bench.supervise import Marker, read, supervise
+from tests.support.bench_entries import CASE, CPU
 from tests.support.python_process import install_backends, run_python
 
 CHILD = """
@@ -84,7 +88,7 @@ def test_a_child_may_take_long_to_start_but_not_for_ever(
 ) -> None:
     assert run(tmp_path, "slow")[:2] == (0, [])
     (tmp_path / "log").unlink()
-    monkeypatch.setattr(supervise_module, "START_S", 0.3)
+    monkeypatch.setattr(processes, "START_S", 0.3)
     code, blamed, children = run(tmp_path, "slow", "fine", stall=0.3)
     assert (code, blamed, len(children)) == (1, [], 1), "nobody can be blamed"
     assert "ended at its start: no answer within 0.3 s" in capsys.readouterr().err
@@ -94,9 +98,21 @@ def test_a_marker_without_a_path_is_silent_and_one_with_a_path_is_whole(tmp_path
     Marker(None).say("nothing")
     marker = Marker(tmp_path / "m")
     marker.say("one", rows=[1])
-    assert read(tmp_path / "m") == {"stage": "one", "rows": [1]}
-    assert read(tmp_path / "absent") == {}
+    assert read_marker(tmp_path / "m") == {"stage": "one", "rows": [1]}
+    assert read_marker(tmp_path / "absent") == {}
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_kernels_are_compiled_ahead_until_the_time_is_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(multiprocessing, "get_context", lambda way: SimpleNamespace(Pool=ThreadPool))
+    processes.compile_ahead([CASE], ["cpu", "cublas", "nope"], CPU, 2, 60.0)
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"compiling ahead failed: nope on {CASE.key}: UnknownBackend: unknown backend 'nope'")
+    monkeypatch.setattr(processes, "_compile", lambda task: time.sleep(0.2))
+    processes.compile_ahead([CASE, CASE], ["cpu"], CPU, 1, 0.01)
+    assert capsys.readouterr().err == "compiled ahead: 0 of 2, then the time was over\n"
 
 
 SLEEPER = """
