@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,14 +37,8 @@ IN_STEPS = BuiltinBackend(
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where host code is built, once for all tests."""
-    return tmp_path_factory.mktemp("steps")
-
-
 @pytest.fixture
-def bound(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
+def bound(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Kernels on the host; the memory between them begins as NaN."""
     allocate = fused_steps._Parts.allocate
 
@@ -54,7 +47,7 @@ def bound(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
         return lent if lent is None else lent.fill_(255)
 
     monkeypatch.setattr(fused_steps._Parts, "allocate", of_nan)
-    return host_kernels.install(monkeypatch, folder)
+    return host_kernels.install(monkeypatch)
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(100, marks=pytest.mark.slow)])

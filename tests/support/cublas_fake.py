@@ -2,24 +2,19 @@
 computed on host memory.
 
 `Fake` stands for all of them. It follows the library's rules: column-major operands, leading dimensions that cover a
-column and are counted, addresses as numbers; a call touches no element that it does not name. The kernels' CUDA source
-is compiled by the machine's C++ compiler, if `install` is given a folder for it: `finish` runs one thread after the
-other, since it has no barrier, and `clamp_offsets` in threads. `HostCublas` is the whole backend on a fake. Only a GPU
+column and are counted, addresses as numbers; a call touches no element that it does not name. Our kernels are compiled
+for the host (`cuda_on_host`), if `install` is asked for it. `HostCublas` is the whole backend on a fake. Only a GPU
 shows the rest: torch's own kernel, what streams overlap, and the speed.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import math
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -39,8 +34,11 @@ from multigemm.backends.cublas.products import Shape
 from multigemm.cuda import driver, nvrtc
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
+from tests.support.cuda_on_host import host_function
 
 CUDA = torch.device("cuda")
+ARGUMENTS = {"finish": "Task", "clamp_offsets": "Bounds"}
+"""Of our kernels, by name: the C++ type of the only argument."""
 _NUMPY: dict[int, Any] = {0: np.float32, 1: np.float64, 2: np.float16, 3: np.int8, 10: np.int32, 14: ml_dtypes.bfloat16}
 SINGLE = (0, 2, 14)
 TORCHS, CURRENT, TORCHS_MODE, TORCHS_SPACE = 1, 7, 3, 9
@@ -117,9 +115,8 @@ def _value(argument: Any) -> Any:
 class Fake:
     """Writes down each call with the stream and math mode of the handle at that moment, each launch with its grid."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder
-        self.kernels: dict[Any, Callable[..., None]] = {}
+    def __init__(self, kernels: bool = False) -> None:
+        self.kernels = kernels
         self.log: list[tuple[Any, ...]] = []
         self.stream, self.mode, self.space = CURRENT, TORCHS_MODE, TORCHS_SPACE
         self.capture_of: dict[int, int] = {}
@@ -215,9 +212,7 @@ class Fake:
 
     def kernel(self, source: str, name: str, defines: tuple[str, ...], device: int) -> Any:
         """A kernel as `nvrtc.kernel` gives it."""
-        if self.folder is not None and (source, defines) not in self.kernels:
-            self.kernels[source, defines] = compiled(source, name, defines, self.folder)
-        runs = self.kernels.get((source, defines))
+        runs = host_function(source, name, ARGUMENTS[name], defines) if self.kernels else None
 
         def bound(blocks: int, threads: int, values: Sequence[Any], keep: object, overlap: bool = False) -> nvrtc.Step:
             assert overlap == (name == "clamp_offsets"), "only a kernel that waits may begin early"
@@ -225,7 +220,8 @@ class Fake:
             def step(stream: int, _keep: object = keep) -> None:
                 self.log.append(("kernel", name, stream, blocks, getattr(values[0], "after", 0)))
                 if runs is not None:
-                    runs(ctypes.byref(values[0]), min(blocks, 3), threads)
+                    few = threads if name == "finish" else min(threads, -(-values[0].groups // 32) * 32)
+                    runs(ctypes.byref(values[0]), min(blocks, 3), few)
 
             return step
 
@@ -288,12 +284,10 @@ def _on_meta(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
-def install(monkeypatch: pytest.MonkeyPatch, folder: Path | None = None) -> Fake:
-    """A fake in the places of the library, the driver, torch's handle and grouped_mm. Without a folder to compile them
-    in, kernels do nothing."""
-    if folder is not None and shutil.which("g++") is None:
-        pytest.skip("no g++ to compile the kernels for the host")
-    fake = Fake(folder)
+def install(monkeypatch: pytest.MonkeyPatch, kernels: bool = False) -> Fake:
+    """A fake in the places of the library, the driver, torch's handle and grouped_mm. Without `kernels`, ours do
+    nothing."""
+    fake = Fake(kernels)
     known = torch_internals.redispatched_grouped_mm
     assert known is not None
     monkeypatch.setattr(library, "cublas", lambda: fake)
@@ -322,93 +316,6 @@ def streamed(fake: Fake, status: int = 0, size: int = 4096, count: int = 3) -> r
     shapes = [Shape(0, 0, size, 4096, k, 4096, 4096, 4096) for k in (4000, 3000, 2000, 1000)]
     library: Any = fake
     return run.Streamed(library, Batch(calls), shapes, count, torch.device("cpu"))
-
-
-# --- our kernels ------------------------------------------------------------------------------------
-
-CPP = "-std=c++14"
-"""`if constexpr` is an extension there, and <cmath> a quarter as long as from C++17 on."""
-PRELUDE = """
-#include <cmath>
-#include <cstring>
-using namespace std;
-#define __device__
-#define __global__
-#define __forceinline__ inline
-#define __launch_bounds__(...)
-#define __shared__ static
-struct Place { int x, y, z; };
-struct alignas(16) int4 { int x, y, z, w; };
-static int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
-static Place blockIdx, gridDim, blockDim;
-static thread_local Place threadIdx;
-static float __uint_as_float(unsigned v) { float f; memcpy(&f, &v, 4); return f; }
-static unsigned __float_as_uint(float f) { unsigned v; memcpy(&v, &f, 4); return v; }
-static float __double2float_rz(double d) {
-    float f = (float)d;
-    if (fabs((double)f) > fabs(d)) f = nextafterf(f, 0.0f);
-    return f;
-}
-static float __fdividef(float a, float b) { return a / b; }
-static float wide_half(unsigned short v) { _Float16 h; memcpy(&h, &v, 2); return (float)h; }
-static unsigned short half_of(float f) { _Float16 h = (_Float16)f; unsigned short v; memcpy(&v, &h, 2); return v; }
-"""
-ONE_BY_ONE = """
-extern "C" void run(const Task* t, int blocks, int threads) {
-    gridDim = {blocks, 1, 1};
-    blockDim = {threads, 1, 1};
-    for (int b = 0; b < blocks; b++)
-        for (int i = 0; i < threads; i++) {
-            blockIdx = {b, 0, 0};
-            threadIdx = {i, 0, 0};
-            finish(*t);
-        }
-}
-"""
-THREADS = """
-#include <algorithm>
-#include <barrier>
-#include <thread>
-#include <vector>
-static std::barrier<>* together;
-static void __syncthreads() { together->arrive_and_wait(); }
-"""
-IN_THREADS = """
-extern "C" void run(const Bounds* t, int blocks, int threads) {
-    const int count = min(threads, (t->groups + 31) / 32 * 32);
-    gridDim = {blocks, 1, 1};
-    blockDim = {count, 1, 1};
-    for (int b = 0; b < blocks; b++) {
-        barrier<> all(count);
-        vector<thread> running;
-        together = &all;
-        blockIdx = {b, 0, 0};
-        for (int i = 0; i < count; i++) running.emplace_back([=] { threadIdx = {i, 0, 0}; clamp_offsets(*t); });
-        for (thread& each : running) each.join();
-    }
-}
-"""
-PTX = {
-    'asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(half));': "wide = wide_half(half);",
-    'asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(narrow(value)));': "half = half_of(narrow(value));",
-}
-
-
-def compiled(source: str, name: str, defines: Sequence[str], folder: Path) -> Callable[..., None]:
-    """A kernel as host code: a function of its argument, blocks and threads. What was built stays in the folder."""
-    for ptx, plain in PTX.items():
-        assert ptx in source or name == "clamp_offsets"
-        source = source.replace(ptx, plain)
-    source = THREADS + PRELUDE + source + IN_THREADS if name == "clamp_offsets" else PRELUDE + source + ONE_BY_ONE
-    stem = hashlib.sha256((source + " ".join(defines)).encode()).hexdigest()[:16]
-    built = folder / f"{stem}.so"
-    if not built.exists():
-        (folder / f"{stem}.cpp").write_text(source)
-        standard = "-std=c++20" if name == "clamp_offsets" else CPP
-        command = ["g++", standard, "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-w", *defines]
-        subprocess.run([*command, str(folder / f"{stem}.cpp"), "-o", str(built)], check=True)
-    runs: Callable[..., None] = ctypes.CDLL(str(built)).run
-    return runs
 
 
 # --- the backend ----------------------------------------------------------------------------------

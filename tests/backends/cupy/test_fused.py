@@ -247,11 +247,9 @@ def test_picked_rows_of_int8() -> None:
     ids=["gate in clusters", "gate", "gate and rows", "row_scale", "rows", "weight gradient",
          "gate of copied rows", "copied rows", "weight gradient of copied rows"],
 )  # fmt: skip
-def test_cases_of_layers_on_hopper(
-    config: Config, wanted: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_cases_of_layers_on_hopper(config: Config, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two kernels; threads and copies come in a random order."""
-    host_kernels.install(monkeypatch, tmp_path)
+    host_kernels.install(monkeypatch)
     sources_of = hopper.gathered_sources if config.kernel == "gathered" else lambda *given: (hopper.source(*given),)
     backend, ran, sources = emulation.EmulatedBackend(config), 0, set[Any]()
     for seed in range(4000):
