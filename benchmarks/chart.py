@@ -3,8 +3,8 @@
     python benchmarks/chart.py            # writes docs/assets/moe-light.svg and moe-dark.svg
     python benchmarks/chart.py --check    # exits 1 if they differ from the report
 
-Drawn from `benchmarks/results/h100-rested/report.json`, from entries that ran all 33 workloads of the suite `moe`. A
-bar is a geometric mean, a dot is one workload.
+Drawn from `benchmarks/results/h200/rested.json`, from entries that ran all 33 workloads of the suite `moe`. A bar is a
+geometric mean, a dot is one workload.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from multigemm.bench.reports import Report
 from multigemm.bench.workloads import geomean
 
 ROOT = Path(__file__).parents[1]
-REPORT = ROOT / "benchmarks" / "results" / "h100-rested" / "report.json"
+REPORT = ROOT / "benchmarks" / "results" / "h200" / "rested.json"
 FOLDER = ROOT / "docs" / "assets"
 LABELS = {
     "cupy": "multigemm cupy",
     "triton": "multigemm triton",
     "numba": "multigemm numba",
-    "cublas": "cuBLAS, sizes on the device",
-    "cublas[host sizes]": "cuBLAS, sizes on the host",
+    "quack": "QuACK, best of its configs",
+    "triton_kernels": "triton_kernels",
+    "deep_gemm": "DeepGEMM, rows padded before",
     "torch_grouped": "torch grouped_mm",
-    "torch_grouped_nt": "torch grouped_mm, weights turned",
-    "torch_loop": "torch loop of mm",
 }
 WIDTH, LEFT, RIGHT, TOP, STEP, BAR = 760, 245, 55, 62, 34, 18
 AXIS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -45,14 +44,13 @@ class Colours:
     text: str
     faint: str
     ours: str
-    vendor: str
     peer: str
     dot: str
 
 
 LOOKS = {
-    "light": Colours("#1f2328", "#d0d7de", "#3f51b5", "#9fa8da", "#9aa4b2", "#1f2328"),
-    "dark": Colours("#e6edf3", "#3d444d", "#8c9eff", "#5c6bc0", "#6e7681", "#e6edf3"),
+    "light": Colours("#1f2328", "#d0d7de", "#3f51b5", "#9aa4b2", "#1f2328"),
+    "dark": Colours("#e6edf3", "#3d444d", "#8c9eff", "#6e7681", "#e6edf3"),
 }
 
 
@@ -72,7 +70,7 @@ def draw(report: Report, colours: Colours) -> str:
     entries = shares(report)
     bottom = TOP + STEP * len(entries)
     across = WIDTH - LEFT - RIGHT
-    machine, cases = report.machine, len(next(iter(entries.values())))
+    machine, rates, cases = report.machine, report.rates["bf16"], len(next(iter(entries.values())))
 
     def x(share: float) -> float:
         return round(LEFT + across * share / SPAN, 1)
@@ -83,7 +81,7 @@ def draw(report: Report, colours: Colours) -> str:
         f'aria-label="{escape(title)}" font-family="system-ui, sans-serif" font-size="13" fill="{colours.text}">',
         f'<text x="12" y="24" font-size="15" font-weight="600">{escape(title)}</text>',
         '<text x="12" y="44" font-size="12" opacity="0.75">bar: geometric mean; dot: one workload. '
-        "Blue: multigemm's kernels; pale: its cublas backend; grey: torch itself</text>",
+        "Blue: multigemm's kernels; grey: others, in the same run</text>",
     ]
     for share in AXIS:
         parts.append(
@@ -94,7 +92,7 @@ def draw(report: Report, colours: Colours) -> str:
         y = TOP + STEP * number + (STEP - BAR) / 2
         middle, mean = y + BAR / 2, geomean(values)
         ours = LABELS[entry].startswith("multigemm")
-        colour = colours.ours if ours else colours.vendor if entry.startswith("cublas") else colours.peer
+        colour = colours.ours if ours else colours.peer
         weight = ' font-weight="600"' if ours else ""
         parts.append(
             f'<text x="{LEFT - 10}" y="{middle + 4.5}" text-anchor="end"{weight}>{escape(LABELS[entry])}</text>'
@@ -108,7 +106,8 @@ def draw(report: Report, colours: Colours) -> str:
     origin = f"{machine['device']}, torch {machine['packages']['torch']}, {machine['date'][:10]}, commit"
     notes = (
         f"{origin} {machine['commit'][:7]}; cold L2 cache, below the power limit",
-        "floor: max(FLOPs / 770 TFLOP/s, bytes / 3.0 TB/s), near what dense cuBLAS and a copy reach on this GPU",
+        f"floor: max(FLOPs / {rates['tflops']:.0f} TFLOP/s, bytes / {rates['tbps']:.1f} TB/s), near what dense cuBLAS "
+        "and a copy reach on this GPU",
     )
     for line, note in enumerate(notes):
         parts.append(f'<text x="12" y="{bottom + 44 + 18 * line}" font-size="12" opacity="0.75">{escape(note)}</text>')

@@ -3,9 +3,9 @@
     python examples/batch_invariant.py
 
 Shows: with `batch_invariant=True` in every product, the logits of a prompt and its greedily decoded tokens do not
-depend on who else is in the batch, in the prefill and in every step of decoding. The same weights without it, with
-torch's own products for the dense layers, differ; the script says where. Whatever has no neighbours (a row's norm,
-the attention of one sequence to itself) is torch's.
+depend on the rest of the batch, in the prefill and in every step of decoding. The same weights without it, with
+torch's own products for the dense layers, differ; the script says where. torch computes what involves one sequence
+only: a row's norm, the attention of a sequence to itself.
 """
 
 from __future__ import annotations

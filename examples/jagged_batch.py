@@ -2,7 +2,7 @@
 
     python examples/jagged_batch.py
 
-Shows: one call for all groups, who ran it and why, the verified answer, gradients, and what padding
+Shows: one call for all groups, which backend ran it and why, the verified answer, gradients, and what padding
 would have cost.
 """
 

@@ -4,7 +4,7 @@
 
 Each input carries a marker for its kind, and each kind has its own random linear rule. One small
 network of the same active size cannot hold four rules; a mixture can, once its router sends each
-kind to an expert of its own. Shows the loss falling and the table of who serves whom.
+kind to an expert of its own. Shows the loss falling and a table of which expert serves which kind.
 """
 
 from __future__ import annotations

@@ -16,13 +16,13 @@ from multigemm import __version__, interrupts
 from multigemm.errors import MultigemmError
 
 COMMANDS = {
-    "info": ("what is installed here: backends, versions, devices, and how to get what is missing", "commands.info"),
+    "info": ("show backends, versions and devices, and how to install what is missing", "commands.info"),
     "explain": (
-        "which backends can solve a problem, which cannot and why, and which one is chosen",
+        "show which backend solves a problem and why, and why others cannot",
         "commands.explain",
     ),
-    "demo": ("one jagged problem through every backend that is here, checked and timed", "commands.demo"),
-    "verify": ("a problem of one's own through every backend that is here, each result checked", "commands.verify"),
+    "demo": ("run one jagged problem on every available backend, check and time it", "commands.demo"),
+    "verify": ("run a problem of your own on every available backend, and check each result", "commands.verify"),
     "fuzz": ("cross-check backends against the reference on generated problems", "fuzz.cli"),
     "bench": ("compare backends and peers on named workloads", "bench.cli"),
     "tune": ("measure configs for a workload and keep the best", "bench.tune"),

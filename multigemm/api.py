@@ -88,16 +88,16 @@ def grouped_gemm(
         offsets, sizes, ends: one of them cuts the packed operands into groups.
         jagged: the direction that they cut: "m", "n" or "k". Weight gradients (a [M, T], b [T, N]) need "k": their
             shapes fit "m" as well.
-        out_dtype: of the result; by default that of the operands, of two float dtypes torch.promote_types of them.
+        out_dtype: dtype of the result; by default that of the operands, or torch.promote_types of two float dtypes.
         check: "full" reads sizes on the device back and checks them, "complete" also that the groups own every row.
         beta: the factor of c; 1 by default where c is given, else 0. An explicit 0 never reads c.
-        scale_a, scale_b, zero_b, b_format, accumulate: of quantised operands (docs/how-to/quantised-operands.md).
+        scale_a, scale_b, zero_b, b_format, accumulate: for quantised operands (docs/how-to/quantised-operands.md).
         a_rows, b_rows, glu_layout, glu_alpha, glu_beta, glu_limit, preact_out, row_scale, combine, out_rows, rows: rows
             picked by index, gates and sums of rows (docs/how-to/moe-keywords.md).
-        backend: a name (that one and no other), several names (the first that can) or "auto" (the fastest that can; a
-            first call of a class may measure, MULTIGEMM_MEASURE=0 forbids it).
+        backend: a name (that backend and no other), several names (the first that can run the problem) or "auto" (the
+            fastest that can; the first call of a class may measure, which MULTIGEMM_MEASURE=0 forbids).
         config: the backend's own parameters: its Config, or a mapping of some of its fields.
-        others: as `GroupedGemmProblem` describes them.
+        others: as in `GroupedGemmProblem`.
 
     Returns:
         The result, as the caller's kind of array, a list for lists. Differentiable where an input requires grad.
@@ -153,18 +153,16 @@ def grouped_gemm(
         deterministic=deterministic, batch_invariant=batch_invariant, check=check, scale_a=scale_a, scale_b=scale_b,
         zero_b=zero_b, b_format=b_format, accumulate=accumulate, **fused,
     )  # fmt: skip
-    return _solve(problem, backend, config, (key, class_key), kind)
+    return _solve(problem, backend, config, (key, class_key))
 
 
 @no_dynamo
-def _solve(
-    problem: GroupedGemmProblem, backend: Which, config: Any, keys: tuple[Key | None, Key | None], kind: str
-) -> Any:
+def _solve(problem: GroupedGemmProblem, backend: Which, config: Any, keys: tuple[Key | None, Key | None]) -> Any:
     if problem.requires_grad and torch.is_grad_enabled():
         from multigemm.integrations import gradients
 
         return gradients.solve(problem, backend, config, grouped_gemm)
-    return LAUNCHES.run(keys, kind, choose(problem, backend, config, eager=True), problem)
+    return LAUNCHES.run(keys, choose(problem, backend, config, eager=True), problem)
 
 
 @no_dynamo
@@ -173,9 +171,9 @@ def solve(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = No
 
     Args:
         problem: what to compute.
-        backend: a name (that one and no other), several names (the first that can) or "auto": the fastest that can. The
-            first call of a class of problems measures (besides compiling 13 ms in the middle of 180 on an H200, 45 at
-            worst), and what it chooses is kept on disk; MULTIGEMM_MEASURE=0 forbids it.
+        backend: a name (that backend and no other), several names (the first that can run the problem) or "auto": the
+            fastest that can. The first call of a class of problems measures (besides compiling 13 ms in the median of
+            180 on an H200, 45 ms at worst), and its choice is kept on disk; MULTIGEMM_MEASURE=0 forbids it.
         config: the backend's own parameters: its Config, or a mapping of some of its fields.
 
     Returns:
@@ -191,7 +189,7 @@ def solve(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = No
         torch.Size([6, 2])
     """
     if checked(problem).requires_grad and torch.is_grad_enabled():
-        return _solve(problem, backend, config, (None, None), "")
+        return _solve(problem, backend, config, (None, None))
     return launch_cache.solve(choose(problem, backend, config, eager=True), problem)
 
 

@@ -42,14 +42,16 @@ class Availability:
 class Recipe:
     """What `Backend.plan` returns: a compiled way to solve every problem of one spec.
 
-    `bind` is called for each problem; the launch that it returns writes every owned element of
-    `ops.out`, and zeroes the unowned ones if `spec.zero_unowned`. It must not keep state that two
-    bound problems share, must launch on the current stream, and must see operands changed in place. It need not keep
-    operands alive: whoever binds keeps them until the last launch. It is not called for a result without elements.
-    `syncs` says that binding or launching reads sizes back from the device. `tell` is for a recipe
-    that decides at bind, by sizes that no spec holds; a backend whose plans cost nothing may say so by an
-    attribute `decides_at_bind`, and `multigemm tune` then measures it with the sizes in either place.
-    `sums_sizes` says that launches read `ops.sizes` where there are any: nothing has to write `ops.ends` before.
+    `bind` is called for each problem that has result elements. The launch that it returns writes every owned element of
+    `ops.out`, and zeroes the unowned ones if `spec.zero_unowned`. It must launch on the current stream, see operands
+    that are changed in place, and share no state with other bound problems. It need not keep operands alive: the caller
+    of `bind` keeps them until the last launch.
+
+    - `syncs`: binding or launching reads sizes back from the device.
+    - `tell`: for a recipe that decides at bind, by sizes that no spec holds. A backend whose plans cost nothing may
+      have an attribute `decides_at_bind`; `multigemm tune` then measures it with the sizes on the host and on the
+      device.
+    - `sums_sizes`: launches read `ops.sizes` if there are any, so that nothing has to write `ops.ends` before.
     """
 
     kernel: str

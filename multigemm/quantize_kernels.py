@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 LONGEST_ROW = 8192
-"""Of K that a program holds at once, for a scale of a whole row."""
+"""The largest K that a program holds at once, for a scale of a whole row."""
 ELEMENTS = 4096
-"""That a program takes, where scales cover less."""
+"""The elements that a program handles, where scales cover less."""
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from typing import Any
 from multigemm.errors import InvalidSetting
 
 PREFIX = "MULTIGEMM_"
+SWITCHES = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 
 
 def _default_cache_dir() -> Path:
@@ -36,35 +37,31 @@ def _doc(text: str, default: Any) -> Any:
 class Settings:
     """One field per variable: its name in lower case without the prefix MULTIGEMM_."""
 
-    backend: tuple[str, ...] = _doc("what backend='auto' may choose from, best first; empty: all that are here", ())
+    backend: tuple[str, ...] = _doc(
+        "backends among which backend='auto' chooses, in order of preference; empty: all available", ()
+    )
     emulate: bool = _doc("let the triton and numba backends run on CPU tensors in their emulators", False)
     cache: bool = _doc("read and write the on-disk cache of tunings and compiled kernels", True)
-    cache_dir: Path = _doc("where that cache lives", _default_cache_dir)
+    cache_dir: Path = _doc("the folder of that cache", _default_cache_dir)
     dump: Path | None = _doc("a folder that receives the PTX, SASS and source of each compiled kernel", None)
-    print_config: bool = _doc("print which backend, kernel and config is chosen and why, and what auto measures", False)
-    batch_invariant: bool = _doc(
-        "batch_invariant of calls that leave it out: a row's bits ignore its neighbours", False
+    print_config: bool = _doc(
+        "print each choice of backend, kernel and config with its reason, and what auto measures", False
     )
-    measure: bool = _doc("let backend='auto' time backends once for each class of problems that no table holds", True)
-    bind_layers: bool = _doc("bind a MoE layer's launches on a GPU together, where no gradient is wanted", True)
+    batch_invariant: bool = _doc(
+        "default of the keyword batch_invariant: a row has the same bits whatever its neighbours", False
+    )
+    measure: bool = _doc(
+        "let backend='auto' time the backends once for each class of problems that is in no table", True
+    )
+    bind_layers: bool = _doc("bind all launches of a MoE layer on a GPU together in calls without gradients", True)
     lineinfo: bool = _doc("keep source lines in compiled kernels, for profilers and sanitizers", False)
 
 
 def _parse(name: str, kind: str, text: str) -> Any:
     if "bool" in kind:
-        known = {
-            "1": True,
-            "true": True,
-            "yes": True,
-            "on": True,
-            "0": False,
-            "false": False,
-            "no": False,
-            "off": False,
-        }
-        if text.lower() not in known:
+        if text.lower() not in SWITCHES:
             raise InvalidSetting(f"{name}={text!r} is not a switch: use 1 or 0")
-        return known[text.lower()]
+        return SWITCHES[text.lower()]
     if "tuple" in kind:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     try:

@@ -78,11 +78,11 @@ def forward_mode() -> bool:
 
 _Keys: Any = _C.DispatchKeySet
 _WITHOUT_KERNELS = _Keys(_C.DispatchKey.ADInplaceOrView) | _Keys(_C.DispatchKey.BackendSelect)
-"""Keys that custom operators have no kernel for; the dispatcher passes over them."""
+"""Dispatch keys for which custom operators have no kernel; the dispatcher skips them."""
 _PLAIN_KEYS = _Keys(_C.DispatchKey.CPU) | _Keys(_C.DispatchKey.CUDA) | _WITHOUT_KERNELS
 AFTER_AUTOGRAD: Any = _C._after_autograd_keyset
 SPECIAL: int = AFTER_AUTOGRAD.raw_repr() & ~_PLAIN_KEYS.raw_repr()
-"""Dispatch keys that have work to do below autograd, as bits: a mode, a transform, a wrapper."""
+"""Dispatch keys, as bits, that have work to do below autograd: a mode, a transform, a wrapper."""
 below_autograd: Callable[[], Any] = _C._AutoDispatchBelowAutograd
 """A context in which operators do not record gradients."""
 _AUTOCAST = _Keys(_C.DispatchKey.AutocastCPU) | _Keys(_C.DispatchKey.AutocastCUDA)

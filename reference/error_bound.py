@@ -100,7 +100,7 @@ MINIMUM = {"gelu": -0.7517915246935645, "gelu_tanh": -0.7524614220710162, "silu"
 TF32_INPUT = 2 * 2.0**-10 + 2.0**-20
 TENSOR_CORE_KAPPA = 4.0
 GATE_ERROR = 16
-"""In units of u, relative; see D in the module docstring for what is added to it in the tail."""
+"""The relative error in units of u; see D in the module docstring for what is added in the tail."""
 _SMALLEST_NORMAL = {torch.float64: 2.0**-1022}
 
 

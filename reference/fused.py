@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from multigemm.reference.dtypes import Array, largest, round_once, unit, widen
-from multigemm.reference.error_bound import accumulator, image, smallest_normal, sum_error, unjudged
+from multigemm.reference.error_bound import MINIMUM, accumulator, image, smallest_normal, sum_error, unjudged
 from multigemm.reference.numpy_reference import compute_dtype, group_sum
 
 if TYPE_CHECKING:
@@ -157,9 +157,6 @@ def _act(g: Enclosed, gate: Gate, acc: torch.dtype) -> Enclosed:
     return _swish(g, gate.alpha, acc)
 
 
-SILU_MINIMUM = -1.2784645427610738
-
-
 def _swish(g: Enclosed, alpha: float, acc: torch.dtype) -> Enclosed:
     """x * sigmoid(alpha * x) for alpha of 0 or more: it falls to one minimum and rises after it."""
 
@@ -175,7 +172,7 @@ def _swish(g: Enclosed, alpha: float, acc: torch.dtype) -> Enclosed:
     low = np.minimum(*(y - e for y, e in ends))
     high = np.maximum(*(y + e for y, e in ends))
     if alpha > 0:
-        valley = np.array(SILU_MINIMUM / alpha, g.low.dtype)
+        valley = np.array(MINIMUM["silu"] / alpha, g.low.dtype)
         low = np.where((g.low <= valley) & (valley <= g.high), swish(valley) - error(valley), low)
     return Enclosed(swish(g.value), low, high, g.free)
 

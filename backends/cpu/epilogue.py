@@ -43,7 +43,8 @@ _IN_PLACE: dict[Activation, Callable[[Tensor], object]] = {
     "relu": torch.relu_, "silu": torch.ops.aten.silu_, "gelu": _gelu, "gelu_tanh": _gelu_tanh
 }  # fmt: skip
 _PER_THREAD = 1 << 16
-"""Elements that one thread takes at once: several passes over 256 KiB stay in its cache, which doubles their speed."""
+"""Elements that one thread handles at once: several passes over 256 KiB stay in its cache, which doubles their
+speed."""
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
@@ -58,7 +59,7 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 
 
 PICKS = frozenset(("a_rows", "b_rows"))
-"""What changes the operands alone."""
+"""The fused keywords that change only the operands."""
 
 
 def is_plain(spec: ProblemSpec) -> bool:

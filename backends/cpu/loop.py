@@ -31,7 +31,7 @@ from multigemm.quantize import decode, decode_scale
 INT8_EXACT_K = 1024
 """Products of int8 are at most 2^14, so float32 sums of 2^10 of them are exact integers."""
 AT_ONCE = 1 << 16
-"""Elements that NumPy adds to before it turns to the next k: they stay in the cache."""
+"""Elements to which NumPy adds before the next k, so that they stay in the cache."""
 PIECE, VECTOR = 1 << 14, 256
 """Elements that torch leaves to one thread, and a multiple of what its vectorized loops take in a step."""
 QUANTISED_K = 1024

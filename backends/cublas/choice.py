@@ -39,33 +39,33 @@ TILE = 64, 128
 BYTES_PER_US = 2.9e6
 FLOPS_PER_US = {torch.float64: 50e6, torch.float32: 45e6, torch.int8: 700e6}
 TENSOR_FLOPS_PER_US = 742e6
-"""Of 16-bit products."""
+"""The floating-point operations per microsecond of 16-bit products."""
 TF32_FLOPS_PER_US = 350e6
 CALL_US = 3.6
-"""What a call on a stream costs beyond its work."""
+"""Microseconds of a call on a stream besides its work."""
 STREAMS_US = 10.0
-"""What forking to streams and joining them costs."""
+"""Microseconds of forking to streams and joining them."""
 GROUPED_MM_US = 19.5
-"""What torch's grouped_mm costs on nothing."""
+"""Microseconds of torch's grouped_mm without work."""
 GROUPED_US = 9.0
-"""What cublasGemmGroupedBatchedEx costs on nothing."""
+"""Microseconds of cublasGemmGroupedBatchedEx without work."""
 LARGE_TILE = 128, 256, 11.6, 11.6, 1.0
 SMALL_TILE = 64, 128, 4.45, 3.5, 0.8
 """grouped_mm's tiles: rows, columns, nanoseconds per step of K among others and alone, microseconds per tile."""
 GROUPED_TILE = 128, 64
 """Columns and rows of the grouped call's tile."""
 GROUPED_TILE_US = 1.5
-"""What the grouped call's tile costs beyond its steps of K."""
+"""Microseconds of the grouped call's tile besides its steps of K."""
 GROUPED_SLOWDOWN = 2.37
-"""How many times as long as a single product's the grouped call's products of 16 bits take."""
+"""The time of the grouped call's products of 16 bits, relative to a single product's."""
 GROUPED_SLOWDOWN_WIDE = 1.2
-"""The same of wider types."""
+"""The time of the grouped call's products of wider types, relative to a single product's."""
 GROUPED_TRANSPOSED = 1.09
-"""How many times as long its products of transposed weights take."""
+"""The relative time of the grouped call's products of transposed weights."""
 HOST_US = 10.0
-"""What each call of many small products takes at least, of the host's time."""
+"""The host's microseconds for each call, the least time of each of many small products."""
 MOST_APART = 8
-"""Calls that a graph holds instead of a grouped one."""
+"""The largest number of separate calls that a graph holds instead of a grouped one."""
 FEW_ROWS = 16
 """Rows up to which all of a product's time is spent on reading its weights."""
 LONG_ROWS = 2048

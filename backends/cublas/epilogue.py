@@ -29,17 +29,18 @@ TYPE_CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float
 THREADS, CLAMP_THREADS = 256, 1024
 """Of a block of each kernel; the second kernel has a thread for each group."""
 TABLE_COLUMNS = 21
-"""Of the table of a list: those of `TABLE`, the intermediate result's three, and the first tile."""
+"""The columns of a list's table: those of `TABLE`, three of the intermediate result, and the first tile."""
 SLAB = 8192
 """Elements of a line that one block writes before another may take over."""
 ACC_COLUMNS = (17, 18, 19)
 FIRST_TILE = 20
 EIGHT = 8
-"""Elements that a thread of the kernel takes at once where they lie in aligned words."""
+"""The elements that a thread of the kernel handles at once if they are aligned words."""
 MOST_BLOCKS = 3168
-"""For each of an H100's multiprocessors 24, of which three are resident: eight rounds, so the last one is short."""
+"""24 blocks for each of an H100's multiprocessors, of which three are resident: eight rounds, so the last one is
+short."""
 ZEROING_BLOCKS = 131
-"""Beside the one that cuts, on an H100's 132 multiprocessors."""
+"""The blocks that zero rows besides the one that clamps, on an H100's 132 multiprocessors."""
 
 
 LAYOUT = f"-DSLAB={SLAB}LL", f"-DCOLUMNS={TABLE_COLUMNS}"

@@ -32,7 +32,7 @@ EMPTY = torch.ops.aten.empty_strided.default
 ALIGNMENT = 8
 """Elements of bfloat16 in 16 bytes: what bases and strides must be multiples of."""
 LARGEST_COPY = 8 << 20
-"""Elements; copying more takes longer than a call without rows."""
+"""Elements up to which a copy takes less time than a call without rows."""
 
 Call = Callable[[Tensor, Tensor, Any, Tensor | None], Tensor]
 """Of a, b, what cuts the groups (where that lies on the device), and the given result, if any; returns the result."""

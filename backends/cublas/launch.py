@@ -50,7 +50,7 @@ from multigemm.problem.spec import ProblemSpec
 
 A, B, OUT = (OPERANDS.index(name) for name in ("a", "b", "out"))
 FEW_ZEROS = 8
-"""Results that are worth a fill each; more of them are left to one launch of the epilogue."""
+"""The number of results that are zeroed one by one; more of them are left to one launch of the epilogue."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from multigemm.errors import LibraryError
 from multigemm.problem.spec import ProblemSpec
 
 NO_LOAD = getattr(os, "RTLD_NOLOAD", 0) | os.RTLD_NOW
-"""A library is found only where torch has loaded it already: never a second copy."""
+"""The flag with which a library is found only if torch has already loaded it, so that no second copy is loaded."""
 REAL_TYPES = {
     torch.float32: 0,
     torch.float64: 1,
@@ -181,7 +181,7 @@ class AddressTable:
         self._addresses = np.ascontiguousarray(addresses)
         self._device = device
         self.pointers = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-        """What the call is told: where each row lies on the device."""
+        """The addresses of the table's rows on the device, as the call receives them."""
         self._copy(self._addresses)
 
     def move(self, steps: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ INT8_STEP = 4
 """cuBLAS reads int8 in words of four: K, leading dimensions and addresses are multiples of it."""
 
 FLOAT8_STEP = 16
-"""What K, N and the starts of groups along a jagged K are multiples of in torch's scaled_grouped_mm: 16 bytes."""
+"""K, N and the starts of groups along a jagged K must be multiples of this in torch's scaled_grouped_mm: 16 bytes."""
 
 EXTENT, INT8_EXTENT = 1 << 32, (1 << 31) - 1
 """cuBLAS 13.0 leaves the rows behind the first 2^32 as they were, and says nothing. Extents and leading dimensions past

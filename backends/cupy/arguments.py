@@ -43,9 +43,9 @@ from multigemm.planning.operands import ABSENT, Operands, Packed, group_table
 
 PROBLEM = struct.Struct("<" + "4q" * 5 + "3q2d3q12i")
 ADDRESSES = (0, 32, 64, 96, 128, 160, 168)
-"""Where a, b, out, c, bias, the ends and the numbers of valid rows stand."""
+"""The positions of a, b, out, c, bias, ends and valid rows in `Problem`."""
 ROWS = 200
-"""Where m stands."""
+"""The position of m in `Problem`."""
 TYPES = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3, torch.float64: 4, torch.int32: 5, None: 0}
 
 
@@ -85,7 +85,7 @@ LINE_BYTES = 128
 HEIGHTS = tuple(8 * (i + 1) for i in range(16))
 """Rows of the boxes that the row side comes in."""
 BLANK_ROWS = bytes(SIZE * 15)
-"""Instead of the maps of the other heights, where one map serves all."""
+"""The placeholder for the maps of the other heights, if one map serves all."""
 
 
 class Side(NamedTuple):

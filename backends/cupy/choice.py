@@ -106,7 +106,8 @@ LIST_LEAST_K = 128
 FEW_K = 1024
 """k per group up to which results of jagged k that one round of low tiles covers are not cut into tall ones."""
 SMALL_ROWS = 2048
-"""Rows, and SMALL_COLUMNS, up to which a result has fewer tiles than the GPU has processors: low ones, no clusters."""
+"""Rows, and SMALL_COLUMNS, up to which a result has fewer tiles than the GPU has multiprocessors: low tiles, no
+clusters."""
 SMALL_COLUMNS = 1024
 """Columns: see SMALL_ROWS."""
 WORTH_COPYING = 1 << 24
@@ -142,19 +143,19 @@ ODD_US = (7.0, 1.0)
 """Microseconds (H100) of a launch of the small kernel where lines begin anywhere, and of a block of k of one of a
 processor's tiles of 32."""
 GENERIC_US = (11.0, 4.0)
-"""Microseconds of a launch of the generic kernel there, and of a block of k of all of a processor's tiles of 64: it
-waits for memory each time."""
+"""Microseconds of a launch of the generic kernel for such lines, and of a block of k of all of a multiprocessor's tiles
+of 64: it waits for memory each time."""
 CLEARLY = 0.8
-"""Fraction of the other one's forecast below which a forecast is believed."""
+"""The fraction of the other estimate below which an estimate is trusted."""
 HALVES = (torch.float16, torch.bfloat16)
 TOTALS = (0, *(1 << i for i in range(21)))
 GROUPS = (*(1 << i for i in range(10)), MAX_GROUPS)
-"""Numbers of tokens and groups for which kernels are compiled beforehand."""
+"""The numbers of tokens and groups for which kernels are compiled in advance."""
 
 Condition = Any
 """Whether something holds: a bool, or an array of them."""
 Rule = tuple[Condition, tuple[Config, ...]]
-"""Where it holds, these configs, the best one first."""
+"""A condition, and the configs to use where it holds, the best first."""
 
 
 class Layout(NamedTuple):
@@ -168,9 +169,9 @@ class Layout(NamedTuple):
     sends: bool
     plain: bool
     columns: int
-    """Blocks of columns that a result has."""
+    """The blocks of columns of a result."""
     k: int
-    """0 where it differs by group and none is known."""
+    """The inner extent; 0 if it differs by group and none is known."""
 
 
 class Counts(NamedTuple):
@@ -494,9 +495,9 @@ class Ladder(NamedTuple):
 
     configs: tuple[Config, ...]
     copied_many: Config
-    """For many rows per group."""
+    """The configs for copies with many rows per group."""
     copied_few: Config
-    """For few: warpgroups that take turns do not pay."""
+    """The configs for copies with few rows per group, where warpgroups that take turns do not pay."""
     high: bool
     """Whether higher tiles are better for many rows of odd results, which end least often then."""
 
@@ -511,7 +512,7 @@ LOW, LOWEST = _ladder(SINGLE, SLIM, WIDE), _ladder(SLIM, SINGLE, WIDE)
 SPARSE, BETWEEN = _ladder(SINGLE, NARROW, MIDDLE, WIDE), _ladder(MIDDLE, WIDE, NARROW)
 TALL = (_ladder(TURNS, WIDE, ALONE, MIDDLE, NARROW), _ladder(WIDE, TURNS, ALONE, MIDDLE, NARROW),
         _ladder(WIDE, ALONE, MIDDLE, NARROW))  # fmt: skip
-"""Of groups of many rows: where taking turns pays at once, where it may, where it cannot."""
+"""The configs for groups of many rows: where taking turns pays at once, where it may, where it cannot."""
 TALL_ALONE = (_ladder(ALONE, TURNS, WIDE, MIDDLE, NARROW), _ladder(ALONE, WIDE, TURNS, MIDDLE, NARROW),
               _ladder(ALONE, WIDE, MIDDLE, NARROW))  # fmt: skip
 """The same where clusters do not pay."""

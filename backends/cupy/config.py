@@ -131,7 +131,7 @@ SHARED_MEMORY = {(8, 0): 166912, (8, 7): 166912, (9, 0): 232448, (10, 0): 232448
 LEAST_SHARED = 101376
 """Bytes that a thread block may have, on GPUs that are not listed."""
 PLACE_BYTES = 1024
-"""Of them, for the tile in hand and the search for its group."""
+"""The bytes of shared memory for the current tile and the search for its group."""
 
 
 class Shape(NamedTuple):
@@ -155,7 +155,7 @@ SHAPES = {
     F64: {128: Shape(32, 3, 256, 1), 64: Shape(16, 3, 128, 3, 1.1), 32: Shape(16, 6, 64, 3, 1.8)},
     F32: {128: Shape(32, 2, 256, 2), 64: Shape(32, 4, 128, 3, 1.4), 32: Shape(32, 8, 64, 3, 2.0)},
 }  # fmt: skip
-"""By side. Low tiles of 16 bits have a kernel of their own."""
+"""The tiles by side. Low tiles of 16 bits have a kernel of their own."""
 
 
 def kind_of(spec: ProblemSpec) -> int:
@@ -233,17 +233,17 @@ GATED = tuple(
     for rows, stages in ((192, 5), (128, 6), (64, 8))
     for cluster in (2, 1)
 )
-"""For gates: a warpgroup multiplies all columns of a tile, those of g and of u."""
+"""The configs for gates: a warpgroup multiplies all columns of a tile, those of g and of u."""
 GATHERED = tuple(replace(c, kernel="hopper_gather") for c in GATED)
-"""For picked rows, with a gate or plain."""
+"""The configs for picked rows, with a gate or plain."""
 GATHERED_TOGETHER = tuple(
     Config("hopper_gather", rows=rows, stages=stages, cluster=cluster)
     for rows, stages in ((256, 4), (192, 4), (128, 6), (64, 8))
     for cluster in (2, 1)
 )
-"""For picked rows, without a gate: both warpgroups share a tile."""
+"""The configs for picked rows without a gate: both warpgroups share a tile."""
 FUSED_TOGETHER = (TURNS, WIDE, ALONE, MIDDLE, SINGLE, NARROW, SLIM)
-"""For preact_out and row_scale without a gate, and for copies of picked rows."""
+"""The configs for preact_out and row_scale without a gate, and for copies of picked rows."""
 WEIGHTS_WIDE = Config("hopper_weights", rows=256, stages=4, cluster=2)
 WEIGHTS_MIDDLE = Config("hopper_weights", rows=128, stages=8, cluster=2)
 WEIGHTS_NARROW = Config("hopper_weights", rows=64, stages=12, cluster=1, step=8)

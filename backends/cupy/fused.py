@@ -36,9 +36,9 @@ GATE_CODES = {
 }
 """The activation of each gate (kernels/fused.cuh)."""
 SUM_THREADS = 128
-"""Of a block that sums columns of one row, at most."""
+"""The largest number of threads of a block that sums columns of one row."""
 SUM_AHEAD = (2, 4, 8)
-"""Rows that a thread may have under way at once."""
+"""The number of rows that a thread may load at once."""
 
 
 def _is_wide(x: Tensor | None) -> bool:

@@ -48,12 +48,12 @@ from multigemm.problem.spec import OperandSpec, ProblemSpec
 
 THREADS = 384
 COUNTERS = 2
-"""Words that a launch counts in: the next tile, and clusters that are done."""
+"""The words in which a launch counts: the next tile, and the clusters that are done."""
 LAUNCH = struct.Struct("<2q4i")
 NO_MAPS = join([BLANK] * 17)
-"""In the place of a packed form's maps."""
+"""The placeholder for a packed form's maps."""
 READERS = 2
-"""Rows that more tiles than this read again and again are asked to stay in the L2 cache."""
+"""Rows that more tiles than this read are marked to stay in the L2 cache."""
 BUSY_ROWS = 208
 """A group with this many rows keeps the tensor cores as busy as its weights keep the memory."""
 
@@ -92,12 +92,12 @@ class FusedLayout(NamedTuple):
 
     gathers: bool
     of_w: bool
-    """Whether the rows that are picked are those of the weight side."""
+    """Whether the picked rows are those of the weight side."""
     gate: int
     act: int
     preact: bool
     row_scaled: bool
-    """Whether results are plain, but for a number for each row."""
+    """Whether results are plain except for a number for each row."""
 
 
 def fused_layout_of(spec: ProblemSpec) -> FusedLayout | None:
@@ -131,7 +131,7 @@ class Layout(NamedTuple):
     """The compile-time facts of a kernel besides its config."""
 
     element: str
-    """Of the operands: BFLOAT, TF32, INT8, or "" for float16."""
+    """The element type of the operands: BFLOAT, TF32, INT8, or "" for float16."""
     role: Roles
     ragged: bool
     listed: bool
@@ -330,7 +330,7 @@ class Hopper:
 # to the bound problem.
 
 COPY_SOURCE = Source("pack.cu", "pack", ())
-"""Of 16 bits."""
+"""The source for elements of 16 bits."""
 COPY_RECORD = struct.Struct("<2Q9q")
 COPY_JOB = struct.Struct("<Q2I")
 COPY_THREADS, BAND, PIECE_BYTES, BLOCKS_PER_SM = 256, 32, 512, 8

@@ -35,7 +35,7 @@ EIGHTHS = struct.Struct("<q2I2i")
 BLOCK_K, SKEW = 64, 32
 """As in pipeline.cuh and weights.cuh, in elements."""
 NO_WEIGHT_MAPS = join([BLANK] * 8)
-"""In the place of a packed form's eight maps."""
+"""The placeholder for a packed form's eight maps."""
 
 
 def source(spec: ProblemSpec, config: Config) -> Source:

@@ -71,7 +71,10 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
     if config == choice.heuristic(spec, capability):
         _load_layout(replace(spec, total=0, groups=1, largest=0), capability, index)
     elif not configs.is_valid(config, spec, capability):
-        raise InvalidSetting(f"{config} cannot run {spec}{_obstacle(config, spec, capability)}")
+        raise InvalidSetting(
+            f"{config} cannot run this problem{_obstacle(config, spec, capability)}; leave config out for the "
+            "backend's own choice"
+        )
     load_all(KERNELS[config.kernel].sources(spec, config), index)
     name = {"packed": "packed+hopper", "gathered": "gather, then hopper"}.get(config.kernel, config.kernel)
     bind = fused.summed(given, KERNELS[config.kernel].loaded(spec, config, index).bind, index)

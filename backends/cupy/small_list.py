@@ -29,11 +29,11 @@ from multigemm.problem.spec import ProblemSpec
 
 THREADS, BLOCK_K = 288, 64
 SLOTS = (4, MAX_LISTED_GROUPS)
-"""Groups that an argument holds: a short one is there sooner."""
+"""The groups that an argument holds; a short argument arrives sooner."""
 LISTED = 160
-"""Tiles whose places the argument holds; those of the others lie in device memory."""
+"""The tiles whose places the argument holds; the places of others are in device memory."""
 STAGED = 128
-"""Rows of results that leave at once; of higher tiles 64."""
+"""The rows of results that are stored at once; 64 for higher tiles."""
 PLACE = np.dtype([("group", "<i4"), ("blocks", "<i4"), ("down", "<i4"), ("across", "<i4")])
 SHAPE, TAIL = struct.Struct("<2i2q"), struct.Struct("<qf2i")
 

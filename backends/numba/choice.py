@@ -53,11 +53,11 @@ SHALLOW = 512
 ROW_ALIGN = 16
 """Bytes to which operands of float32 on plain cores are aligned for asynchronous copies to pay."""
 MULTIPROCESSORS = 128
-"""Of an ordinary Hopper GPU (they have 114 to 132)."""
+"""The multiprocessors of an ordinary Hopper GPU (they have 114 to 132)."""
 GENERIC_COST = {GENERIC_LARGE: 1.0, GENERIC: 1.9, GENERIC_LOW: 2.1}
-"""What a product takes in a tile on plain cores, relative to the largest: float32 on an H200."""
+"""The time of a product in a tile on plain cores, relative to the largest tile: float32 on an H200."""
 SMALL_COST = {MMA_SMALL: 1.17, FMA_SMALL: 1.06}
-"""What a product takes in a small tile, relative to a tall one: float64 and float32 on an H100, K of 2048."""
+"""The time of a product in a small tile, relative to a tall one: float64 and float32 on an H100, K of 2048."""
 TALL_ENDS_BYTES = 2 * ROW_BYTES
 """Bytes of k in whose time a tall tile begins and ends; beside a small one, more others multiply meanwhile."""
 MOST_THREADS = 1024

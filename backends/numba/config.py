@@ -25,7 +25,7 @@ NAMES = {
 }
 
 STAGE_BYTES = 128
-"""Of k, to a multiple of which the kernels that copy stages fill K up; as `ROW_BYTES`."""
+"""Bytes of k in a stage. Kernels that copy stages pad K to a multiple of it; equal to `ROW_BYTES`."""
 VECTOR = 16
 """Bytes of the widest copy, to which fast operands are aligned."""
 
@@ -264,7 +264,7 @@ SLOTS = 4
 SLOT_BYTES = 80
 HOPPER_ALIGNMENT = 1024
 TURNS = 2
-"""Tile numbers that may be on their way from the first block of a cluster to the others."""
+"""The tile numbers that may be on their way from the first block of a cluster to the others."""
 MAPS = 6
 """Tensor maps per group: B, then A with boxes of different heights (or one, where A lies across k)."""
 

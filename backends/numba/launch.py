@@ -77,7 +77,9 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
     if taken_in_steps(spec):
         return plan_in_steps(spec, plan(product_spec(spec), config, device), index_of(device))
     if reason := problem_with(config, spec, device):
-        raise InvalidSetting(f"{config} cannot run this problem: {reason}")
+        raise InvalidSetting(
+            f"{config} cannot run this problem: {reason}; leave config out for the backend's own choice"
+        )
     if device.type == "cuda":
         bind = bind_for(config, spec, index_of(device))
     else:

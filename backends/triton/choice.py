@@ -44,7 +44,7 @@ from multigemm.planning.fused_steps import product_spec, steps_reasons
 from multigemm.problem.spec import MIXED, FusedSpec, ProblemSpec
 
 BRIEF_US = 50.0
-"""Below that, programs take so few tiles that the balance of drawing them from a counter is not worth its end."""
+"""Below this many microseconds programs take so few tiles that drawing them from a counter costs more than it gains."""
 UNCOPIED_ROWS = {256: 1024, 128: 256}
 """Rows per group up to which a copy of unaligned weights takes longer than tiles of that height that shift them."""
 FEW_ROWS_OF_A_GATE = 16
@@ -72,14 +72,14 @@ class Speed(NamedTuple):
     launch_us: float
     bytes_per_us: float
     flops_per_us: float
-    """Of products of 16 bits; of wider ones less by as much as they are wider."""
+    """The operations per microsecond of products of 16 bits; wider ones have as many fewer as they are wider."""
 
 
 HOPPER, POINTER = Speed(10.0, 3.2e6, 420e6), Speed(7.8, 2.66e6, 240e6)
 COPY_US = 10.0
-"""What copies of operands into aligned rows add."""
+"""Microseconds that copies of operands into aligned rows add."""
 SHIFTED = 1.6
-"""How many times as long products of shifted weights take."""
+"""The time of products of shifted weights, relative to plain ones."""
 POINTER_STEP_US, POINTER_DEPTH, POINTER_PROGRAMS = 0.3, 64, 2
 """A block of K, its depth, and programs on a multiprocessor: those of an ordinary config of the pointer kernel."""
 STEP_US = {(192, 256): 0.64, (256, 128): 0.51, (128, 256): 0.51, (128, 128): 0.40}
@@ -218,7 +218,7 @@ DOUBLE = (
     _timed((32, 32, 32), 2, 4, 3, 0.50, 0.25),
     _timed((16, 64, 32), 4, 4, 2, 0.60, 0.32),
 )
-"""float64: few rows per group waste most of 64, and low tiles read shared memory more often."""
+"""float64. Few rows per group waste most of 64, and low tiles read shared memory more often."""
 ALONG = (
     _timed((128, 128, 32), 8, 3, 1, 0.62, 0.62),
     _timed((64, 64, 32), 4, 5, 2, 0.36, 0.25),
@@ -235,13 +235,14 @@ SINGLE = (
     Config(block_m=64, block_n=64, block_k=16, warps=4, stages=3, programs=3),
     Config(block_m=32, block_n=32, block_k=16, warps=4, stages=3, programs=4),
 )
-"""float32 across k."""
+"""float32, with weights across k."""
 CROSSED = (Timed(SINGLE[0], 1.60, 1.60), _timed((16, 32, 32), 4, 4, 4, 1.16, 1.16))
 """float32 whose weights run along k: reading them from shared memory is what a program waits for, alone or not. Of 28
 rows, tiles of 32 x 32 took 1.3 to 1.45 times as long as those of 64 x 64."""
 
 TURNED = Timed(replace(SINGLE[0], pack=("b",)), 0.60, 0.42)
-"""The same after a copy that turns the weights: five shapes on an H200, 2026-11-23 (docs/notes/triton-tuning.md)."""
+"""float32 whose weights ran along k, after a copy that transposes them: five shapes on an H200, 2026-11-23
+(docs/notes/triton-tuning.md)."""
 TURNED_COPY, TURNED_BYTES_PER_US = 5.0, 3.5e6
 """Microseconds of the copy's launch, and bytes that it reads and writes."""
 

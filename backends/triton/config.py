@@ -320,7 +320,8 @@ def float8_problem(config: Config, spec: ProblemSpec) -> str:
 
 
 NARROW = 64
-"""Rows of tokens below which they stand on the instruction's narrow side: its other side takes 64 at least."""
+"""Below this many rows of tokens they are on the instruction's narrow side, because its other side takes at least
+64."""
 PROMOTION = 128
 """Elements of K that products of float8 may stay in the tensor core's own sums."""
 INVARIANT_TILE = (64, 64, 4)
@@ -362,7 +363,7 @@ def quantised_shared(config: Config, spec: ProblemSpec) -> int:
 
 
 FEWEST_REGISTERS = 112
-"""Registers of a thread beside a tile's two sums, at least: addresses, codes and what they become."""
+"""The smallest number of registers of a thread besides a tile's two sums: addresses, codes and decoded numbers."""
 
 
 def quantised_registers(config: Config) -> int | None:

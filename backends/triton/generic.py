@@ -29,11 +29,11 @@ CHUNK = 256
 BLOCK_ROWS, BLOCK_COLUMNS = 32, 128
 """What one program of a copy takes."""
 FEW = 32
-"""Groups that the scheduler counts at once; up to FEW of them inside each warp, without a barrier."""
+"""The groups that the scheduler counts at once; up to FEW of them inside each warp, without a barrier."""
 LISTED = 0
-"""In their place: the host knows all extents and has listed the tiles (see lists.py)."""
+"""The value in place of a chunk size for lists: the host knows all extents and has listed the tiles (see lists.py)."""
 WHOLE = -1
-"""The same, where every tile is whole, so that nothing has to be masked."""
+"""The value for listed tiles that are all whole, so that nothing has to be masked."""
 PREFIX_STEP = 1024
 TYPES = {
     torch.float16: "fp16",

@@ -17,7 +17,9 @@ from multigemm.problem.spec import ProblemSpec
 def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
     """Compiles (or loads) the kernels of a spec; binding a problem then only lays out arguments."""
     if problem := configs.problem_with(config, spec):
-        raise InvalidSetting(f"{config} cannot run this problem: {problem}")
+        raise InvalidSetting(
+            f"{config} cannot run this problem: {problem}; leave config out for the backend's own choice"
+        )
     why = f"batch invariant: {configs.summation_of(config, spec)}" if spec.batch_invariant else ""
     if device.type == "cpu":
         return _emulated(spec, config, why)

@@ -19,7 +19,7 @@ from multigemm.settings import settings
 INSTALL = "pip install 'triton>=3.6'"
 MINIMUM_CAPABILITY = (8, 0)
 ROWS = 2**31
-"""Rows of all groups of a list or batch together."""
+"""The largest number of rows of all groups of a list or batch together."""
 
 
 def _interpreter_reason() -> str:

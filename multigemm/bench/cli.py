@@ -20,8 +20,7 @@ from multigemm.bench.peers import peer_entries
 from multigemm.bench.processes import CONTEXT_LOST, Marker, as_child, supervise
 from multigemm.bench.reports import Report
 from multigemm.bench.runner import Data, DeviceLost, Options, Progress, Runner, add_ceilings, new_report
-from multigemm.bench.selection import above_zero, add_selection, asks_nothing, selected
-from multigemm.bench.suites import SUITES, suite
+from multigemm.bench.suites import SUITES, above_zero, add_selection, asks_nothing, selected, suite
 from multigemm.bench.workloads import Rates, Workload, parts
 from multigemm.errors import InvalidSetting
 from multigemm.select import registry
@@ -35,7 +34,7 @@ LOCAL_OPTIONS = ("--out", "--json", "--commit", "--stall", "--seconds")
 LOCAL_FLAGS = ("--resume", "--json-only", "--quiet")
 """What a kept command leaves out: paths of this machine, and its owner's haste."""
 EPILOG = """
-  multigemm bench --suite moe                     every backend and peer that is here
+  multigemm bench --suite moe                     every available backend and installed peer
   multigemm bench --shape 64,2048,3584,1792       one's own: G, M per group, N, K
   multigemm bench --problem mine.py               one's own tensors: the file defines `problem`
   multigemm bench --suite tutorial --style do_bench
@@ -56,16 +55,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_run(parser)
     commands = parser.add_subparsers(dest="bench_command", metavar="[COMMAND]")
     pair = commands.add_parser(
-        "compare", help="what became slower between two reports (or their folders); exits 1 if anything did"
+        "compare", help="show what became slower between two reports (or their folders); exits 1 if anything did"
     )
     pair.add_argument("old", type=Path, help="a report.json, or its folder")
-    pair.add_argument("new", type=Path, help="another one of the same suites and device")
-    again = commands.add_parser("render", help="table, plots and page again from a report (or its folder)")
+    pair.add_argument("new", type=Path, help="a later report of the same suites and device")
+    again = commands.add_parser("render", help="draw table, plots and page again from a report (or its folder)")
     again.add_argument("report", type=Path, help="a report.json, or its folder, which receives what is drawn")
-    pages = commands.add_parser("embed", help="draw the tables of Markdown pages anew from the reports that they name")
+    pages = commands.add_parser("embed", help="draw the tables of Markdown pages again from the reports that they name")
     pages.add_argument("pages", type=Path, nargs="+", help="Markdown files; run it where their paths begin")
     pages.add_argument("--check", action="store_true", help="change nothing; exit 1 if a page differs from its reports")
-    ranks.add_arguments(commands.add_parser("ranks", help="a layer of experts over many GPUs, under torchrun"))
+    ranks.add_arguments(commands.add_parser("ranks", help="measure layers of experts over many GPUs, under torchrun"))
     commands.add_parser("list")  # what --list does
     parser.set_defaults(began=False)
 
@@ -74,41 +73,63 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
     """Adds the options for who is measured, and how."""
     add = parser.add_argument_group("who is measured, and how").add_argument
     add("--problem", type=Path, help="a Python file that defines `problem`, a GroupedGemmProblem, instead of a suite")
-    add("--backends", default="", help="comma separated, or none (default: all that are here, and auto)")
-    add("--peers", default="", help="peers, comma separated, or none (default: all that are here)")
-    add("--configs", type=int, default=0, help="time so many configs of each backend (default: the backend's choice)")
+    add(
+        "--backends",
+        default="",
+        help="backends, separated by commas, or none (default: all that are available, and auto)",
+    )
+    add("--peers", default="", help="peers, separated by commas, or none (default: all that are installed)")
+    add(
+        "--configs",
+        type=int,
+        default=0,
+        help="time this many configs of each backend (default: only the one that it chooses)",
+    )
     add(
         "--batch-invariant",
         action="store_true",
-        help="each backend also with batch_invariant=True, and what that costs",
+        help="time each backend also with batch_invariant=True, and show what that costs",
     )
-    add("--style", choices=("cold", "do_bench"), default="cold", help="do_bench: as Triton's tutorials measure")
-    add("--reps", type=int, help="rounds at most (default: 300 on a GPU, 100 on a CPU)")
-    add("--modes", default="graph,hot,host", help="what to time besides eager calls; graph alone is the shortest")
-    add("--budget-ms", type=float, help="per workload and mode, all entries together")
-    idle = "per cent of the time in which the device idles, in pauses between bursts of 25 ms (default: 0)"
+    add(
+        "--style",
+        choices=("cold", "do_bench"),
+        default="cold",
+        help="cold (default): with cold caches; do_bench: as Triton's tutorials measure",
+    )
+    add("--reps", type=int, help="largest number of rounds (default: 300 on a GPU, 100 on a CPU)")
+    add(
+        "--modes",
+        default="graph,hot,host",
+        help="what to time besides eager calls (default: graph,hot,host); graph alone is the shortest run",
+    )
+    add("--budget-ms", type=float, help="milliseconds for each workload and mode, all entries together")
+    idle = "per cent of the time in which the device idles between bursts of 25 ms (default: 0)"
     add("--rest", type=float, default=0.0, help=idle)
-    late = f"begin no workload after so long (default: {UNASKED_S:g} on a CPU for the usual suite, else no limit)"
+    late = (
+        f"seconds after which no workload begins (default: {UNASKED_S:g} on a CPU for the usual suite, else no limit)"
+    )
     add("--seconds", type=float, help=late)
-    add("--energy", action="store_true", help="also the joules of a call, where the GPU counts them (NVML)")
-    add("--floor", default="", help="TFLOP/s,TB/s to use as ceilings instead of measuring them")
+    add("--energy", action="store_true", help="measure the joules of a call too, if the GPU counts them (NVML)")
+    add("--floor", default="", help="ceilings in TFLOP/s,TB/s instead of measured ones, as in 770,3.0")
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     """Adds the options for devices, output and supervision."""
     add = parser.add_argument_group("where it runs, and what becomes of it").add_argument
     add("--list", action="store_true", help="print the suites, or those of --suite, and their workloads")
-    add("--out", type=Path, default=Path("multigemm-bench"), help="folder for report.json, report.md and plots")
-    add("--json", type=Path, metavar="FILE", help="also write the report's JSON there")
+    out = Path("multigemm-bench")
+    add("--out", type=Path, default=out, help=f"folder for report.json, report.md and plots (default: {out})")
+    add("--json", type=Path, metavar="FILE", help="also write the report's JSON to this file")
     add("--json-only", action="store_true", help="write no page and no plots (render draws them)")
-    add("--commit", default="", help="what to call the code where there is no git")
+    add("--commit", default="", help="commit to name in the report if there is no git")
     add("--resume", action="store_true", help="keep the rows that the folder's report already has")
     where = "cuda:1, cpu (default: all GPUs of the host; under torchrun, this rank's share)"
     add("--device", default="", help=where)
     add("--share", default="", help=argparse.SUPPRESS)  # i/n: a part of a run over many devices
-    add("--workers", type=int, default=0, help="compile all workloads for all backends first, in so many processes")
-    add("--stall", type=float, default=90.0, help="seconds without news after which a kernel hangs")
-    add("--isolate", action="store_true", help="work in a child process on a CPU as well")
+    add("--workers", type=int, default=0, help="first compile all workloads for all backends in this many processes")
+    late = "seconds without progress after which a kernel counts as hanging (default: 90)"
+    add("--stall", type=float, default=90.0, help=late)
+    add("--isolate", action="store_true", help="measure in a child process on a CPU too, as on a GPU")
     add("--marker", type=Path, default=None, help=argparse.SUPPRESS)
     add("--quiet", action="store_true", help="no progress lines")
 

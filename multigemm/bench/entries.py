@@ -191,7 +191,7 @@ def backend_entries(
     """The entries of multigemm itself, and the absent backends with their reasons.
 
     Args:
-        names: backends, "auto" and "auto-static"; all backends that are here, and "auto", if none is named.
+        names: backends, "auto" and "auto-static"; by default all available backends, and "auto".
         device: where they run.
         configs: so many of each backend's configs, each as an entry of its own; 0 for the backend's own choice.
         batch_invariant: whether each is measured under that promise, too.

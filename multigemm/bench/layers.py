@@ -41,7 +41,7 @@ CPU_SCALE = 32
 LIMIT = 2e-2
 """The error of a right result in bfloat16, in norm: products, gates and sums are rounded."""
 CHECKED_TOKENS = 4096
-"""Of a training pass, at most: the loop in float32 keeps all that its gradients need."""
+"""The largest number of tokens of a checked training pass: the loop in float32 keeps all that its gradients need."""
 FORMATS: dict[str, tuple[quantize.Format, str, torch.dtype, float]] = {
     "fp8-blocks": ("e4m3", "128x128", torch.float32, 0.1),
     "fp8-weights": ("e4m3", "128x128", torch.float32, 0.1),
@@ -50,7 +50,7 @@ FORMATS: dict[str, tuple[quantize.Format, str, torch.dtype, float]] = {
 """Of the weights of a quantised layer: elements, what a scale covers, scales, and the largest error of a right result.
 "fp8-blocks" also quantises activations, 1 x 128, before both products, as DeepSeek-V3 has it."""
 CHUNK = 4
-"""Experts quantised at a time: some formats need memory for float32 numbers meanwhile."""
+"""Experts quantised at a time, because some formats need memory for float32 numbers."""
 
 Forward = Callable[[Tensor, Tensor, Tensor], Any]
 """A layer as a function of x, experts and their weights."""

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 
 from multigemm.bench.operands import float32_precision
-from multigemm.bench.quantised import RECIPES
-from multigemm.bench.workloads import DTYPES, Rates
+from multigemm.bench.workloads import DTYPES, RECIPES, Rates
 from multigemm.errors import LibraryError, MultigemmError
 from multigemm.select.timing import measure
 
@@ -136,7 +135,8 @@ def describe(device: torch.device) -> dict[str, Any]:
 NVML = "libnvidia-ml.so.1"
 COUNTED_S, PATIENCE_S = 0.5, 5.0
 CHUNK_US = 8e3
-"""Of calls between two looks at the counter, which moves in steps of up to 100 ms. A look takes 4 ms (H200)."""
+"""Microseconds of calls between two readings of the counter, which moves in steps of up to 100 ms. A reading takes 4 ms
+(H200)."""
 
 
 class EnergyMeter:
@@ -148,12 +148,14 @@ class EnergyMeter:
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
-            raise LibraryError(f"energy is counted on GPUs alone, and this is a {device.type}")
+            raise LibraryError(f"energy is counted on GPUs alone, and this is a {device.type}: leave --energy out")
         self.device, self._handle = device, ctypes.c_void_p()
         try:
             self._nvml = ctypes.CDLL(NVML)
         except OSError as error:
-            raise LibraryError(f"energy is read through NVML, which is not here: {error}") from error
+            raise LibraryError(
+                f"energy is read through NVML, which cannot be loaded ({error}): leave --energy out"
+            ) from error
         self._call("nvmlInit_v2")
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
         self._call("nvmlDeviceGetHandleByUUID", uuid, ctypes.byref(self._handle))
@@ -161,7 +163,7 @@ class EnergyMeter:
 
     def _call(self, name: str, *arguments: object) -> None:
         if status := getattr(self._nvml, name)(*arguments):
-            raise LibraryError(f"{name} returned status {status}: this GPU's energy cannot be read")
+            raise LibraryError(f"{name} returned status {status}: this GPU's energy cannot be read: leave --energy out")
 
     def joules(self) -> float:
         """The energy used so far, in joules."""
@@ -192,7 +194,7 @@ class EnergyMeter:
                 steps.append((seen, calls, now))
                 last = seen
             if now - (steps[-1][2] if steps else begin) > PATIENCE_S:
-                raise LibraryError(f"the energy counter did not move for {PATIENCE_S:g} s of work")
+                raise LibraryError(f"the energy counter did not move for {PATIENCE_S:g} s of work: leave --energy out")
         torch.cuda.synchronize(self.device)
         count = steps[-1][1] - steps[0][1]
         return (steps[-1][0] - steps[0][0]) / count, (steps[-1][2] - steps[0][2]) * 1e6 / count

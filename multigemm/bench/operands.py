@@ -19,9 +19,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from multigemm.bench import quantised
-from multigemm.bench.workloads import Workload
+from multigemm import quantize
+from multigemm.bench.workloads import E8M0, RECIPES, Recipe, Workload
 from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.problem.scales import Scale, as_bytes
+from multigemm.problem.spec import BYTE_FORMATS
 from multigemm.reference.verify import Answer, answer, judge
 
 Matrices = Tensor | list[Tensor]
@@ -59,7 +61,8 @@ class Tensors:
 
 @dataclass
 class _Maker:
-    """Draws matrices of one dtype from one seeded source."""
+    """Draws matrices of one dtype, or quantised ones, from one seeded source. Quantised elements are drawn, not
+    quantised: normal numbers in float8, any code of 4 bits, and scales between 0.5 and 1.5."""
 
     workload: Workload
     device: torch.device
@@ -90,6 +93,29 @@ class _Maker:
         poison = float("nan") if dtype.is_floating_point else POISON_INT
         return torch.full(shape, poison, dtype=dtype, device=self.device)
 
+    def codes(self, format: str, *shape: int) -> Tensor:
+        """Codes of a format [.., lines, K], with half as many bytes along K if one holds two; bfloat16 for ""."""
+        if format in BYTE_FORMATS or format == "int8":
+            shape = (*shape[:-1], shape[-1] // 2) if format in BYTE_FORMATS else shape
+            codes = torch.empty(shape, dtype=torch.uint8, device=self.device)
+            if self.drawn:
+                codes = codes.random_(0, 256, generator=self.source)
+            return codes.view(torch.int8) if format == "int8" else codes
+        values = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
+        if self.drawn:
+            values = values.normal_(generator=self.source)
+        return values.to(quantize.FLOATS[format]) if format else values
+
+    def scale(self, recipe: Recipe, *shape: int, tokens: bool = False) -> Tensor:
+        """Scales [.., lines, entries along K]; scales of `tokens` are contiguous along the lines."""
+        memory = (*shape[:-2], shape[-1], shape[-2]) if tokens else shape
+        numbers = torch.ones(memory, device=self.device)
+        if self.drawn:
+            numbers = numbers.uniform_(0.5, 1.5, generator=self.source)
+        if recipe.scale is E8M0:
+            numbers = torch.exp2(numbers.log2().round()).to(E8M0)
+        return numbers.mT if tokens else numbers
+
 
 def make(workload: Workload, device: torch.device | str, drawn: bool = True) -> Tensors:
     """Makes seeded random tensors of a workload on a device; `out` is poisoned. With `drawn` False the operands are
@@ -101,7 +127,7 @@ def make(workload: Workload, device: torch.device | str, drawn: bool = True) -> 
     return _make_list(workload, maker) if workload.products else _make_packed(workload, maker)
 
 
-def _make_quantised(workload: Workload, maker: _Maker, recipe: quantised.Recipe) -> Tensors:
+def _make_quantised(workload: Workload, maker: _Maker, recipe: Recipe) -> Tensors:
     """Quantised operands with scales, as a problem."""
     w, total = workload, int(workload.sizes.sum())
     out = maker.empty(*((total, w.n) if w.form == "jagged_m" else (w.groups, w.m, w.n)))
@@ -109,8 +135,7 @@ def _make_quantised(workload: Workload, maker: _Maker, recipe: quantised.Recipe)
     cut: dict[str, Any] = {"valid_rows": valid} if valid is not None else {}
     if offsets is not None:
         cut = {"offsets": offsets, "jagged": w.form[-1]}
-    source = quantised.Source(recipe, maker.device, maker.source, maker.drawn)
-    given = quantised.problem(w, source, out, cut)
+    given = _scaled_problem(w, maker, recipe, out, cut)
     return Tensors(w, given.a, given.b, out, None, offsets, valid, host, given)
 
 
@@ -254,9 +279,9 @@ def _reference(tensors: Tensors) -> Truth:
     workload, expected, bounds = tensors.workload, [], []
     if workload.recipe is not None:
         with float32_precision("highest"):
-            for left, right in quantised.dequantised_groups(tensors, group_inputs(tensors)):
+            for left, right in _dequantised_groups(tensors, group_inputs(tensors)):
                 want, scale = left @ right, left.abs() @ right.abs()
-                unit = quantised.error_unit(workload, left.shape[1])
+                unit = _error_unit(workload, left.shape[1])
                 expected.append(want)
                 bounds.append(scale * unit + want.abs() * (UNIT[workload.out_dtype] * 1.01) + 1e-30)
         return Reference(tensors, expected, bounds)
@@ -304,3 +329,62 @@ def float32_precision(level: str) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+# --- quantised operands ---------------------------------------------------------------------------------
+
+
+def _scaled_problem(w: Workload, maker: _Maker, r: Recipe, out: Tensor, cut: dict[str, Any]) -> GroupedGemmProblem:
+    """The workload as a `GroupedGemmProblem` that writes into `out`. `cut` gives the groups' boundaries, or how many
+    rows count."""
+    form, total, jagged_k = w.form, int(w.sizes.sum()), w.form == "jagged_k"
+    k = total if jagged_k else w.k
+    deep = 1 if not r.block else k // r.block + w.groups if jagged_k else -(-k // r.block)
+    rows = (total,) if form == "jagged_m" else (w.m,) if jagged_k else (w.groups, w.m)
+    columns = (w.n,) if jagged_k else (w.groups, w.n)
+    if jagged_k:  # operands as a training step has them: tokens are rows
+        a, b = maker.codes(r.a, total, w.m).mT, maker.codes(r.b, total, w.n)
+    else:
+        a, b = maker.codes(r.a, *rows, k), maker.codes(r.b, *columns, k).mT
+    scale_a = maker.scale(r, *rows, deep, tokens=True) if r.a else None
+    per = columns if r.columns == 1 else (*columns[:-1], -(-w.n // r.columns))
+    scale_b = maker.scale(r, *per, deep, tokens=jagged_k).mT
+    packed = r.b if r.b in BYTE_FORMATS else None
+    return GroupedGemmProblem(a, b, scale_a=scale_a, scale_b=scale_b, b_format=packed, out=out, **cut)
+
+
+def _dequantised_groups(tensors: Tensors, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """(A_g, B_g) of every group in float32."""
+    given = tensors.own
+    assert given is not None
+    q = given.quantisation
+    assert q is not None
+    starts = [0, *tensors.workload.sizes.cumsum().tolist()[:-1]]
+    found = []
+    for g, (a, b) in enumerate(pairs):
+        left, right = quantize.decode(a), quantize.decode(as_bytes(b), q.b_format)
+        (m, k), n = left.shape, right.shape[1]
+        first_row = starts[g] if given.form == "jagged_m" else 0
+        first_k = starts[g] if given.form == "jagged_k" else 0
+        rows, ks, columns = slice(first_row, first_row + m), slice(first_k, first_k + k), slice(0, n)
+        if q.a is not None:
+            left = left * _numbers(q.a, g, rows, ks, "a", given.form == "jagged_k")
+        if q.b is not None:
+            right = right * _numbers(q.b, g, columns, ks, "b", given.form == "jagged_k")
+        found.append((left, right))
+    return found
+
+
+def _numbers(scale: Scale, g: int, rows: slice, ks: slice, side: str, jagged_k: bool) -> Tensor:
+    return quantize.decode_scale(scale.of_group(g, rows, ks, side, jagged_k))
+
+
+def _error_unit(workload: Workload, k: int) -> float:
+    """The error bound of a sum of k products, as a fraction of the sum of their magnitudes.
+
+    Promoted sums of float8 keep 14 bits of at most 128 of K (docs/how-to/quantised-operands.md); weights may be rounded
+    once to bfloat16 with their scale.
+    """
+    steps = -(-k // 32)
+    rounded = 34 * 2.0**-13 * min(steps, 4) if RECIPES[workload.dtype].a else 2.0**-8
+    return rounded + (4 * k + steps + 8) * 2.0**-24

@@ -44,8 +44,8 @@ def benchmark(
 
     Args:
         problem: what is measured; its sizes are read back from the device once.
-        backends: names; all that are here, and "auto", by default.
-        peers: names as `multigemm bench --peers` takes them; all that are here by default.
+        backends: names; by default all available ones, and "auto".
+        peers: names as `multigemm bench --peers` takes them; by default all installed ones.
         options: how to measure.
 
     Returns:

@@ -22,7 +22,7 @@ MARKERS = {OURS: "o", PEERS: "x"}
 RATIOS = (0.1, 0.2, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
 """Ticks of an axis of speed-ups."""
 LEAST_FLOOR_US = 0.1
-"""What has a smaller floor is drawn there: launches take microseconds."""
+"""Smaller floors are drawn at this value, because a launch takes microseconds."""
 
 
 def missing() -> str:

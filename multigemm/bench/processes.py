@@ -92,7 +92,7 @@ def supervise(
     Args:
         words: the command and its options.
         marker: the file in which the child says what it does.
-        report: the file that the child writes; whoever ended the child gets a row there.
+        report: the file that the child writes; the entry that ended the child gets a row there.
         stall_s: seconds without news after which the child hangs.
         total_s: seconds for all children together.
         program: what runs `multigemm`.

@@ -24,7 +24,8 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import product as every
 from pathlib import Path
@@ -64,13 +65,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--scaling", default=",".join(SCALINGS), help="weak, strong")
     add("--passes", default=",".join(PASSES), help="forward (without gradients), training (forward and backward)")
     add("--routing", default=",".join(ROUTINGS), help="uniform, skewed (experts are chosen as by Zipf's law)")
-    add("--chunks", default="1", help="pieces of what travels, comma separated")
-    add("--tokens", type=int, help="of one GPU, instead of the layers' own")
-    add("--scale", type=int, default=1, help="divides hidden, intermediate and token counts")
+    add("--chunks", default="1", help="numbers of pieces in which tokens travel, separated by commas (default: 1)")
+    add("--tokens", type=int, help="tokens of one GPU, instead of the layers' own numbers")
+    add("--scale", type=int, default=1, help="divide hidden, intermediate and token counts by this")
     add("--rounds", type=int, default=10)
     add("--backend", default="auto")
     add("--device", default="", choices=("", "cuda", "cpu"), help="(default: cuda where there is one)")
-    add("--timeout", type=float, default=300.0, help="seconds after which a silent rank ends all")
+    add(
+        "--timeout",
+        type=float,
+        default=300.0,
+        help="seconds without an answer of a rank after which all ranks end (default: 300)",
+    )
     add("--json", type=Path, metavar="FILE")
     add("--picture", type=Path, metavar="FILE", help="SVG or PNG of the kernels of one training step of each layer")
     add("--draw", type=Path, metavar="JSON", help="draw --picture from what --json wrote, and do no more")
@@ -108,32 +114,25 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-class _joined:
-    """A context with the process group of all ranks; a single rank without torchrun."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-
-    def __enter__(self) -> torch.device:
-        place, args = fleet.here(), self.args
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
-        for name, value in alone.items() if place.ranks == 1 else ():
-            os.environ.setdefault(name, value)
-        device = fleet.default_device(args.device)
-        if device.type == "cuda":
-            if place.locals > torch.cuda.device_count():
-                raise InvalidSetting(f"{place.locals} ranks, and {torch.cuda.device_count()} GPUs: one for each")
-            device = torch.device("cuda", place.local)
-            torch.cuda.set_device(device)
-            os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # exchanges get processors while products run
-        limit = timedelta(seconds=args.timeout)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=limit)
-        return device
-
-    def __exit__(self, *error: object) -> None:
-        if error[0] is None:
-            dist.barrier()
-            dist.destroy_process_group()
+@contextmanager
+def _joined(args: argparse.Namespace) -> Iterator[torch.device]:
+    """Joins the process group of all ranks, or of this one without torchrun; yields this rank's device."""
+    place, device = fleet.here(), fleet.default_device(args.device)
+    if device.type == "cuda":
+        if place.locals > torch.cuda.device_count():
+            raise InvalidSetting(f"{place.locals} ranks, and {torch.cuda.device_count()} GPUs: one for each")
+        device = torch.device("cuda", place.local)
+        torch.cuda.set_device(device)
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # exchanges get processors while products run
+    alone: dict[str, Any] = {"init_method": "tcp://127.0.0.1:0", "rank": 0, "world_size": 1}
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(seconds=args.timeout),
+        **(alone if place.ranks == 1 else {}),
+    )
+    yield device
+    dist.barrier()  # after an error the other ranks may never come
+    dist.destroy_process_group()
 
 
 def _measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:

@@ -29,20 +29,20 @@ from multigemm.errors import LibraryError, MultigemmError
 from multigemm.select.timing import CODE_BYTES, FLUSH_BYTES, Mode, Timing, describe, measure, other_code, overhead
 
 RESTLESS = 0.15
-"""Samples that disagree by more are taken again."""
+"""Samples that disagree by more than this are taken again."""
 SECOND_LOOKS = 2
 NEAR = 1.25
 """Configs within this factor of their backend's best, at a quick look, are measured carefully."""
 LATE = "not tried within the time"
 STRIKES = 3
-"""An entry that hung or crashed so often is left alone."""
+"""An entry that hung or crashed this often is not started again."""
 OVER_BUDGET = 2.5
-"""After so many budgets there is no second look."""
+"""After this many budgets there is no second look."""
 HURRIED = 0.25
-"""The part of the budget for a workload of a run that is behind its goal."""
+"""The fraction of the budget for a workload of a run that is behind its goal."""
 SAVE_EVERY_S = 1.5
 STAGE_EVERY_S = 4.0
-"""Of progress in a log."""
+"""Seconds between two progress lines in a log."""
 CPU_GOAL_S = 1.6
 """Seconds per workload on a CPU, which other processes may share: where these take longer, samples become fewer."""
 

@@ -19,14 +19,19 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 import numpy as np
+import torch
 
 from multigemm.bench.layers import QUANTISED, WHOLE, quantised_layers, whole_layers
-from multigemm.bench.workloads import DTYPES, LAYERS, Workload, parts
+from multigemm.bench.workloads import DTYPES, LAYERS, Workload, parse_shape, parts, with_dtype
 from multigemm.errors import InvalidSetting
+from multigemm.select.timing import measure
 
 UNEVEN = ("balanced", "zipf", "empty")
 LAYER_PRODUCTS = "layer-products"
@@ -266,7 +271,7 @@ FORMS = "k list masked mt batched m n k list masked fp16 mt m fp32 tf32 fp64 int
 SECTIONS = ((OF_EVERY_KIND, KINDS), (OF_USUAL, USUAL), (OF_FORMS, FORMS), (SPREAD, ("odd",)))
 ANY_KIND = "m mt k m list mt m batched mt m fp16 mt masked m k mt list m mt n".split()  # noqa: SIM905
 MOST_PRODUCTS = {"fp32": 1e10, "fp64": 1e10, "int8": 1e10, "tf32": 3e10, "n": 2e10, "odd": 5e10}
-"""Multiply-adds at most of slower kinds: about a tenth of a millisecond on an H100."""
+"""The largest number of multiply-adds of slower kinds: about a tenth of a millisecond on an H100."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,3 +407,77 @@ def suite(name: str) -> list[Workload]:
             f"suite {', '.join(unknown) or name!r} is unknown; known: {', '.join(SUITES)}, {UNTUNED}:SEED, all"
         )
     return [case for part in names for case in (random(seed_of(part)) if seed_of(part) else SUITES[part]())]
+
+
+# --- what a command line names ---------------------------------------------------------------------------
+
+USUAL_SUITE = "tutorial"
+CPU_DTYPES = ("fp32", "bf16", "fp16")
+HOPELESS = 8.0
+"""The default suite leaves out a dtype that the CPU multiplies this many times slower than float32."""
+
+
+def add_selection(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that select workloads."""
+    add = parser.add_argument_group("workloads").add_argument
+    suites = f"suites, separated by commas: {', '.join(SUITES)}, all (default: {USUAL_SUITE})"
+    add("--suite", default="", help=suites)
+    own = "a workload of your own instead of a suite: G,M per group,N,K; may be repeated"
+    add("--shape", action="append", default=[], help=own)
+    add("--only", default="", help="keep workloads whose key contains one of these texts, separated by commas")
+    add("--dist", default="", help="keep workloads with these distributions, separated by commas")
+    add("--dtypes", default="", help=f"dtypes, separated by commas, instead of a workload's own: {', '.join(DTYPES)}")
+    add("--nt", action="store_true", help="store B as [G, N, K] and pass the transpose")
+
+
+def asks_nothing(args: argparse.Namespace) -> bool:
+    """Whether a command line leaves the selection to the default."""
+    return not (args.suite or args.shape or args.dtypes or getattr(args, "problem", None))
+
+
+@lru_cache(maxsize=1)
+def worthwhile_dtypes() -> tuple[str, ...]:
+    """The dtypes that this CPU multiplies at a useful speed. Reports the others on stderr."""
+    us: dict[str, float] = {}
+    for dtype in CPU_DTYPES:
+        x = torch.ones(256, 256, dtype=DTYPES[dtype])
+        us[dtype] = min(measure({dtype: partial(torch.mm, x, x)}, "cpu", reps=7, min_reps=7)[dtype].samples)
+    slower = {dtype: us[dtype] / us["fp32"] for dtype in CPU_DTYPES if us[dtype] > HOPELESS * us["fp32"]}
+    for dtype, factor in slower.items():
+        print(f"left out: {dtype}, {factor:.0f} times slower here than fp32 (--dtypes {dtype} for it)", file=sys.stderr)
+    return tuple(dtype for dtype in CPU_DTYPES if dtype not in slower)
+
+
+def selected(args: argparse.Namespace, device: torch.device) -> list[Workload]:
+    """The workloads that the arguments name.
+
+    Raises:
+        InvalidSetting: for a name that is unknown, or where no workload is left.
+    """
+    if args.shape and args.suite:
+        raise InvalidSetting("--suite and --shape: name a suite or one's own workloads, not both")
+    cases = [parse_shape(text) for text in args.shape] or suite(args.suite or USUAL_SUITE)
+    usual = ",".join(worthwhile_dtypes()) if asks_nothing(args) and device.type == "cpu" else ""
+    if dtypes := parts(args.dtypes or usual):
+        cases = list({c.key: c for dtype in dtypes for c in (with_dtype(case, dtype) for case in cases)}.values())
+    cases = list({case.key: case for case in (case.for_device(device) for case in cases)}.values())
+    cases = [replace(case, trans_b=True) if args.nt and case.form != "layer" else case for case in cases]
+    only, dists = parts(args.only), parts(args.dist)
+    left = [c for c in cases if not only or any(part in c.key for part in only)]
+    left = [c for c in left if not dists or c.distribution in dists]
+    if not left:
+        asked = " and ".join(f"--{name} {text!r}" for name, text in (("only", args.only), ("dist", args.dist)) if text)
+        seen = ", ".join(sorted({c.distribution for c in cases}))
+        raise InvalidSetting(
+            f"no workload is left: {asked} matches none of {len(cases)} (by distribution: {seen}); "
+            "`multigemm bench --list` prints their keys"
+        )
+    return left
+
+
+def above_zero(args: argparse.Namespace, *names: str) -> None:
+    """Refuses bounds of 0 or less, which would leave nothing to do."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise InvalidSetting(f"--{name.replace('_', '-')} {value:g}: it has to be above 0")

@@ -27,12 +27,10 @@ from multigemm import interrupts
 from multigemm.bench import machine, reports
 from multigemm.bench.entries import available_backends, config_entries
 from multigemm.bench.processes import CONTEXT_LOST, Marker, as_child, supervise
-from multigemm.bench.quantised import RECIPES
 from multigemm.bench.reports import HOST_SIZES, Report, Row, by_case, digits, family
 from multigemm.bench.runner import LATE, DeviceLost, Options, Progress, Runner
-from multigemm.bench.selection import above_zero, add_selection, selected
-from multigemm.bench.suites import UNTUNED
-from multigemm.bench.workloads import DTYPES, Rates, Workload, geomean, parts
+from multigemm.bench.suites import UNTUNED, above_zero, add_selection, selected
+from multigemm.bench.workloads import DTYPES, RECIPES, Rates, Workload, geomean, parts
 from multigemm.errors import InvalidSetting
 from multigemm.fleet import default_device
 from multigemm.select import registry
@@ -57,18 +55,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     add_selection(parser)
     add = parser.add_argument
-    add("--backends", default="", help="backends, comma separated (default: all that are here)")
-    add("--configs", type=int, default=0, help="how many configs of each backend to try; 0: all")
-    late = "after which no workload is begun, and no config but the first of each backend"
+    add("--backends", default="", help="backends, separated by commas (default: all that are available)")
+    add("--configs", type=int, default=0, help="number of configs of each backend to try (default: 0, all)")
+    late = "seconds after which no workload is begun, and only the first config of each backend is tried (default: 600)"
     add("--seconds", type=float, default=600.0, help=late)
-    add("--no-record", action="store_true", help="measure and show, but keep nothing")
-    add("--out", type=Path, help="also write the measurements to a file to share")
+    add("--no-record", action="store_true", help="measure and show, but store nothing")
+    add("--out", type=Path, help="write the measurements also to this file, for `multigemm cache import`")
     add("--device", default="", help="cuda, cuda:1, cpu (default: the GPU if there is one)")
-    add("--from-report", type=Path, action="append", default=[], help="take what `multigemm bench` has measured")
-    add("--stall", type=float, default=90.0, help="seconds without news after which a config hangs")
+    add(
+        "--from-report",
+        type=Path,
+        action="append",
+        default=[],
+        help="take the measurements of this report of `multigemm bench`; may be repeated",
+    )
+    add(
+        "--stall",
+        type=float,
+        default=90.0,
+        help="seconds without progress after which a config counts as hanging (default: 90)",
+    )
     add("--marker", type=Path, help=argparse.SUPPRESS)
     add("--resume", action="store_true", help=argparse.SUPPRESS)
-    add("--quiet", action="store_true", help="only the summary")
+    add("--quiet", action="store_true", help="print only the summary")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -87,7 +96,7 @@ def main(args: argparse.Namespace) -> int:
     backends, absent = tunable(parts(args.backends), device)
     if not backends:
         why = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
-        raise InvalidSetting(f"no backend that could be tuned is here ({why}); see `multigemm info`")
+        raise InvalidSetting(f"no backend that can be tuned is available ({why}); see `multigemm info`")
     cases = selected(args, device)
     if layers := [case.key for case in cases if case.form == "layer"]:
         raise InvalidSetting(f"{layers[0]} is a whole layer, whose products are tuned: --suite layer-products")

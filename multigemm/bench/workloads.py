@@ -20,9 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multigemm.bench.quantised import RECIPES, Recipe
 from multigemm.errors import InvalidSetting
-from multigemm.problem.spec import Form
+from multigemm.problem.spec import BYTE_FORMATS, Form
 
 DTYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -34,6 +33,45 @@ DTYPES: dict[str, torch.dtype] = {
 }
 Sizes = npt.NDArray[np.int64]
 Generator = np.random.Generator
+E8M0 = torch.float8_e8m0fnu
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Quantised operands, named in the place of a dtype: formats by name ("" for bfloat16), and how much of K and of
+    columns one number covers: 0 all, 1 one.
+
+    `block` is that along K, of both sides that have scales; `columns` that of b along its columns.
+    """
+
+    a: str
+    b: str
+    block: int = 0
+    columns: int = 1
+    scale: torch.dtype = torch.float32
+
+    def bytes(self, extents: tuple[int, int, int]) -> float:
+        """The bytes of one group's operands and scales."""
+        m, n, k = extents
+        deep = -(-k // self.block) if self.block else 1
+        moved = float(m * k * (1 if self.a else 2))
+        if self.a:
+            moved += m * deep * self.scale.itemsize
+        moved += k * n * (0.5 if self.b in BYTE_FORMATS else 1)
+        return moved + -(-n // self.columns) * deep * self.scale.itemsize
+
+
+RECIPES = {
+    "fp8-rows": Recipe("e4m3", "e4m3"),
+    "fp8-blocks": Recipe("e4m3", "e4m3", 128, 128),
+    "fp8-1x128": Recipe("e4m3", "e4m3", 128),
+    "mxfp8": Recipe("e4m3", "e4m3", 32, scale=E8M0),
+    "fp8-weights": Recipe("", "e4m3"),
+    "int8-weights": Recipe("", "int8"),
+    "int4-weights": Recipe("", "int4", 128),
+    "mxfp4-weights": Recipe("", "e2m1", 32, scale=E8M0),
+}
+"""By the word that a workload's `dtype` has. Results, and activations that are not float8, are bfloat16."""
 
 
 def apportion(weights: npt.NDArray[Any], total: int) -> Sizes:
@@ -339,6 +377,7 @@ def parse_shape(text: str, dtype: str = "bf16") -> Workload:
 
     "64,2048,3584,1792"                     G, M per group, N, K (as TritonBench writes them), jagged m
     "G=64,T=8192,N=3584,K=1792,dist=zipf"   any field by name; form=, shared=1, ta=1, tb=1, bias=1, M=, seed=
+    "sizes=40+0+70,N=3584,K=1792"           the sizes of the groups, in the place of G, T and dist
     "128x128x128+512x128x64"                a list of M x N x K
     """
     try:
@@ -374,14 +413,22 @@ def _parse_shape(text: str, dtype: str) -> Workload:
     }
     plain = {"form", "distribution", "dtype"}
     values: dict[str, object] = {"dtype": dtype}
+    if "sizes" in words:
+        values["given"] = given = tuple(int(size) for size in words.pop("sizes").split("+"))
+        if min(given) < 0:
+            raise ValueError(f"a size is {min(given)}: 0 or more")
+        values |= {"groups": len(given), "total": sum(given), "distribution": "given"}
     for word, value in words.items():
         field = names.get(word.lower(), word.lower())
         if field in ("name", "suite", "products", "given") or field not in Workload.__dataclass_fields__:
             raise ValueError(f"no field {word}")
+        if field in values and field != "dtype":
+            raise ValueError(f"{word} beside sizes")
         values[field] = value if field in plain else (int(value) != 0 if field in _FLAGS else int(value))
     own = _sensible(Workload(name, "own", **values), set(values))  # type: ignore[arg-type]
     with_dtype(own, own.dtype)
-    draw(own.distribution, own.groups, own.total, own.seed)
+    if not own.given:
+        draw(own.distribution, own.groups, own.total, own.seed)
     return own
 
 

@@ -25,7 +25,9 @@ from multigemm.select.timing import measure
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("problem", type=Path, help="a Python file that defines `problem`, a GroupedGemmProblem")
-    parser.add_argument("--backends", default="", help="names with commas (default: all that are here)")
+    parser.add_argument(
+        "--backends", default="", help="backends, separated by commas (default: all that are available)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -47,10 +49,10 @@ def check(problem: GroupedGemmProblem, names: Sequence[str] = ()) -> int:
         if candidate.name == "null" or (names and candidate.name not in names):
             continue
         if not candidate.can:
-            print(f"{candidate.name:9}not here: {candidate.availability.reason or '; '.join(candidate.reasons)}")
+            print(f"{candidate.name:9}cannot run: {candidate.availability.reason or '; '.join(candidate.reasons)}")
             continue
         failed += not _show(posed, candidate.name, candidate.availability.emulated, expected, results)
-    print(f"\n{_agreement(results)}")
+    print(f"\n{_agreement(results)}\nrho: the largest error, in units of an ordinary rounding error")
     return 1 if failed or not results else 0
 
 

@@ -25,14 +25,14 @@ from multigemm.torch_internals import current_raw_stream
 
 PLAIN_OPERANDS = ("a", "b", "out", "c", "bias", "ends", "valid_rows", "sizes", "scale_a", "scale_b", "zero_b")
 FUSED_OPERANDS = ("a_rows", "b_rows", "preact", "row_scale", "index", "weights")
-"""What a fused problem has beside them; `index` is that of `combine`, or `out_rows`."""
+"""The additional operands of a fused problem; `index` is that of `combine`, or `out_rows`."""
 OPERANDS = (*PLAIN_OPERANDS, *FUSED_OPERANDS, "work")
-"""What may lie elsewhere in a later call, in the order in which `Addresses` hold it; `work` is memory between the
-launches of one call, which a call lends."""
+"""The operands whose addresses a later call may change, in the order of `Addresses`. `work` is memory between the
+launches of one call, which the caller lends."""
 PLACES = (*OPERANDS, "fields")
 """What an `Address` may belong to: an operand, or the launch's own `DeviceFields`."""
 UNKNOWN = (None,) * len(PLACES)
-"""Addresses before the first move."""
+"""The addresses before the first move."""
 _NUMBERS = {name: number for number, name in enumerate(PLACES)}
 Addresses = tuple[int, ...]
 """The address of each of `OPERANDS`, 0 for one that is absent; then of the launch's `DeviceFields`, if any."""
@@ -43,9 +43,9 @@ ACTIVATION_CODES = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 WORD = 2**64 - 1
 BUFFER_POINTER, BUFFER_SIZE, BUFFER_END = 1, 2, 0  # CU_LAUNCH_PARAM_*
 ALLOCATED = 512
-"""Bytes that torch's allocator rounds to."""
+"""The granularity in bytes of torch's allocator."""
 MOST_COPIES = 64
-"""Copies that one launch keeps; the oldest goes first."""
+"""The number of copies that one launch keeps; the oldest is dropped first."""
 
 
 class Address(int):
@@ -173,7 +173,7 @@ class ArgumentBlock:
     __slots__ = ("_addresses", "_counts", "_memory", "_resizers", "_slots", "_words", "_writers", "pointers", "size")
     pointers: Any
     extra: Any = None
-    """The launch options that lead to one packed buffer, for a block without `pointers`."""
+    """The launch options that point to one packed buffer, for a block without `pointers`."""
 
     def __init__(self, arguments: Sequence[Argument]) -> None:
         places, end = list[int](), 0
@@ -301,7 +301,7 @@ class DeviceFields:
         self._tokens = -1
         first = self._upload((current_raw_stream(self._index), self._tokens, *bases.values()))
         self.address = Address(first.data_ptr(), "fields")
-        """Where the first copy lies: an argument for the kernel, which changes when the launch moves."""
+        """The address of the first copy: an argument of the kernel, which changes when the launch moves."""
 
     def follow(self, addresses: Addresses) -> int:
         """The address of the copy for these operands. Makes a new one, in front of the next launch on the current

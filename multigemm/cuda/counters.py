@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 SLOTS = {8: 8192, 256: 1024, 4096: 64}
-"""How many there are of each size, in words."""
+"""The number of slots of each size, in words."""
 
 
 @cache

@@ -26,7 +26,7 @@ from multigemm.cuda.driver import (
 from multigemm.torch_internals import current_device, current_raw_stream, is_capturing
 
 DEFAULT_SHARED = 48 * 1024
-"""Bytes of dynamic shared memory that a kernel may use without asking."""
+"""Bytes of dynamic shared memory that a kernel may use by default."""
 
 
 Launch = Callable[[], object]
@@ -35,6 +35,8 @@ Launch = Callable[[], object]
 
 class MovableLaunch(Protocol):
     """A launch that can follow its operands: `move` gives it the addresses of the next call."""
+
+    __slots__ = ()
 
     def __call__(self) -> object: ...
 
@@ -127,8 +129,8 @@ class Kernel:
         """A launch with these arguments: one by one, or as `Fields` where the kernel takes 64-bit words only.
 
         `overlap`: the kernel waits by itself until the launch before it is over, so it may be started early. `fields`
-        follow the operands in device memory. `keep` lives as long as the launch: the workspaces, and no operand, which
-        whoever launches keeps alive. `on_capture` is called whenever a launch becomes part of a CUDA graph. `grid_for`
+        follow the operands in device memory. `keep` lives as long as the launch: the workspaces, but no operand, which
+        the caller keeps alive. `on_capture` is called whenever a launch becomes part of a CUDA graph. `grid_for`
         gives the grid for another number of tokens of a class (`spec.half_octave`), where nothing else but what
         `Tokens` and `CountedMaps` are depends on that number.
         """
@@ -156,7 +158,7 @@ def _blocks(grid: Grid) -> tuple[int, int, int]:
     return (grid, 1, 1) if isinstance(grid, int) else grid
 
 
-class BoundKernel:
+class BoundKernel(MovableLaunch):
     """A bound launch of a kernel on its device's current stream."""
 
     __slots__ = (
@@ -177,7 +179,7 @@ class BoundKernel:
         self._fields, self._grid_for = fields, grid_for
         self._lent: torch.Tensor | None = None
         self.work_bytes = 0
-        """Bytes that whoever moves it lends it, at the address of `work`."""
+        """Bytes that a mover lends, at the address of `work`."""
         self._kernel, self._block, self.on_capture, self._keep = kernel, block, on_capture, keep
         self._call, self._handle, self.index = library().cuLaunchKernelEx, kernel.handle, kernel.index
         self._records = Records(config)
@@ -219,14 +221,12 @@ class BoundKernel:
         self._lent = None
 
     def can_resize(self, before: int, after: int) -> bool:
-        """Whether `resize` gives the same launch as a bind for that number of tokens."""
         if self._grid_for is None:
             return False
         fields = self._fields is None or self._fields.can_resize(before, after)
         return fields and self._block.can_resize(before, after)
 
     def resize(self, before: int, after: int, regrid: bool) -> None:
-        """Changes it to another number of tokens, with another grid if tokens are rows; a `move` must follow."""
         assert self._grid_for is not None
         self._block.resize(before, after)
         if self._fields is not None:
@@ -235,7 +235,6 @@ class BoundKernel:
             self._records.set_grid(_blocks(self._grid_for(after)))
 
     def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
-        """Whether it holds an address in one of these ranges that `move` would not replace."""
         return self._block.stays_behind(spans) or (self._fields is not None and self._fields.stays_behind(spans))
 
     def workspace_bytes(self) -> int:
@@ -257,7 +256,7 @@ class _Steps:
             step()
 
 
-class LaunchSequence(_Steps):
+class LaunchSequence(_Steps, MovableLaunch):
     """Several launches that can all follow their operands."""
 
     __slots__ = ("_on_capture", "index")
@@ -269,7 +268,7 @@ class LaunchSequence(_Steps):
         super().__init__(flat)
         devices = {step.index if isinstance(step, BoundKernel) else -1 for step in flat}
         self.index = devices.pop() if len(devices) == 1 else -1
-        """The device of them all; -1 where they have none in common, or are no kernels of this runtime."""
+        """The device of all launches; -1 if they have none in common, or some are no kernels of this runtime."""
         self._on_capture = [step.on_capture for step in flat if self.index >= 0 and step.on_capture is not None]
 
     def __call__(self) -> None:
@@ -288,20 +287,16 @@ class LaunchSequence(_Steps):
             step.on(stream)
 
     def move(self, addresses: Addresses) -> None:
-        """Sets other operand addresses in every launch."""
         for step in self._steps:
             step.move(addresses)
 
     def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
-        """Whether any launch holds an address that `move` would not replace."""
         return any(step.stays_behind(spans) for step in self._steps)
 
     def can_resize(self, before: int, after: int) -> bool:
-        """Whether all launches can follow another number of tokens."""
         return all(step.can_resize(before, after) for step in self._steps)
 
     def resize(self, before: int, after: int, regrid: bool) -> None:
-        """Changes every launch to another number of tokens."""
         for step in self._steps:
             step.resize(before, after, regrid)
 

@@ -33,11 +33,11 @@ from multigemm.testing.case import Case
 
 HANG_SECONDS = 240
 STUCK_SECONDS = 8
-"""After which others may run what is left of a worker's batch."""
+"""Seconds without progress after which other workers may run the rest of a worker's batch."""
 GRACE_SECONDS = 10
-"""For the problems that are on their way when the time is over."""
+"""Seconds granted to problems that are running when the time is over."""
 ALONE_SECONDS = 120.0
-"""For one problem in a process of its own; one that takes longer hangs."""
+"""Seconds for one problem in a process of its own; after that it counts as hanging."""
 SHRINK_ALONE_SECONDS = 60.0
 Progress = Callable[[Tally, float], None]
 """Told the counts so far and the seconds since the start."""

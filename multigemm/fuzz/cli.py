@@ -53,51 +53,85 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _what(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is run").add_argument
-    add("--backends", default="", help="names, separated by commas; default: all that can run on the device")
-    add("--device", default="", help="cuda:1, cpu; default: all GPUs of the host; under torchrun, this rank's share")
+    add("--backends", default="", help="names, separated by commas (default: all that can run on the device)")
+    add("--device", default="", help="cuda:1, cpu (default: all GPUs of the host; under torchrun, this rank's share)")
     add("--emulate", action="store_true", help="run triton and numba on CPU tensors, in their emulators")
     add("--forms", default="", help="only these forms, separated by commas")
-    add("--dtypes", default="", help=f"only these, separated by commas: {', '.join(DTYPES)}, or {', '.join(SHORT)}")
-    add("--seed", type=int, default=0, help="another seed, other problems")
+    add(
+        "--dtypes",
+        default="",
+        help=f"only these dtypes, separated by commas: {', '.join(DTYPES)}, or {', '.join(SHORT)}",
+    )
+    add("--seed", type=int, default=0, help="seed of the problems (default: 0)")
     ways = "first: the backend's own choice; all: every config in turn; pinned: another one for each kind"
     add("--configs", choices=("first", "all", "pinned"), default="first", help=ways)
     add(
         "--kinds",
         type=at_least(0),
-        help="draw from so many kinds (default: 0 for no limit; 100 on a GPU); 40 show every required class; pinned "
-        "configs may need more",
+        help="number of kinds to draw from (default: 100 on a GPU, else 0: no limit); 40 show every required class, "
+        "and pinned configs may need more",
     )
-    add("--turns", type=at_least(1), default=1, help="with --configs pinned: so many configs for each kind")
-    add("--burst", type=at_least(1), default=25, help="problems of one kind in a row")
-    add("--work", type=at_least(1), default=1 << 17, help="multiply-adds of a problem at most")
-    add("--large", type=at_least(0), help="one problem in so many is 16 times larger (default: 0 for none; 8 on a GPU)")
+    add(
+        "--turns",
+        type=at_least(1),
+        default=1,
+        help="with --configs pinned: number of configs for each kind (default: 1)",
+    )
+    add("--burst", type=at_least(1), default=25, help="problems of one kind in a row (default: 25)")
+    add(
+        "--work",
+        type=at_least(1),
+        default=1 << 17,
+        help="largest number of multiply-adds of a problem (default: 131072)",
+    )
+    add(
+        "--large",
+        type=at_least(0),
+        help="one problem in LARGE has 16 times the work (default: 8 on a GPU, else 0: none)",
+    )
     add(
         "--quantised",
         type=at_least(0),
-        help="one problem in so many has quantised operands (0 for none; default: 8, or 0 beside --dtypes)",
+        help="one problem in QUANTISED has quantised operands (0: none; default: 8, or 0 with --dtypes)",
     )
     add(
         "--fused",
         type=at_least(0),
-        help="one problem in so many picks rows, gates or sums them (0 for none; default: 16, or 0 beside --dtypes or "
+        help="one problem in FUSED picks rows, gates or sums them (0: none; default: 16, or 0 with --dtypes or "
         "--forms)",
     )
-    add("--deep", type=at_least(1), default=8, help="run streams, graphs, relations, ... on one problem in so many")
+    add(
+        "--deep",
+        type=at_least(1),
+        default=8,
+        help="one problem in DEEP also runs on streams, in graphs, in relations, ... (default: 8)",
+    )
 
 
 def _how_far(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("how much").add_argument
-    add("--seconds", type=at_least(0, float), default=0.0, help="stop after so long")
-    add("--examples", type=at_least(1), default=0, help="stop after so many problems (default 1000 without --seconds)")
-    add("--jobs", type=at_least(1), default=1, help="worker processes")
+    add("--seconds", type=at_least(0, float), default=0.0, help="stop after this many seconds")
+    add(
+        "--examples",
+        type=at_least(1),
+        default=0,
+        help="stop after this many problems (default: 1000 without --seconds)",
+    )
+    add("--jobs", type=at_least(1), default=1, help="number of worker processes (default: 1)")
 
 
 def _where_to(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what becomes of failures").add_argument
-    add("--shrink", type=at_least(0, float), default=20.0, metavar="SECONDS", help="time for making a failure small")
+    add(
+        "--shrink",
+        type=at_least(0, float),
+        default=20.0,
+        metavar="SECONDS",
+        help="seconds spent on making a failure small (default: 20)",
+    )
     add("--corpus", default="", help="a folder that receives each failure as one JSON file")
     add("--replay", action="append", default=[], metavar="FILE", help="run a stored problem (or a folder of them)")
-    add("--json", default="", metavar="FILE", help="write the whole summary there")
+    add("--json", default="", metavar="FILE", help="write the whole summary to this file")
     add("--quiet", action="store_true", help="no progress line")
     parser.set_defaults(told=False)
 

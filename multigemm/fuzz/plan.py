@@ -166,10 +166,10 @@ class Summary:
 
 
 GATE_FROM = 5000
-"""A campaign over everything with at least so many problems must have met every required class."""
+"""From this many problems on, a campaign over everything must meet every required class."""
 LEAD = 8
-"""Batches by which a slot may be ahead of the others where its kernels are loaded: another process takes as long to
-load them as to run a batch or more."""
+"""Batches by which a slot may be ahead of the others in a process that has loaded its kernels. Loading them takes
+another process as long as a batch or more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,15 +125,15 @@ class Position(ctypes.Structure):
         ("heartbeat", ctypes.c_int64),
     )  # fmt: skip
     number: int
-    """Of the problem."""
+    """The number of the problem."""
     alone: int
-    """Position in `Options.backends` of the backend that runs alone; -1 where all run."""
+    """The position in `Options.backends` of the backend that runs alone; -1 if all run."""
     config: int
-    """What the backend that runs alone is pinned to, as `Options.config_of` counts."""
+    """The config to which the backend that runs alone is pinned, as `Options.config_of` counts."""
     index: int
-    """Of the backend and config that run alone among those that the problem is run on."""
+    """The position of the backend and config that run alone among those on which the problem runs."""
     heartbeat: int
-    """Seconds on the monotonic clock at which the present step began."""
+    """The time on the monotonic clock, in seconds, at which the current step began."""
 
 
 class Worker:

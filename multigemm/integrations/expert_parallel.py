@@ -157,7 +157,7 @@ def check_routing(x: Tensor, index: Tensor, weights: Tensor, device: torch.devic
         raise InvalidProblem(f"top_k_index has dtype {index.dtype}; expert numbers are integers: call .long()")
     for name, given in (("x", x), ("top_k_index", index), ("top_k_weights", weights)):
         if given.device != device:
-            raise InvalidProblem(f"{name} is on {given.device}, and the ranks exchange rows on {device}")
+            raise InvalidProblem(f"{name} is on {given.device}, and the ranks exchange rows on {device}: move it there")
 
 
 def _journeys(agreed: Agreed, chunks: int, here: int) -> list[Journey]:

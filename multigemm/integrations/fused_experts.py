@@ -412,7 +412,7 @@ for schema in (
 ):
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
 _WITH_GRADIENTS = (0, 2, 3, 4, 5, 6)
-"""Of the operator's arguments: x, weights, up, down and their biases."""
+"""The operator's arguments that have gradients: x, weights, up, down and their biases."""
 
 
 def _in_graph(net: Network, x: Tensor, index: Tensor, *given: Tensor | None) -> Tensor:

@@ -59,12 +59,12 @@ from multigemm.problem.spec import bucket
 from multigemm.torch_internals import no_dynamo, pause_stream
 
 ROOM = 16
-"""The least number of rows or pairs that a piece has memory for; a larger one is a multiple of a power of two."""
+"""The smallest number of rows or pairs for which a piece has memory; larger numbers are multiples of a power of two."""
 WORD, LINE = 8, 128
 """Bytes to which experts and weights are aligned in a row that travels, and rows."""
 NO_EXPERT = 1 << 24
-"""Stands behind the last row of a piece for numbers of experts and for the bits of their weights: as a number it is
-more than there are experts, as bits it is a finite weight."""
+"""The value after the last row of a piece, in place of expert numbers and of the bits of their weights. As a number it
+exceeds the number of experts; as bits it is a finite weight."""
 
 
 def room_for(count: int) -> int:
@@ -298,7 +298,9 @@ class _Call:
         expert_parallel.check_routing(x, index, weights, self.device)
         dtype, shape = self.weight
         if not weights.dtype.is_floating_point:
-            raise InvalidProblem(f"top_k_weights have dtype {weights.dtype}; they are floating-point numbers")
+            raise InvalidProblem(
+                f"top_k_weights have dtype {weights.dtype}; they must be floating-point: call .float()"
+            )
         if x.dtype != dtype or x.shape[1] not in shape:
             raise InvalidProblem(
                 f"x is {x.dtype} {tuple(x.shape)}, and the experts take {dtype} of {shape[0]} or {shape[1]} features"

@@ -37,15 +37,16 @@ from multigemm.settings import settings
 from multigemm.torch_internals import current_device, current_raw_stream, empty_cuda, is_capturing, only_result_wanted
 
 LINE = 256
-"""Bytes to which the parts of the memory between the launches are aligned, as the allocator's own are."""
+"""The alignment in bytes of the parts of the memory between the launches, equal to the allocator's."""
 PLACES = 8
-"""Sets of addresses that an allocator hands out in turn."""
+"""The number of sets of addresses that an allocator hands out in turn."""
 _WORK = 8
-"""The place of the memory between the launches in `Places`."""
+"""The position in `Places` of the memory between the launches."""
 Places = tuple[int, ...]
-"""Where x, index, weights, up, down, their biases, the result and the memory between the launches lie; then 0."""
+"""The addresses of x, index, weights, up, down, their biases, the result and the memory between the launches; then
+0."""
 Launches = list[tuple[Any, dict[str, "Tensor | None"]]]
-"""Launches in turn, each with its operands by the names of `cuda.arguments.OPERANDS`."""
+"""Launches in order, each with its operands by the names of `cuda.arguments.OPERANDS`."""
 
 
 class Networks(NamedTuple):

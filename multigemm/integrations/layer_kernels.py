@@ -177,13 +177,14 @@ def sort_blocks(total, experts):
 
 
 AT_ONCE_COLUMNS = 132 * 128
-"""Columns of weights that all processors multiply at once, as a rule."""
+"""The columns of weights that all multiprocessors usually multiply at once."""
 AHEAD_BYTES = 24 << 20
-"""Of weights, at most: what memory gives while pairs are sorted and the first product starts, and half of the cache."""
+"""The largest number of bytes of weights to fetch ahead: what memory delivers while pairs are sorted and the first
+product starts, and half of the cache."""
 AHEAD_LINES = 128
 NOTHING_AHEAD = {"expert_stride": 0, "line_stride": 0, "lines": 0, "FETCH": ""}
 LEAST_PIECE = 512
-"""Bytes of a line, from which on fetching it ahead is worth an instruction."""
+"""The bytes of a line from which on fetching it ahead is worth an instruction."""
 FETCH = """{{
     .reg .pred wanted;
     setp.ne.s32 wanted, $2, 0;

@@ -26,11 +26,12 @@ from multigemm.torch_internals import group_timeout
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FACTS = ("failed", "dtype", "features", "experts of each token", "parts", "needs a gradient", "unplaced")
 COMPARED = FACTS[1:5]
-"""What has to be the same on all ranks."""
+"""The facts that must be the same on all ranks."""
 SPIN_S, PAUSE_S = 0.05, 0.0001
 """A wait for the device asks without a pause at first: the device idles until the host goes on."""
 SAFETY = 0.95
-"""The part of a group's timeout after which a host gives up: NCCL's watchdog ends the process at the timeout itself."""
+"""The fraction of a group's timeout after which a host gives up. At the timeout itself NCCL's watchdog ends the
+process."""
 
 
 class Input(NamedTuple):

@@ -116,8 +116,9 @@ def names(backend: str) -> Any:
     return backend.split(",") if "," in backend else backend
 
 
-Missed = Callable[[tuple[Key | None, Key | None], str, tuple[Any, ...], dict[str, Any]], Any]
-"""Takes on what the launch cache does not serve: the keys to keep it by, what cuts its groups, tensors and options."""
+Missed = Callable[[tuple[Key | None, Key | None], tuple[Any, ...], dict[str, Any]], Any]
+"""Handles a call that the launch cache does not serve, given its keys, the keyword that cuts its groups, tensors and
+options."""
 
 
 def remembered(missed: Missed, watched: Callable[[], bool]) -> Callable[..., Any]:
@@ -168,13 +169,13 @@ def remembered(missed: Missed, watched: Callable[[], bool]) -> Callable[..., Any
             "glu_layout": glu_layout, "glu_alpha": glu_alpha, "glu_beta": glu_beta, "glu_limit": glu_limit,
             "rows": rows, **unknown,
         }  # fmt: skip
-        return missed(keys, kind, given, options)
+        return missed(keys, given, options)
 
     run.__qualname__ = "multigemm::grouped_gemm"  # what Python says of a call that does not fit
     return run
 
 
-def _handed_over(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+def _handed_over(keys: Any, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
     """Calls the operator through torch's dispatcher, which reaches `_for_autograd` or `_solved`."""
     try:
         return _dispatcher(*tensors, **options)  # type: ignore[no-any-return]
@@ -183,7 +184,7 @@ def _handed_over(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[s
         raise
 
 
-def _for_autograd(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+def _for_autograd(keys: Any, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
     """The kernel of the autograd dispatch key. Takes torch's general way if gradients are wanted, or if a dispatch key
     below autograd (a mode, a transform, a wrapper) has work to do."""
     _refuse_missing(*tensors[:2])
@@ -192,10 +193,10 @@ def _for_autograd(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[
         _refuse_quantised_gradients(dict(zip(TENSORS, tensors, strict=True)))
     if dispatched.raw_repr() & SPECIAL or wanted:
         return _general(dispatched, *tensors, **options)  # type: ignore[no-any-return]
-    return _solved(keys, kind, tensors, options)
+    return _solved(keys, tensors, options)
 
 
-def _solved(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+def _solved(keys: Any, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
     """Validates, chooses, binds and launches. Keeps the launch for later calls."""
     _refuse_missing(*tensors[:2])
     asked = {name: value for name, value in options.items() if name not in ("backend", "grad_backend")}
@@ -205,7 +206,7 @@ def _solved(keys: Any, kind: str, tensors: tuple[Any, ...], options: dict[str, A
         given["combine"] = given["combine"], weights
     problem = GroupedGemmProblem(**given, **asked)
     choice = choose(problem, names(options["backend"]), eager=True)
-    return LAUNCHES.run(keys, kind, choice, problem)  # type: ignore[no-any-return]
+    return LAUNCHES.run(keys, choice, problem)  # type: ignore[no-any-return]
 
 
 def _refuse_missing(a: Tensor | None, b: Tensor | None) -> None:
@@ -287,7 +288,9 @@ def _count(groups: int | None, cuts: list[Tensor], head: bool) -> int:
         return groups
     count = cuts[0].shape[0] - int(head)  # torch 2.11 has no SymInt minus bool
     if groups is not None and count != groups:
-        raise InvalidProblem(f"the operands have {groups} groups and the offsets make {count}")
+        raise InvalidProblem(
+            f"the operands have {groups} groups and the offsets make {count}: the numbers must be equal"
+        )
     return count
 
 

@@ -38,12 +38,13 @@ from multigemm.quantize import Format, Quantized, quantize
 NAME = "multigemm"
 SILU = (type(ACT2FN["silu"]),)
 FORMAT = "_multigemm_weight_format"
-"""What an experts module has beside quantised weights, whose scales are buffers `<name>_scale` and `<name>_zero`."""
+"""The attribute of an experts module that holds the format of quantised weights. Their scales are buffers
+`<name>_scale` and `<name>_zero`."""
 GATE = "_multigemm_gate"
-"""What a module's own gate was found to be: one of ours, or None."""
+"""The attribute of a module that holds its gate as one of this package's gates, or None."""
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 BLOCK = 128
-"""Of K, and of columns, that one number of `FP8Experts` covers."""
+"""The number of K, and of columns, that one scale of `FP8Experts` covers."""
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -221,7 +222,10 @@ def load_mxfp4_experts_(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Mod
         for name in (name for name in PROJECTIONS if getattr(experts, name, None) is not None):
             parts = [state.get(f"{prefix}.{name}_{part}") for part in ("blocks", "scales")]
             if parts[0] is None or parts[1] is None:
-                raise InvalidProblem(f"{prefix}.{name}: the checkpoint has no {name}_blocks or no {name}_scales")
+                raise InvalidProblem(
+                    f"{prefix}.{name}: the checkpoint has no {name}_blocks or no {name}_scales: pass all "
+                    "tensors of a checkpoint in mxfp4"
+                )
             weight = getattr(experts, name)
             out, inner = (weight.shape[2], weight.shape[1]) if experts.is_transposed else weight.shape[1:]
             codes, scales = parts[0].flatten(-2), parts[1]
@@ -229,14 +233,16 @@ def load_mxfp4_experts_(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Mod
             if (tuple(codes.shape), tuple(scales.shape)) != wanted:
                 raise InvalidProblem(
                     f"{prefix}.{name}: blocks {tuple(parts[0].shape)} and scales {tuple(scales.shape)} do not fit "
-                    f"{out} x {inner}"
+                    f"{out} x {inner}: make the model from the checkpoint's own config"
                 )
             where = weight.device if weight.device.type != "meta" else codes.device
             scale = scales.to(where).view(torch.float8_e8m0fnu)
             _hold(experts, name, Quantized(codes.to(where, torch.uint8).contiguous(), scale))
         setattr(experts, FORMAT, "e2m1")
     if not any(hasattr(module, FORMAT) for module in model.modules()):
-        raise InvalidProblem("the model has no experts that transformers can switch")
+        raise InvalidProblem(
+            "the model has no experts that transformers can switch: pass a MoE model of transformers 5"
+        )
     return model
 
 
@@ -248,9 +254,13 @@ def _is_experts(module: nn.Module) -> bool:
 def _expert_modules(model: nn.Module) -> list[Any]:
     found: list[Any] = [module for module in model.modules() if _is_experts(module)]
     if not found:
-        raise InvalidProblem("the model has no experts that transformers can switch")
+        raise InvalidProblem(
+            "the model has no experts that transformers can switch: pass a MoE model of transformers 5"
+        )
     if any(hasattr(module, FORMAT) or getattr(module, "_is_expert_parallel", False) for module in found):
-        raise InvalidProblem("the experts are quantised or spread over ranks already")
+        raise InvalidProblem(
+            "the experts are quantised or spread over ranks already: quantise a fresh model before that"
+        )
     return found
 
 

@@ -66,7 +66,7 @@ class Experts(nn.Module):
         activation: a gated or a plain one.
         bias: whether the networks have biases.
         backend: a name, names joined by commas, or "auto".
-        batch_invariant: as in a problem: a token's result has the same bits whoever else is in the batch.
+        batch_invariant: as in a problem: a token's result has the same bits in any batch.
         glu_layout, glu_alpha, glu_beta, glu_limit: of a gate, as in a problem (docs/how-to/moe-keywords.md).
         stacked: weights are [E, in, out], as those of gpt-oss.
         fused: rows are picked, gated and summed inside the products, by a backend that takes these keywords; for
@@ -167,7 +167,7 @@ class Experts(nn.Module):
         if self.mesh is not None:
             raise InvalidProblem("these experts are spread over a mesh: quantise them before")
         if self.weight_format is not None:
-            raise InvalidProblem(f"these experts hold {self.weight_format} already")
+            raise InvalidProblem(f"these experts hold {self.weight_format} already: quantise fresh ones")
         if self.fused:
             raise InvalidProblem("fused=True takes no quantised weights yet: make the experts without it")
         for name in (self.first, "down_proj"):

@@ -56,7 +56,8 @@ class ExpertParallel(ParallelStyle):
         same_on_all_ranks("the experts", {**shapes, "chunks": self.chunks, "fused": experts.fused}, group)
         if slices is not None and experts.intermediate_size % slices.size():
             raise InvalidProblem(
-                f"{experts.intermediate_size} intermediate features cannot be sliced evenly over {slices.size()} ranks"
+                f"{experts.intermediate_size} intermediate features cannot be sliced evenly over {slices.size()} "
+                "ranks: choose a mesh dimension that divides them"
             )
         for name, parameter in list(experts.named_parameters(recurse=False)):
             if not isinstance(parameter, DTensor):

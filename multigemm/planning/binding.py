@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,21 +50,21 @@ class Bound(NamedTuple):
     launch: Launch
     ops: Operands
     steps: list[Launch]
-    """What the launch consists of: the steps before the backend's launch, and that launch."""
+    """The parts of the launch: the steps before the backend's launch, and that launch."""
 
 
 def bind(choice: Choice, problem: GroupedGemmProblem, out: Operand) -> Bound:
     """Binds a recipe, and puts the steps that must run before each launch in front of it."""
     if choice.recipe.syncs and captured(problem):
         raise NotCapturable(
-            f"backend {choice.backend!r} ({choice.recipe.kernel}) reads sizes on the host and cannot be captured: "
-            "give the sizes on the host, or choose another backend"
+            f"backend {choice.backend!r} ({choice.recipe.kernel}) reads the sizes back from the device and "
+            "cannot be captured: give the sizes on the host, or choose another backend"
         )
     staged = stage(problem, choice.spec, out, choice.recipe.sums_sizes)
     steps = [*staged.before, launch_of(choice.recipe, staged.ops)]
     launch = steps[0] if len(steps) == 1 else in_turn(steps)
     if problem.kind == "cupy":
-        launch = _OnCallerStream(launch, problem.device)
+        launch = partial(_on_stream_of_cupy, problem.device, launch)
     return Bound(launch, staged.ops, steps)
 
 
@@ -78,26 +79,17 @@ def launch_of(recipe: Recipe, ops: Operands) -> Launch:
     return recipe.bind(ops) if has_elements else NOTHING
 
 
-def _external(stream: int, device: torch.device) -> torch.cuda.ExternalStream:
-    return torch.cuda.ExternalStream(stream, device=device)  # type: ignore[no-untyped-call]
-
-
-class _OnCallerStream:
-    """A launch on the stream that CuPy is using at that moment, which may differ from torch's."""
-
-    __slots__ = ("_device", "_launch")
-
-    def __init__(self, launch: Launch, device: torch.device) -> None:
-        self._launch, self._device = launch, device
-
-    def __call__(self) -> None:
-        with _stream_of_cupy(self._device):
-            self._launch()
+def _on_stream_of_cupy(device: torch.device, launch: Launch) -> None:
+    """Launches on the stream that CuPy works on at that moment, which torch need not share."""
+    with _stream_of_cupy(device):
+        launch()
 
 
 def _stream_of_cupy(device: torch.device) -> AbstractContextManager[Any]:
     stream = cupy_stream(device)
-    return nullcontext() if stream is None else torch.cuda.stream(_external(stream, device))
+    if stream is None:
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device))  # type: ignore[no-untyped-call]
 
 
 def callers_stream(problem: GroupedGemmProblem) -> AbstractContextManager[Any]:

@@ -49,9 +49,8 @@ def view_of_tokens(ops: Operands) -> Packed:
     if ops.spec.form == "per_group":
         return NO_VIEW
     shape, fused = packed(ops), ops.fused
-    for rows in () if fused is None else (fused.a_rows, fused.b_rows):
-        if rows is not None:
-            shape = replace(shape, **cast("dict[str, Any]", {cast(str, ops.spec.jagged): rows.values.shape[0]}))
+    for rows in () if fused is None else fused.picks.values():
+        shape = replace(shape, **cast("dict[str, Any]", {cast(str, ops.spec.jagged): rows.values.shape[0]}))
     return shape
 
 

@@ -27,7 +27,7 @@ from multigemm.planning.operands import ABSENT, Operands, address_of, strides_of
 from multigemm.problem.fused import PICKED, Fused, Index
 from multigemm.problem.spec import FusedSpec, OperandSpec, ProblemSpec, classify, classify_fresh
 
-SOURCE = nvrtc.source_of(Path(nvrtc.__file__).parent / "fused_steps.cu")
+SOURCE = nvrtc.source_of(Path(__file__).with_suffix(".cu"))
 TYPE_CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 LAYOUT_CODES = {"": 0, "halves": 1, "halves_up_first": 2, "interleaved": 3}
 GATE_ACTIVATIONS = {"swiglu": 4, "geglu": 2, "geglu_tanh": 3, "reglu": 1, "glu": 5}
@@ -36,7 +36,7 @@ CUTS = {"jagged_m": 1, "jagged_n": 2, "masked": 3}
 THREADS, BLOCKS = 256, 16 * 132
 """Of a launch, at most: a block takes one row after another."""
 ALIGNED = 256
-"""Bytes to which the parts of the lent memory are aligned."""
+"""The alignment in bytes of the parts of the lent memory."""
 EIGHT = 8
 
 
@@ -138,17 +138,19 @@ def _gather(ops: Operands, name: str, index: Index, copy: Tensor, lent: Tensor |
 
 def gather_steps(ops: Operands, device: int) -> tuple[list[Launch], dict[str, Any], Tensor | None]:
     """The launches that copy picked rows on GPU `device`, the resulting operands, and their memory."""
-    fused, parts = cast(Fused, ops.fused), _Parts()
-    picks = {name: x for name, x in (("a_rows", fused.a_rows), ("b_rows", fused.b_rows)) if x is not None}
-    for name, index in picks.items():
-        parts.add(name, *_picked_shape(ops, name, index))
+    parts = _Parts()
+    parts.add_copies(ops)
     memory = parts.allocate(ops.device)
+    return *_copied_rows(ops, parts, memory, device), memory
+
+
+def _copied_rows(
+    ops: Operands, parts: _Parts, memory: Tensor | None, device: int
+) -> tuple[list[Launch], dict[str, Any]]:
+    """The launches that copy picked rows to their parts of `memory`, and the operands "a" and "b" that these are."""
+    picks, jagged = cast(Fused, ops.fused).picks, cast(str, ops.spec.jagged)
     steps = [_gather(ops, name, index, parts[name], memory, device) for name, index in picks.items()]
-    return steps, {name[0]: _as_operand(ops, name, parts[name]) for name in picks}, memory
-
-
-def _as_operand(ops: Operands, name: str, copy: Tensor) -> Tensor:
-    return copy if PICKED[name][cast(str, ops.spec.jagged)] == 0 else copy.t()
+    return steps, {name[0]: parts[name] if PICKED[name][jagged] == 0 else parts[name].t() for name in picks}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,34 +164,28 @@ class _Steps:
     def bind(self, ops: Operands) -> Launch:
         """Binds the launches of one problem and lays out the memory between them."""
         fused, parts = cast(Fused, ops.fused), _Parts()
-        picks = {name: x for name, x in (("a_rows", fused.a_rows), ("b_rows", fused.b_rows)) if x is not None}
-        for name, index in picks.items():
-            parts.add(name, *_picked_shape(ops, name, index))
+        parts.add_copies(ops)
         shape = _product_shape(ops)
         if needs_finish(self.spec):
             parts.add("sums", shape, self.spec.acc)
         if fused.scatters:
             parts.add("rows", (shape[0], columns_of(self.spec, shape[1])), rows_dtype(self.spec))
         lent = parts.allocate(ops.device)
-        steps = [_gather(ops, name, index, parts[name], lent, self.index) for name, index in picks.items()]
+        steps, copies = _copied_rows(ops, parts, lent, self.index)
         rows = parts["rows"] if fused.scatters else cast(Tensor, ops.out)
         result = parts["sums"] if needs_finish(self.spec) else rows
-        steps.append(self.inner.bind(self._product(ops, parts, picks, result, lent)) if result.numel() else NOTHING)
+        steps.append(self.inner.bind(self._product(ops, copies, result, lent)) if result.numel() else NOTHING)
         if needs_finish(self.spec) and result.numel():
             steps.append(self._finish(ops, result, rows, lent))
         if fused.scatters and cast(Tensor, ops.out).numel():
             steps += self._sums(ops, rows, lent)
         return lending(steps, lent)
 
-    def _product(
-        self, ops: Operands, parts: _Parts, picks: dict[str, Index], result: Tensor, lent: Tensor | None
-    ) -> Operands:
+    def _product(self, ops: Operands, copies: dict[str, Any], result: Tensor, lent: Tensor | None) -> Operands:
         """The plain product among the steps, as a backend binds it."""
-        found: dict[str, Any] = {"spec": product_spec(self.spec), "fused": None, "out": result, "lent": lent}
-        found |= {name[0]: _as_operand(ops, name, parts[name]) for name in picks}
         if self.spec.fused is not None and self.spec.fused.scatters:
-            found |= {"c": None, "beta": 0.0}
-        return replace(ops, **found)
+            copies = {**copies, "c": None, "beta": 0.0}
+        return replace(ops, spec=product_spec(self.spec), fused=None, out=result, lent=lent, **copies)
 
     def _finish(self, ops: Operands, sums: Tensor, out: Tensor, lent: Tensor | None) -> Launch:
         spec, fused = self.spec, cast(Fused, ops.fused)
@@ -256,6 +252,13 @@ class _Parts(dict[str, Tensor]):
         """Reserves a tensor."""
         self._wanted.append((name, shape, dtype))
 
+    def add_copies(self, ops: Operands) -> None:
+        """Asks for tensors that hold the rows picked by `a_rows` and `b_rows`."""
+        for name, index in cast(Fused, ops.fused).picks.items():
+            x = cast(Tensor, ops.a if name == "a_rows" else ops.b)
+            width = x.shape[1 - PICKED[name][cast(str, ops.spec.jagged)]]
+            self.add(name, (index.values.shape[0], width), x.dtype)
+
     def allocate(self, device: torch.device) -> Tensor | None:
         """Allocates the memory of all reserved tensors, which become views of it; None if there are none."""
         sizes = [torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in self._wanted]
@@ -267,11 +270,6 @@ class _Parts(dict[str, Tensor]):
             self[name] = lent[at : at + size].view(dtype).view(shape)
             at += whole
         return lent
-
-
-def _picked_shape(ops: Operands, name: str, index: Index) -> tuple[tuple[int, int], torch.dtype]:
-    x = cast(Tensor, ops.a if name == "a_rows" else ops.b)
-    return (index.values.shape[0], x.shape[1 - PICKED[name][cast(str, ops.spec.jagged)]]), x.dtype
 
 
 def _product_shape(ops: Operands) -> tuple[int, ...]:

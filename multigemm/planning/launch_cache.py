@@ -31,10 +31,10 @@ from torch import Tensor
 
 from multigemm.cuda.arguments import FUSED_OPERANDS, OPERANDS
 from multigemm.cuda.device import capturing, to_device, upload
-from multigemm.cuda.running_sums import running_sums
 from multigemm.planning.binding import Bound, Choice, bind, caller_result
 from multigemm.planning.launch_key import (
     HOST_SEQUENCES,
+    KIND,
     NO_SCALES,
     PLAIN,
     PLAIN_LENGTH,
@@ -45,6 +45,7 @@ from multigemm.planning.launch_key import (
     key_of,
 )
 from multigemm.planning.operands import Operands, reach_bytes
+from multigemm.planning.running_sums import running_sums
 from multigemm.planning.staging import allocate
 from multigemm.problem.overlap import same_view
 from multigemm.problem.problem import SCALES, GroupedGemmProblem
@@ -58,15 +59,16 @@ from multigemm.torch_internals import (
 )
 
 ENTRIES = 4096
-"""A step of training makes six products in each layer, each with a layout of its own."""
+"""The largest number of entries. A training step makes six products in each layer, each with a layout of its own."""
 NOTHING_MORE = (0,) * (len(OPERANDS) - OPERANDS.index("scale_a"))
-"""Addresses of scales, of zero points and of what is fused, and of lent memory, of a call that has none of these."""
+"""The addresses of scales, zero points, fused operands and lent memory, for a call that has none of these."""
 WORKSPACE = 64 << 20
 """Bytes of device memory that all entries may own together; one entry a sixteenth of it."""
 _PREACT = QUANTISED_LENGTH + FUSED_OPERANDS.index("preact")
-"""The place of `preact_out` in a call."""
+"""The position of `preact_out` in a call."""
 BROKEN = -1
-"""Tokens of an entry of which nothing is known, since its resizing was interrupted; another one takes its place."""
+"""The token count of an entry whose resizing was interrupted, so that nothing is known of it. Another entry replaces
+it."""
 
 
 class _Entry(ABC):
@@ -93,7 +95,7 @@ class _Entry(ABC):
         self._grids = _grids(problem)
         self._settings = settings()  # its identity is part of the key
         self.workspace = 0
-        """Bytes of device memory that it owns."""
+        """The bytes of device memory that it owns."""
 
     def run(self, call: Call) -> Tensor | None:
         """Runs a call of this key and returns its result; None if the call needs the full path."""
@@ -385,7 +387,7 @@ class LaunchCache:
         self._bytes = 0
         self._lock = RLock()  # a finaliser that calls may run while it is held
         self.served = 0
-        """Calls that an entry has served, for tests."""
+        """The number of calls that an entry has served, for tests."""
 
     def recall(self, key: Key, call: Call) -> tuple[Tensor | None, Key | None]:
         """The result of a call if its key or its class has an entry; else None, and the key of the class."""
@@ -407,10 +409,10 @@ class LaunchCache:
         self.served += found is not None
         return found, class_key
 
-    def run(self, keys: tuple[Key | None, Key | None], kind: str, choice: Choice, problem: GroupedGemmProblem) -> Any:
+    def run(self, keys: tuple[Key | None, Key | None], choice: Choice, problem: GroupedGemmProblem) -> Any:
         """Binds and launches. A key that comes for the second time gets an entry for the third.
 
-        `keys` are those of the call and of its class; `kind` names the keyword that cut the groups.
+        `keys` are those of the call and of its class.
         """
         out = allocate(problem)
         bound = bind(choice, problem, out)
@@ -418,7 +420,7 @@ class LaunchCache:
         if keys[0] is not None and _lasting(choice, problem) and not capturing(problem.device):
             for key, counted in zip(keys, (False, True), strict=True):
                 if key is not None and self.comes_again(key) and not self._holds(key):
-                    entry = _entry_of(problem, bound, choice, kind, counted)
+                    entry = _entry_of(problem, bound, choice, keys[0][KIND], counted)
                     if entry is not None:
                         self.keep(key, entry)
         return caller_result(problem, out)
@@ -536,7 +538,7 @@ def _resizes(launch: Any, tokens: int) -> bool:
 def solve(choice: Choice, problem: GroupedGemmProblem) -> Any:
     """Solves a problem with a choice that was made for its spec."""
     if problem.kind != "torch" or problem.form == "per_group":
-        return LAUNCHES.run((None, None), "", choice, problem)
+        return LAUNCHES.run((None, None), choice, problem)
     grouping, cut = problem.grouping, problem.cut
     kind = "" if grouping is None else grouping.kind if grouping.live is not None else "offsets"
     values = None if cut is None else cut.host if cut.live is None else cut.live
@@ -555,7 +557,7 @@ def solve(choice: Choice, problem: GroupedGemmProblem) -> Any:
     call: Any = (problem.form[-1], a, b, kind, *cuts, c, problem.bias, problem.given_out, *more)
     key = key_of(call, options)
     found, class_key = (None, None) if key is None else LAUNCHES.recall(key, call)
-    return LAUNCHES.run((key, class_key), kind, choice, problem) if found is None else found
+    return LAUNCHES.run((key, class_key), choice, problem) if found is None else found
 
 
 LAUNCHES = LaunchCache()

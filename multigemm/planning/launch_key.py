@@ -34,7 +34,7 @@ from multigemm.torch_internals import (
 GPU_BITS, CPU_BITS = 255, 15
 """Masks of the low bits of an address that binding may depend on: lines of the cache, boxes of the copy engine."""
 COUNTED = 1 << 30
-"""Rows or elements, from which on the number of rows may decide how a kernel, or an offset, counts."""
+"""From this many rows or elements on, the number of rows may decide how a kernel or an offset counts."""
 PLAIN = frozenset((Tensor, Parameter))
 _INDEX_TYPES = frozenset((np.dtype(np.int32).char, np.dtype(np.int64).char))
 HOST_SEQUENCES = frozenset((list, tuple, range))
@@ -80,9 +80,9 @@ def fused_call(given: Mapping[str, Any]) -> tuple[tuple[Any, ...], Key] | None:
     return (*NO_SCALES, *tensors), (sums, *numbers)
 
 
-INDEX, GROUPS = 8, 10
-"""Where in a key the device and the groups stand; before them stand the layouts of a and of b, shape and strides
-first."""
+INDEX, KIND, GROUPS = 8, 9, 10
+"""Where in a key the device, the keyword that cuts the groups, and the groups stand; before them stand the layouts of a
+and of b, shape and strides first."""
 
 
 def key_of(call: Call, options: Key) -> Key | None:

@@ -196,7 +196,7 @@ def packed(ops: Operands) -> Packed:
 ABSENT = Strided(0, 0, 0, 0)
 """An operand that a problem does not have."""
 NO_VIEW = Packed(0, 0, 0, 0, None, ABSENT, ABSENT, ABSENT, None, None)
-"""What stands for the formula of a list, whose matrices are in its table."""
+"""The placeholder for the formula of a list, whose matrices are in its table."""
 
 
 def view_of(ops: Operands) -> Packed:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from multigemm.cuda.device import to_device
-from multigemm.cuda.running_sums import running_sums
 from multigemm.planning.operands import Operands
+from multigemm.planning.running_sums import running_sums
 from multigemm.problem.arrays import Step
 from multigemm.problem.fused import Fused, Index
 from multigemm.problem.grouping import Grouping, Int64s
@@ -26,7 +26,7 @@ from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import OperandSpec, ProblemSpec, classify, classify_list
 
 BOUNDARY = 256
-"""Bytes, from a multiple of which each matrix of a list of results starts."""
+"""The alignment in bytes of each matrix of a list of results."""
 
 
 @dataclass(slots=True)

@@ -33,7 +33,8 @@ BITS = {
 """Dtypes of ml_dtypes, which pass between libraries as integers of their size."""
 Step = Callable[[], object]
 LOWEST = 1 << 32
-"""Addresses from here on are real. One below may count from 0, where a tensor's memory was freed; that is looked up."""
+"""Addresses from here on are real. A lower one may count from 0 because the tensor's memory was freed; then that is
+checked."""
 
 
 class Adopted(NamedTuple):
@@ -194,7 +195,7 @@ def _from_numpy(x: np.ndarray, name: str) -> Tensor:
     try:
         return torch.from_numpy(x)
     except (TypeError, ValueError) as error:
-        raise InvalidProblem(f"{name} has dtype {x.dtype}, which torch cannot hold ({error})") from error
+        raise InvalidProblem(f"{name} has dtype {x.dtype}, which torch cannot hold ({error}): convert it") from error
 
 
 def _as_numpy(tensor: Tensor) -> np.ndarray:

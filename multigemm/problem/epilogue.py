@@ -96,7 +96,8 @@ def scalar(x: Any, name: str, compute: torch.dtype, instead: str = "multiply the
 
 
 SYNONYMS = {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
-"""Other libraries' words for activations; the nearest word in letters is another function ('swish' and 'swiglu')."""
+"""Other libraries' names of activations, where the most similar name here is another function ('swish' and
+'swiglu')."""
 
 
 def one_of(x: Any, name: str, allowed: Sequence[str], optional: bool = False) -> Any:

@@ -96,7 +96,7 @@ def infer(
             f"the second last of b, {y[-2]}; {_turned(a, b, squeezed, kind)}"
         )
     if len(x) == 3 and len(y) == 3 and x[0] != y[0]:
-        raise InvalidProblem(f"a has {x[0]} groups and b has {y[0]}: they must have as many")
+        raise InvalidProblem(f"a has {x[0]} groups and b has {y[0]}: the numbers must be equal")
     groups = x[0] if len(x) == 3 else y[0] if len(y) == 3 else None
     return Extents(form, groups, x[-2], y[-1], x[-1])
 

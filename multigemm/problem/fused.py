@@ -122,15 +122,15 @@ class Fused:
         return self.rows is not None
 
     @property
+    def picks(self) -> dict[str, Index]:
+        """The indices of rows of a and b by keyword."""
+        return {name: x for name, x in (("a_rows", self.a_rows), ("b_rows", self.b_rows)) if x is not None}
+
+    @property
     def indices(self) -> dict[str, Index]:
         """The index tensors by their keywords."""
-        named = (
-            ("a_rows", self.a_rows),
-            ("b_rows", self.b_rows),
-            ("combine", self.combine),
-            ("out_rows", self.out_rows),
-        )
-        return {name: x for name, x in named if x is not None}
+        sums = {name: x for name, x in (("combine", self.combine), ("out_rows", self.out_rows)) if x is not None}
+        return self.picks | sums
 
     @property
     def numbers(self) -> dict[str, Tensor]:
@@ -180,15 +180,9 @@ class Fused:
 
     def gather(self, form: str, a: Any, b: Any) -> tuple[Any, Any]:
         """a and b on the host as the products read them: zeros where an index means "no row"."""
-        for name, rows in (("a_rows", self.a_rows), ("b_rows", self.b_rows)):
-            if rows is None:
-                continue
-            axis = PICKED[name][form[-1]]
-            if name == "a_rows":
-                a = picked(a, rows.on_host(), axis)
-            else:
-                b = picked(b, rows.on_host(), axis)
-        return a, b
+        found = {"a_rows": a, "b_rows": b}
+        found |= {name: picked(found[name], x.on_host(), PICKED[name][form[-1]]) for name, x in self.picks.items()}
+        return found["a_rows"], found["b_rows"]
 
     def gather_scales(self, q: Quantisation, a: Any, b: Any) -> Quantisation:
         """The scales and zero points of the picked rows, on the host.
@@ -290,14 +284,7 @@ def fused_shapes(
     product: Result, activation: str | None, combine: Tensor | None, out_rows: Tensor | None, rows: Any
 ) -> Result:
     """The shape of the result, as `FusedReader.result` derives it, without reading any value."""
-    shape = product.shape
-    if activation in GATES:
-        if product.form in ("jagged_n", "jagged_k") or shape[-1] % 2:
-            raise InvalidProblem(
-                f"activation={activation!r} with {product.form} and {shape[-1]} columns: a gate joins pairs of columns "
-                "of jagged m, batched, masked and lists"
-            )
-        shape = (*shape[:-1], shape[-1] // 2)
+    shape = _gated_shape(product, activation) if activation in GATES else product.shape
     if combine is None and out_rows is None:
         return product._replace(shape=shape)
     if product.form != "jagged_m" or (combine is not None and out_rows is not None):
@@ -305,6 +292,25 @@ def fused_shapes(
     if out_rows is not None and rows is None:
         raise InvalidProblem("out_rows without out: say with rows= how many rows the result has")
     return product._replace(shape=(rows if combine is None else combine.shape[0], shape[1]))
+
+
+def _gated_shape(product: Result, activation: Any) -> Any:
+    """The shape of the products after a gate; refuses products whose columns it cannot join."""
+    if product.form in ("jagged_n", "jagged_k"):
+        raise InvalidProblem(
+            f"activation={activation!r} with jagged={product.form[-1]!r}: a gate joins columns of jagged m, "
+            "batched, masked and lists: apply it afterwards"
+        )
+    listed = product.form == "per_group"
+    shapes = product.shape if listed else [product.shape]
+    for g, shape in enumerate(shapes):
+        if shape[-1] % 2:
+            raise InvalidProblem(
+                f"{f'b[{g}]' if listed else 'b'} has {shape[-1]} columns; activation={activation!r} joins them in "
+                "pairs: pass an even number"
+            )
+    halved = [(*shape[:-1], shape[-1] // 2) for shape in shapes]
+    return halved if listed else halved[0]
 
 
 def picked_like(x: Tensor, rows: Tensor | None, name: str, jagged: str) -> Tensor:
@@ -402,11 +408,8 @@ class FusedReader:
     ) -> Result:
         """The shape of the result. Reads the gate and the indices of sums of rows."""
         self._refuse_int8(compute)
-        self._gate = self._read_gate(product, compute)
-        shape = product.shape
-        if self._gate is not None:
-            halved = [(*each[:-1], each[-1] // 2) for each in (shape if product.form == "per_group" else [shape])]
-            shape = halved if product.form == "per_group" else halved[0]
+        shape = product.shape if self._gated is None else _gated_shape(product, self._gated)
+        self._gate = self._read_gate(compute)
         self._read_sums(product, device, out)
         if self._rows is not None:
             shape = (self._rows, shape[1])
@@ -425,25 +428,13 @@ class FusedReader:
             if name in self._given:
                 raise InvalidProblem(f"{name} with int8 operands, whose sums are int32: scale or add the rows yourself")
 
-    def _read_gate(self, product: Result, compute: torch.dtype) -> Gate | None:
+    def _read_gate(self, compute: torch.dtype) -> Gate | None:
         given = {name: self._given[name] for name in GATE_DEFAULTS if name in self._given}
         if self._gated is None:
             for name in given:
                 words = ", ".join(map(repr, GATES))
                 raise InvalidProblem(f"{name} without a gate: pass activation= one of {words}, or leave it out")
             return None
-        if product.form in ("jagged_n", "jagged_k"):
-            raise InvalidProblem(
-                f"activation={self._gated!r} with jagged={product.form[-1]!r}: a gate joins columns of jagged m, "
-                "batched, masked and lists: apply it afterwards"
-            )
-        for g, shape in enumerate(product.shape if product.form == "per_group" else [product.shape]):
-            if shape[-1] % 2:
-                name = f"b[{g}]" if product.form == "per_group" else "b"
-                raise InvalidProblem(
-                    f"{name} has {shape[-1]} columns; activation={self._gated!r} joins them in pairs: pass an "
-                    "even number"
-                )
         return self._gate_of({**GATE_DEFAULTS, **given}, compute)
 
     def _gate_of(self, given: dict[str, Any], compute: torch.dtype) -> Gate:

@@ -108,9 +108,9 @@ class GroupedGemmProblem:
             bits.
         offsets, sizes, ends: int32 or int64: on the host (checked and copied) or a tensor on the operands' device
             (followed in place, never read back, clamped by the kernels).
-        jagged: "m", "n" or "k": the direction that they cut. Two matrices fit all three, and "m" is taken: weight
+        jagged: "m", "n" or "k": the direction that they cut. Two matrices fit all three, and "m" is the default: weight
             gradients (a [M, T], b [T, N]) need jagged="k".
-        valid_rows: [G]: rows of each matrix of a that count.
+        valid_rows: [G]: the number of rows of each matrix of a that count.
         c: a matrix of the result's shape that is added, times beta; may be `out` itself.
         alpha, beta: beta is 1 by default where c is given, 0 elsewhere, and with beta=0 c is not read; the numbers are
             finite, and normal ones of float32 where sums are formed in it.
@@ -123,13 +123,13 @@ class GroupedGemmProblem:
         out: receives the result, and keeps what no group owns; without it those rows are 0.
         out_dtype: of the result; that of the operands by default, int32 for int8. Operands of two float dtypes are
             multiplied in torch.promote_types of them: bfloat16 x float16 in float32.
-        precision: of float32 products: "ieee" is true float32, "tf32" rounds or cuts off the operands to 11 bits.
-        deterministic: the same call gives the same bits; False permits what is faster without.
-        batch_invariant: a row of the result has the same bits whoever else is in the batch: they depend on its row of
-            a, its columns of b, K, the dtypes, the epilogue and the backend alone, in every form; None: as
-            MULTIGEMM_BATCH_INVARIANT says.
-        check: "full" reads sizes on the device back and checks them; "host" does not. Sizes that add up to less than T
-            are legal in both: no group owns the rest; "complete" is "full" and refuses them.
+        precision: of float32 products: "ieee" is true float32, "tf32" rounds or truncates the operands to 11 bits.
+        deterministic: the same call gives the same bits; False permits faster kernels that do not promise this.
+        batch_invariant: a row of the result has the same bits in any batch: they depend on its row of a, its columns of
+            b, K, the dtypes, the epilogue and the backend alone, in every form. None: the setting
+            MULTIGEMM_BATCH_INVARIANT decides.
+        check: "host" (default) checks sizes on the host only; "full" also reads back and checks sizes on the device;
+            "complete" is "full", and refuses sizes that add up to less than T (otherwise no group owns the rest).
         scale_a, scale_b: quantised operands: what an element is multiplied by. A number, a vector for the groups, or a
             grid: along K one entry, or one for each 32, 64 or 128; along the other axis one entry, or one for each line
             (or, with 128 along K, for each 128). float32 or float8_e8m0fnu.
@@ -232,22 +232,28 @@ class GroupedGemmProblem:
         self.c = self.bias = self.out = self.extents = self.grouping = self.valid_rows = None
         self.squeezed, self.given_out = False, out
         self.quantisation = self.fused = None
-        more = reader_of(fused, activation, check != "host")
+        fused_reader = reader_of(fused, activation, check != "host")
 
         reader = OperandReader()
         grouped = offsets is not None or sizes is not None or ends is not None
         if is_list(a) or is_list(b):
-            groups, packed = self._take_lists(reader, a, b, jagged, grouped or valid_rows is not None, b_format, more)
+            groups, packed = self._take_lists(
+                reader, a, b, jagged, grouped or valid_rows is not None, b_format, fused_reader
+            )
         else:
-            extents, packed = self._take_tensors(reader, a, b, jagged, grouped, valid_rows is not None, b_format, more)
+            extents, packed = self._take_tensors(
+                reader, a, b, jagged, grouped, valid_rows is not None, b_format, fused_reader
+            )
             groups = self._take_groups(extents, (offsets, sizes, ends), valid_rows, check)
         self.kind, self.device = reader.kind, reader.device
         inputs = self._input_dtypes(out_dtype)
-        compute = self._take_scales(reader, groups, inputs, Given(scale_a, scale_b, zero_b, accumulate), packed, more)
+        compute = self._take_scales(
+            reader, groups, inputs, Given(scale_a, scale_b, zero_b, accumulate), packed, fused_reader
+        )
         self.alpha = epilogue.scalar(alpha, "alpha", compute)
         self.beta = epilogue.scalar(epilogue.default_beta(beta, c), "beta", compute)
         epilogue.check_activation(activation, compute)
-        self._take_result(reader, groups, out, out_dtype, c, bias, (*inputs, compute), more)
+        self._take_result(reader, groups, out, out_dtype, c, bias, (*inputs, compute), fused_reader)
         self.refreshes = reader.refreshes() if reader.mirrors else []
         if out is not None or self.fused is not None:
             self._refuse_shared_memory(reader)
@@ -257,7 +263,7 @@ class GroupedGemmProblem:
 
     def _take_tensors(
         self, reader: OperandReader, a: Any, b: Any, jagged: str, grouped: bool, masked: bool, b_format: str | None,
-        more: FusedReader | None,
+        fused_reader: FusedReader | None,
     ) -> tuple[Extents, str]:  # fmt: skip
         x, y = reader.first(a, "a"), reader.operand(b, "b")
         packed = scales.format_of(y.dtype, b_format)
@@ -268,8 +274,8 @@ class GroupedGemmProblem:
         self.a, self.b, self.device = x, y, reader.device
         if packed:
             y = scales.unpacked_shape(x, y)
-        if more is not None:
-            x, y = more.pick(x, y, jagged, grouped, reader.device)
+        if fused_reader is not None:
+            x, y = fused_reader.pick(x, y, jagged, grouped, reader.device)
         self.extents = forms.infer(
             x, y, jagged=jagged, grouped=grouped, masked=masked, squeezed=self.squeezed, kind=reader.kind
         )
@@ -293,7 +299,7 @@ class GroupedGemmProblem:
 
     def _take_lists(
         self, reader: OperandReader, a: Any, b: Any, jagged: str, grouped: bool, b_format: str | None,
-        more: FusedReader | None,
+        fused_reader: FusedReader | None,
     ) -> tuple[int, str]:  # fmt: skip
         if not (is_list(a) and is_list(b)):
             one, x, other = ("b", b, "a") if is_list(a) else ("a", a, "b")
@@ -305,8 +311,8 @@ class GroupedGemmProblem:
             raise InvalidProblem("offsets, sizes, ends or valid_rows with lists: a list is cut already, leave them out")
         if jagged != "m":
             raise InvalidProblem(f"jagged={jagged!r} with lists: they may differ in every extent, leave it out")
-        if more is not None:
-            more.refuse_picks("with lists")
+        if fused_reader is not None:
+            fused_reader.refuse_picks("with lists")
         forms.check_counts(a, b)
         self.form = "per_group"
         first = [reader.first(a[0], "a[0]")] if a else []
@@ -322,15 +328,15 @@ class GroupedGemmProblem:
 
     def _take_scales(
         self, reader: OperandReader, groups: int, inputs: tuple[torch.dtype, torch.dtype], given: Given, packed: str,
-        more: FusedReader | None,
+        fused_reader: FusedReader | None,
     ) -> torch.dtype:  # fmt: skip
         """Reads scales and zero points of quantised operands. Returns the dtype in which products are formed."""
         has_dtypes = self.extents is not None or groups > 0  # lists of no matrices say no dtypes
         if not (has_dtypes and scales.is_quantised(*inputs, packed, given)):
             return epilogue.compute_dtype(*inputs)
         self._refuse_gradients(inputs)
-        if more is not None and self.form == "jagged_k":
-            more.refuse_quantised_picks()
+        if fused_reader is not None and self.form == "jagged_k":
+            fused_reader.refuse_quantised_picks()
         a, b = self.each("a"), self.each("b")
         shapes = [tuple(x.shape) for x in a], [_elements(y, packed) for y in b]
         if self.extents is not None:
@@ -366,7 +372,7 @@ class GroupedGemmProblem:
 
     def _take_result(
         self, reader: OperandReader, groups: int, out: Any, out_dtype: Any, c: Any, bias: Any,
-        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], more: FusedReader | None,
+        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], fused_reader: FusedReader | None,
     ) -> None:  # fmt: skip
         """Reads `out`, c, bias and the fused keywords. `dtypes` are those of a, of b and of the products."""
         compute = dtypes[2]
@@ -374,14 +380,14 @@ class GroupedGemmProblem:
         if self.quantisation is not None:
             extras = (compute,) if compute in HALVES else ()
         result = product = Result(self.form, groups, self._result_shape(groups), self.squeezed)
-        if more is not None:
-            result = more.result(product, compute, self.device, out, self.beta, c)
+        if fused_reader is not None:
+            result = fused_reader.result(product, compute, self.device, out, self.beta, c)
         self.out_shape = result.shape
         self._take_out(reader, out, out_dtype, result, compute)
         self._take_c(reader, c, result, extras)
         self._take_bias(reader, bias, product, extras)
-        if more is not None:
-            self.fused = more.fused(reader, product, self.out_dtype, extras)
+        if fused_reader is not None:
+            self.fused = fused_reader.fused(reader, product, self.out_dtype, extras)
 
     def _take_out(self, reader: OperandReader, out: Any, out_dtype: Any, result: Result, compute: torch.dtype) -> None:
         given = None

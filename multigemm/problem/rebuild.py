@@ -6,6 +6,7 @@ launch writes to. So the caller's arrays are copied, and a new problem is constr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,13 +14,22 @@ import torch
 from torch import Tensor
 
 from multigemm.problem.arrays import give_back
+from multigemm.problem.operand_reader import Operand
 from multigemm.problem.overlap import same_view
 from multigemm.problem.spec import BIT_VIEWED
 
 if TYPE_CHECKING:
     from multigemm.problem.problem import GroupedGemmProblem
 
-AS_THEY_ARE = ("alpha", "beta", "activation", "out_dtype", "precision", "deterministic", "batch_invariant", "bias")
+AS_THEY_ARE = ("bias", "alpha", "beta", "activation", "precision", "deterministic", "batch_invariant", "out_dtype")
+DEFAULTS = {
+    "jagged": "m", "alpha": 1.0, "beta": 0.0, "precision": "ieee", "deterministic": True, "batch_invariant": False,
+    "accumulate": "promoted",
+}  # fmt: skip
+CUTS = ("offsets", "sizes", "ends", "valid_rows")
+INDICES = ("a_rows", "b_rows", "combine", "out_rows")
+SHOWN = 64
+"""Indices of rows, at most, that a text has by value."""
 
 
 class Bits(NamedTuple):
@@ -45,32 +55,44 @@ def from_bits(x: Any) -> Any:
 
 
 def arguments(problem: GroupedGemmProblem) -> tuple[Any, Any, dict[str, Any]]:
-    """a, b and the keywords of the constructor."""
+    """a, b and the keywords of the constructor, as the caller would pass them."""
     for refresh in problem.refreshes:
         refresh()
-    keywords = {name: getattr(problem, name) for name in AS_THEY_ARE}
-    keywords |= {"c": _c(problem), "out": problem.given_out, **_cut(problem)}
+    return _arguments(problem, problem.given_out, lambda x: give_back(x, problem.kind))
+
+
+def problem_text(problem: GroupedGemmProblem) -> str:
+    """The constructor call as text, with shapes and strides in place of values. Defaults are left out."""
+    out = _passed(problem, problem.out, lambda x: x)
+    a, b, keywords = _arguments(problem, out, lambda x: x)
+    if out is not None:
+        del keywords["out_dtype"]
+    parts = [_text(a), _text(b)]
+    for name, x in keywords.items():
+        if x is not None and (name not in DEFAULTS or x != DEFAULTS[name]):
+            parts.append(f"{name}={_text(x, name)}")
+    return f"GroupedGemmProblem({', '.join(parts)})"
+
+
+def _arguments(problem: GroupedGemmProblem, out: Any, show: Callable[[Tensor], Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """The constructor's arguments with this `out`; `show` makes an operand of each tensor."""
+    a, b, c = (_passed(problem, x, show) for x in (problem.a, problem.b, problem.c))
+    if problem.c is not None and problem.out is not None:
+        c = out if all(map(same_view, problem.each("c"), problem.each("out"))) else c
+    keywords = {**_cut(problem), "c": c, "out": out, **{name: getattr(problem, name) for name in AS_THEY_ARE}}
     if (q := problem.quantisation) is not None:
         keywords |= {name: scale.given for name, scale in q.each()}
         keywords |= {"b_format": q.b_format or None, "accumulate": q.accumulate}
     if problem.fused is not None:
         keywords |= problem.fused.keywords()
-    return _given(problem, problem.a), _given(problem, problem.b), keywords
+    return a, b, keywords
 
 
-def _given(problem: GroupedGemmProblem, x: Any) -> Any:
-    """An operand as the caller would pass it."""
-    if not isinstance(x, Tensor):
-        return [give_back(t, problem.kind) for t in x]
-    return give_back(x[0] if problem.squeezed else x, problem.kind)
-
-
-def _c(problem: GroupedGemmProblem) -> Any:
-    if problem.c is None:
-        return None
-    if problem.out is not None and all(map(same_view, problem.each("c"), problem.each("out"))):
-        return problem.given_out
-    return _given(problem, problem.c)
+def _passed(problem: GroupedGemmProblem, x: Operand | None, show: Callable[[Tensor], Any]) -> Any:
+    """An operand without the dimension that a single product does not have."""
+    if x is None or not isinstance(x, Tensor):
+        return None if x is None else [show(t) for t in x]
+    return show(x[0] if problem.squeezed else x)
 
 
 def _cut(problem: GroupedGemmProblem) -> dict[str, Any]:
@@ -94,74 +116,16 @@ def tensor_text(x: Tensor) -> str:
     return f"torch.empty_strided({tuple(x.shape)}, {x.stride()}, dtype={x.dtype}{where})"
 
 
-def operand_text(x: Any, squeeze: bool = False) -> str:
-    """A Python expression for a tensor or a list of tensors."""
-    if isinstance(x, Tensor):
-        return tensor_text(x[0] if squeeze else x)
-    return "[" + ", ".join(tensor_text(t) for t in x) + "]"
-
-
-def _index_text(x: Tensor) -> str:
-    """A Python expression for sizes on the device: their values if they can be read at once, else zeros."""
-    if x.device.type == "cpu":
-        return f"torch.tensor({x.tolist()}, dtype={x.dtype})"
-    return f"torch.zeros({x.shape[0]}, dtype={x.dtype}, device={str(x.device)!r})"
-
-
-def _grouping_text(problem: GroupedGemmProblem) -> list[str]:
-    parts = []
-    if problem.grouping is not None:
-        host, live = problem.grouping.host, problem.grouping.live
-        if host is not None:
-            parts.append(f"offsets={host.tolist()}")
-        elif live is not None:
-            parts.append(f"{problem.grouping.kind}={_index_text(live)}")
-        if problem.form != "jagged_m":
-            parts.append(f"jagged={problem.form[-1]!r}")
-    if problem.valid_rows is not None:
-        host, live = problem.valid_rows.host, problem.valid_rows.live
-        parts.append(f"valid_rows={np.diff(host).tolist() if host is not None else _index_text(live)}")  # type: ignore[arg-type]
-    return parts
-
-
-def _fused_text(x: Any) -> str:
-    """A Python expression for a fused keyword: numbers and host indices by value, other tensors by shape and
-    strides."""
-    if isinstance(x, tuple):
-        return f"({', '.join(map(_fused_text, x))})"
+def _text(x: Any, name: str = "") -> str:
+    """A Python expression for an argument: numbers and host indices by value, other arrays by shape and strides."""
+    if isinstance(x, list | tuple):
+        ends = "[]" if isinstance(x, list) else "()"
+        return f"{ends[0]}{', '.join(_text(each, name) for each in x)}{ends[1]}"
     if isinstance(x, np.ndarray):
         return repr(x.tolist()) if x.dtype.kind == "i" else f"np.empty({x.shape}, {x.dtype.name!r})"
-    if isinstance(x, Tensor) and not x.is_floating_point():
-        by_value = x.device.type == "cpu" and x.numel() <= 64
-        return f"torch.tensor({x.tolist()}, dtype={x.dtype})" if by_value else f"{tensor_text(x)}.zero_()"
-    return operand_text(x) if isinstance(x, Tensor | list) else repr(x)
-
-
-def problem_text(problem: GroupedGemmProblem) -> str:
-    """The constructor call as text, with shapes and strides in place of values. Defaults are left out."""
-    parts = [
-        operand_text(problem.a, problem.squeezed),
-        operand_text(problem.b, problem.squeezed),
-        *_grouping_text(problem),
-    ]
-    for name in ("c", "bias", "out"):
-        x = getattr(problem, name)
-        if x is not None:
-            parts.append(f"{name}={operand_text(x, problem.squeezed and name != 'bias')}")
-    q = problem.quantisation
-    parts += [] if q is None else [f"{name}={operand_text(scale.given)}" for name, scale in q.each()]
-    plain = {
-        "alpha": 1.0, "beta": 0.0, "activation": None, "precision": "ieee", "deterministic": True,
-        "batch_invariant": False,
-    }  # fmt: skip
-    values = {name: getattr(problem, name) for name in plain}
-    parts += [f"{name}={x!r}" for name, x in values.items() if x != plain[name]]
-    if q is not None and q.b_format:
-        parts.append(f"b_format={q.b_format!r}")
-    if q is not None and q.accumulate != "promoted":
-        parts.append(f"accumulate={q.accumulate!r}")
-    if problem.fused is not None:
-        parts += [f"{name}={_fused_text(x)}" for name, x in problem.fused.keywords().items()]
-    if problem.out is None:
-        parts.append(f"out_dtype={problem.out_dtype}")
-    return f"GroupedGemmProblem({', '.join(parts)})"
+    if not isinstance(x, Tensor):
+        return repr(x)
+    if name not in (*CUTS, *INDICES) or x.is_floating_point():
+        return tensor_text(x)
+    by_value = x.device.type == "cpu" and (name in CUTS or x.numel() <= SHOWN)
+    return f"torch.tensor({x.tolist()}, dtype={x.dtype})" if by_value else f"{tensor_text(x)}.zero_()"

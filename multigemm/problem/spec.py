@@ -45,8 +45,8 @@ BYTE_FORMATS: tuple[ByteFormat, ...] = ("int4", "uint4", "e2m1")
 ACCUMULATE: tuple[Accumulate, ...] = ("promoted", "fast")
 MIXED = -1
 GIANT = 2**31 - 2**26
-"""From here an extent may be more than a kernel counts in 32 bits with a sign: up to the end of its last tile, and with
-the number of its tiles, of 64 rows and more, added where it is cut into even ones."""
+"""Extents from this limit on can overflow a kernel's signed 32-bit index, which runs to the end of the last tile, plus
+one per tile of 64 rows and more where rows are split evenly."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from multigemm.select.timing import FLUSH_BYTES, Mode, describe, free_bytes, mea
 from multigemm.settings import settings
 
 LONG_US = 150.0
-"""A sequence of such calls keeps a GPU busy without the host's help, up to its power limit."""
+"""Calls from this many microseconds on keep a GPU busy without the host, up to its power limit."""
 ROUNDS, LONG_ROUNDS = (3, 15), (2, 10)
 """Samples at least and at most. Long calls, which follow a warm-up, differ little from one to the next."""
 BUDGET_MS = 25.0
@@ -46,9 +46,11 @@ WORTH = 1.03
 with how uneven the groups are: what leads by less on even ones is up to 15 % behind on others."""
 HOST_CALLS = 3
 FRONT_DOOR_US = 8.0
-"""What a warm eager call takes the host besides its launch: the key and the result's memory (H200, November 2026)."""
+"""The host's time of a warm eager call besides its launch, in microseconds: the key and the result's memory (H200,
+November 2026)."""
 LEAST_WORK = 0.1
-"""Of the operations that the extents make one expect: a dry run on few tokens tells nothing of its class."""
+"""The fraction of the expected operations below which nothing is measured: a dry run on few tokens says nothing about
+its class."""
 
 
 def forbidden() -> str:

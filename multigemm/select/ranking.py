@@ -42,15 +42,16 @@ slower, since a caller who waits for the device has the rest of the time for wor
 LONG_K, MANY_ROWS = 1024, 128
 """From both on, 16-bit kernels of CuPy lead those of Triton: a slower start of each tile, and a faster main loop."""
 FEW_ROWS = 16
-"""Up to so many rows per group, CuPy's 16-bit kernels lead Triton's: both wait for the weights."""
+"""Up to this many rows per group CuPy's 16-bit kernels are ahead of Triton's: both wait for the weights."""
 BATCH_ROWS = 32
-"""Of a batch, from which cuBLAS is expected to be fastest in 16 bits."""
+"""The rows of a batch from which on cuBLAS is expected to be fastest in 16 bits."""
 TILE_ROWS, TILE_COLUMNS = 256, 128
 """Of 16-bit kernels, as a rule."""
 FEW_GROUPS = 8
-"""So many calls of cuBLAS in a row, each with a float32 kernel that is up to five times as fast, beat one launch."""
+"""Up to this many calls of cuBLAS in a row, each with a float32 kernel that is up to five times as fast, beat one
+launch."""
 SPLIT_COLUMNS = 1200
-"""Columns of all groups: a float32 product with no more fills a GPU by splitting K alone, as Triton's kernel does."""
+"""The columns of all groups up to which a float32 product fills a GPU only by splitting K, as Triton's kernel does."""
 
 
 class Ranking(NamedTuple):

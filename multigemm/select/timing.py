@@ -46,10 +46,11 @@ COMPANY = 4
 """Fewer variants do not tell what moved a round from what moved one of them."""
 PASSES = 4
 JUST_RAN = 2
-"""Calls of each variant, at least, that ran right before sustained ones: to warm up, or to learn what they take."""
+"""The smallest number of calls of each variant that ran right before sustained ones, to warm up or to learn their
+time."""
 BURST_MS = 25.0
-"""Of work between pauses, where pauses are asked for. A power limit takes longer to bite; in shorter bursts the
-clock is not yet what it was."""
+"""Milliseconds of work between pauses, if pauses are requested. A power limit acts after a longer time; in shorter
+bursts the clock has not settled."""
 FLUSH_BYTES, CODE_BYTES = 256 << 20, 128 << 10
 INSTRUCTION_BYTES, CODE_ROW = 16, 128
 """Of machine code, from Volta on; and how many the source writes into one statement."""

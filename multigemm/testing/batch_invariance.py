@@ -41,15 +41,15 @@ LONG_KS, MOST_N = (2048, 2880, 4096), 512
 DTYPES = ("bfloat16", "bfloat16", "bfloat16", "float16", "float16", "float32", "float32", "float32", "float64", "int8")
 MODES = ("normal", "normal", "cancel", "special", "tiny", "int")
 LIMITS = Limits(work=1 << 40, forms=("jagged_m",), dtypes=DTYPES, modes=MODES, longest=1024)
-"""Of kinds; sizes of groups do not count."""
+"""The limits of kinds; sizes of groups do not count."""
 FORMS = ("jagged_m", "per_group", "batched", "masked", "jagged_n", "jagged_k")
 WEIGHTS, MOST_ELEMENTS, MOST_DOWN, LISTED = 6, 1 << 23, 256, 20
 REFUSED_AT_ONCE = 20
-"""So many refusals before the first comparison, and a kind is left: the backend refuses its dtype."""
+"""After this many refusals before the first comparison a kind is left: the backend refuses its dtype."""
 AT_ONCE = 100
 """Comparisons that are made before the host waits for the device."""
 CONFIGS_OF_A_FORM = 2
-"""So many configs of a form are drawn for a kind, beside those that the backend chooses: compiling takes most of the
+"""The number of configs of a form that are drawn for a kind, besides the backend's choices. Compiling takes most of the
 time."""
 EXAMPLES = 20
 
@@ -394,13 +394,19 @@ def run(backend: str, device: torch.device, seconds: float, seed: int, promise: 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="multigemm.testing.batch_invariance", description=__doc__.splitlines()[0])
-    parser.add_argument("--backends", default="cupy,triton,numba,cublas", help="names, joined by commas")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for each backend")
-    parser.add_argument("--jobs", type=int, default=1, help="processes beside each other")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--control", action="store_true", help="without batch_invariant=True: bits may differ")
-    parser.add_argument("--json", type=Path, help="where the counts go")
+    parser.add_argument("--backends", default="cupy,triton,numba,cublas", help="backends, separated by commas")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds for each backend (default: 60)")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes (default: 1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the batches (default: 1)")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu or cuda (default: cuda if there is one)",
+    )
+    parser.add_argument(
+        "--control", action="store_true", help="leave batch_invariant=True out, so that bits may differ"
+    )
+    parser.add_argument("--json", type=Path, help="write the counts to this file")
     return parser.parse_args()
 
 

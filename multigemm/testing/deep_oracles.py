@@ -279,7 +279,7 @@ GPU_ORACLES: dict[str, Oracle] = {
     "side stream": side_stream,
 }
 THREAD_ORACLES: dict[str, Oracle] = {"threads": threads}
-"""Emulators serve one thread, and have none of these."""
+"""The oracles that need several threads, which emulators do not support."""
 
 
 def run_oracles(

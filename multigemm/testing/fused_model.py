@@ -1,14 +1,11 @@
-"""A plain model of a kernel for fused problems, and faults planted in it, to prove that the oracles find them.
+"""A plain model of a kernel for fused problems, which takes one token after the other, as a definition would.
 
-`solve` takes one token after the other, as a definition would. `FAULTS` are changes of its source, each of a kind that
-kernels have shipped with.
+multigemm.testing.model_mutants makes kernels of this source with a line changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache
-from inspect import getsource
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, cast
 
 import torch
@@ -19,20 +16,30 @@ from multigemm.planning.operands import Operands
 from multigemm.problem.fused import Fused, Gate, Index
 from multigemm.problem.spec import ProblemSpec
 
-TILE = 16
 NOTHING = Fused()
 
 
+def token_count(ops: Operands) -> int:
+    """The extent that offsets divide: as many tokens as there are numbers of picked rows, or rows."""
+    fused, direction, a, b = ops.fused or NOTHING, ops.spec.jagged, cast(Tensor, ops.a), cast(Tensor, ops.b)
+    picks = fused.b_rows if direction == "n" else fused.a_rows
+    if picks is not None:
+        return int(picks.values.shape[0])
+    return {"m": a.shape[0], "n": b.shape[-1], "k": a.shape[-1]}[direction or "m"]
+
+
 def spans(ops: Operands) -> list[tuple[int, int]]:
-    """The first token of each group and the one after its last; for masked, the rows that count."""
+    """First and past-the-end token of each group, inside the operands even if sizes lie; masked: the valid rows."""
     if ops.valid_rows is not None:
-        return [(0, rows) for rows in ops.valid_rows.tolist()]
+        most = cast(Tensor, ops.a).shape[1]
+        return [(0, min(max(rows, 0), most)) for rows in ops.valid_rows.tolist()]
     assert ops.ends is not None
-    ends = ops.ends.tolist()
+    ends, total = ops.ends.tolist(), token_count(ops)
     if not ends:
         return []
     first = ops.ends.as_strided((1,), (1,), ops.ends.storage_offset() - 1).tolist() if ops.head else [0]
-    return list(zip([*first, *ends[:-1]], ends, strict=True))
+    starts = [min(max(start, 0), total) for start in [*first, *ends[:-1]]]
+    return [(start, min(max(end, start), total)) for start, end in zip(starts, ends, strict=True)]
 
 
 def picked(x: Tensor, index: Index | None, lo: int, hi: int, axis: int) -> Tensor:
@@ -143,103 +150,20 @@ def solve(ops: Operands) -> None:
         out[r].copy_(total)
 
 
-def before(anchor: str, line: str) -> tuple[str, str]:
-    """Inserts a line before another one."""
-    return anchor, f"{line}\n{anchor}"
-
-
-def after(anchor: str, line: str) -> tuple[str, str]:
-    """Inserts a line after another one."""
-    return anchor, f"{anchor}\n{line}"
-
-
-READ = "        row = s if index is None else int(index.values[s])"
-LIMIT = "    if gate.limit is not None:"
-BIAS = "        x = x + bias_of(ops, g, where, b.shape[1]).double()"
-ACT = "        y = (act(x, spec.activation, 1.0)"
-KEPT = "            rows |= {where.start + i: row for i, row in enumerate(y)}"
-ROW = "            s = int(index[r, j])"
-ABSENT = "            if s not in rows:\n                continue"
-TERM = "            total = total + weight * rows[s]"
-FAULTS: dict[str, tuple[str, str]] = {
-    "index off by one": after(READ, "        row += index is not None"),
-    "last row of a tile": (READ, READ.replace("values[s]", "values[s - ((s - lo) % TILE == TILE - 1)]")),
-    "index of another group": (READ, READ.replace("values[s]", "values[s - lo]")),
-    "index in 32 bits": after(READ, "        row = (row + 2**31) % 2**32 - 2**31"),
-    "sentinel reads the first row": after(READ, "        row = max(row, 0)"),
-    "index past the end reads the last row": after(READ, "        row = min(row, x.shape[axis] - 1)"),
-    "gate and up exchanged": ("g, u = gate.split(x)", "u, g = gate.split(x)"),
-    "halves for interleaved": ("gate.split(x)", 'gate._replace(layout="halves").split(x)'),
-    "beta lost": ("(u + gate.beta)", "u"),
-    "beta before the clamp": before(LIMIT, "    u, gate = u + gate.beta, gate._replace(beta=0)"),
-    "alpha lost": ("act(g, gate.kind, gate.alpha)", "act(g, gate.kind, 1.0)"),
-    "limit lost": (LIMIT, "    if False:"),
-    "gate clamped on both sides": ("g.clamp(max=gate.limit)", "g.clamp(-gate.limit, gate.limit)"),
-    "up clamped on one side": ("u.clamp(-gate.limit, gate.limit)", "u.clamp(max=gate.limit)"),
-    "clamp hides NaN": ("g.clamp(max=gate.limit)", "g.clamp(max=gate.limit).nan_to_num(nan=gate.limit)"),
-    "clamp before bias": before(BIAS, "        x = x.clamp(max=getattr(fused.gate, 'limit', None) or 1e9)"),
-    "silu for gelu": ('"gelu", "geglu")', '"gelu",)'),
-    "preact after the limit": (
-        "[where].copy_(x)",
-        "[where].copy_(x.clamp(max=getattr(fused.gate, 'limit', None) or 1e9))",
-    ),
-    "preact rounded before the gate": before(ACT, "        x = x if fused.preact is None else x.bfloat16().double()"),
-    "row_scale of the neighbour": ("fused.row_scale[where]", "fused.row_scale.roll(1, -1)[where]"),
-    "row_scale rounded": (".row_scale[where].double()", ".row_scale[where].bfloat16().double()"),
-    "row_scale before the activation": before(ACT, "        x, scale = x * scale, 1.0"),
-    "weight of the neighbour": ("weights[r, j]", "weights[r, j - 1]"),
-    "weights rounded": ("weights[r, j].to", "weights[r, j].bfloat16().to"),
-    "weight of 0 hides NaN": (TERM, TERM.replace("weight * rows[s]", "(weight * rows[s] if weight != 0 else 0)")),
-    "sum in bfloat16": after(TERM, "            total = total.bfloat16().to(total.dtype)"),
-    "sentinel adds the first row": before(ABSENT, "            s = s if s in rows or not rows else min(rows)"),
-    "weight of an absent row is read": before(
-        ABSENT, "            total = total + (0 if weights is None else 0 * weights[r, j])"
-    ),
-    "duplicates count once": after(ROW, "            s = -1 if s in index[r, :j].tolist() else s"),
-    "rows behind the ends": after(KEPT, "            rows |= {where.stop: y[0] * torch.nan} if len(y) else {}"),
-    "rows that go to one place overwrite each other": (
-        "                total = total + rows[s]",
-        "                total = rows[s]",
-    ),
-    "last row lost": ("for r in range(fused.rows or 0)", "for r in range((fused.rows or 0) - 1)"),
-    "rows without contributions keep what they held": (
-        "        out[r].copy_(",
-        "        (out[r] if total.any() else total).copy_(",
-    ),
-    "beta of c lost in sums": ("total = total + ops.beta * cast", "total = total + cast"),
-}
-"""A text of this file's functions, which stands there once, and what replaces it."""
-PARTS = (spans, picked, groups, bias_of, act, gated, combined, solve)
-
-
-@cache
-def planted(fault: str = "") -> Any:
-    """`solve` with a fault planted in it; "" plants none."""
-    source = "\n\n".join(getsource(part) for part in PARTS)
-    if fault:
-        old, new = FAULTS[fault]
-        if source.count(old) != 1:
-            raise AssertionError(f"{fault}: its text stands {source.count(old)} times in the model")
-        source = source.replace(old, new)
-    names = dict(globals())
-    exec(compile("from __future__ import annotations\n" + source, f"<{fault or 'model'}>", "exec"), names)
-    return names["solve"]
-
-
 class Model(BuiltinBackend):
     """A third party's backend that supports fused problems."""
 
     takes_fused: ClassVar[bool] = True
 
 
-def model(fault: str = "") -> Model:
-    """The model as a backend for fused problems in unquantised floats."""
+def model(name: str = "model", solve: Callable[[Operands], None] = solve) -> Model:
+    """The model, or one like it, as a backend for fused problems in unquantised floats."""
 
     def reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
         plain = spec.compute.is_floating_point and not spec.quantised
         return [] if device.type == "cpu" and plain else ["the model takes plain floats on the host"]
 
     def plan(spec: ProblemSpec, config: Any, device: torch.device) -> Recipe:
-        return Recipe("model", config, lambda ops: lambda: planted(fault)(ops))
+        return Recipe("model", config, lambda ops: lambda: solve(ops))
 
-    return Model(fault or "model", lambda: Availability(ok=True), reasons, lambda spec, device: (0,), plan)
+    return Model(name, lambda: Availability(ok=True), reasons, lambda spec, device: (0,), plan)

@@ -31,7 +31,7 @@ FILL = 0xFF
 MOST_OPERANDS = 12
 """Operands of one problem that get memory of their own; further matrices of a list stay where they are."""
 ALIGN = 16
-"""Bytes up to which a spec tells addresses apart; placed operands keep their remainder."""
+"""The number of bytes up to which a spec distinguishes alignments; placed operands keep their remainder."""
 
 
 @dataclass(slots=True)

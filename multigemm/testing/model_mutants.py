@@ -1,28 +1,32 @@
 """Planted faults, and the hunt for them, to prove that the oracles can fail.
 
-Each mutant is the correct tiled model kernel with one fault of a kind that real kernels have shipped with: a change of
-its source, which `planted` makes. `hunt` draws cases, runs every oracle on them, and reports the first oracle that
-finds the fault. A mutant that survives shows a gap in the oracles.
+Each mutant is a correct model with one fault of a kind that real kernels have shipped with: a change of its source.
+`model_kernel` is a tiled kernel for plain and quantised operands, `fused_model` takes fused problems. `hunt` draws
+cases, runs every oracle on them, and reports the first oracle that finds the fault. A mutant that survives shows a gap
+in the oracles.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from inspect import getsource
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
+from multigemm.backend import Backend
 from multigemm.reference.dtypes import round_once, ulp
 from multigemm.reference.numpy_reference import activate
-from multigemm.testing import model_kernel, relations
+from multigemm.testing import fused_model, model_kernel, relations
 from multigemm.testing.case import Case
 from multigemm.testing.deep_oracles import changed_sizes, lying_sizes, other_contents, run_oracles
-from multigemm.testing.model_kernel import Kernel
+from multigemm.testing.model_kernel import Kernel, ModelBackend
 from multigemm.testing.oracles import Outcome, check
 from multigemm.testing.placed_case import DeviceCase
 from multigemm.testing.strategies import Limits, random_case
@@ -30,6 +34,7 @@ from multigemm.testing.subject import Subject
 
 HUNTING = Limits(work=1 << 14, groups=20, longest=80)
 QUANTISED_HUNTING = Limits(work=1 << 15, groups=20, quantised=1)
+FUSED_HUNTING = Limits(work=1 << 12, groups=8, longest=40, fused=1)
 
 
 def _toward_zero(x: Any, dtype: torch.dtype) -> Any:
@@ -343,12 +348,80 @@ QUANTISED_MUTANTS: dict[str, tuple[Edit, ...]] = {
 }
 """Faults of kernels for quantised operands; they fall to cases within QUANTISED_HUNTING."""
 
+_READ = "        row = s if index is None else int(index.values[s])"
+_LIMIT = "    if gate.limit is not None:"
+_BIAS = "        x = x + bias_of(ops, g, where, b.shape[1]).double()"
+_ACT = "        y = (act(x, spec.activation, 1.0)"
+_KEPT = "            rows |= {where.start + i: row for i, row in enumerate(y)}"
+_ROW = "            s = int(index[r, j])"
+_ABSENT = "            if s not in rows:\n                continue"
+_TERM = "            total = total + weight * rows[s]"
+FUSED_MUTANTS: dict[str, Edit] = {
+    "index off by one": _after(_READ, "        row += index is not None"),
+    "last row of a tile": (_READ, _READ.replace("values[s]", "values[s - ((s - lo) % 16 == 15)]")),
+    "index of another group": (_READ, _READ.replace("values[s]", "values[s - lo]")),
+    "index in 32 bits": _after(_READ, "        row = (row + 2**31) % 2**32 - 2**31"),
+    "sentinel reads the first row": _after(_READ, "        row = max(row, 0)"),
+    "index past the end reads the last row": _after(_READ, "        row = min(row, x.shape[axis] - 1)"),
+    "gate and up exchanged": ("g, u = gate.split(x)", "u, g = gate.split(x)"),
+    "halves for interleaved": ("gate.split(x)", 'gate._replace(layout="halves").split(x)'),
+    "beta lost": ("(u + gate.beta)", "u"),
+    "beta before the clamp": _before(_LIMIT, "    u, gate = u + gate.beta, gate._replace(beta=0)"),
+    "alpha lost": ("act(g, gate.kind, gate.alpha)", "act(g, gate.kind, 1.0)"),
+    "limit lost": (_LIMIT, "    if False:"),
+    "gate clamped on both sides": ("g.clamp(max=gate.limit)", "g.clamp(-gate.limit, gate.limit)"),
+    "up clamped on one side": ("u.clamp(-gate.limit, gate.limit)", "u.clamp(max=gate.limit)"),
+    "clamp hides NaN": ("g.clamp(max=gate.limit)", "g.clamp(max=gate.limit).nan_to_num(nan=gate.limit)"),
+    "clamp before bias": _before(_BIAS, "        x = x.clamp(max=getattr(fused.gate, 'limit', None) or 1e9)"),
+    "silu for gelu": ('"gelu", "geglu")', '"gelu",)'),
+    "preact after the limit": (
+        "[where].copy_(x)",
+        "[where].copy_(x.clamp(max=getattr(fused.gate, 'limit', None) or 1e9))",
+    ),
+    "preact rounded before the gate": _before(_ACT, "        x = x if fused.preact is None else x.bfloat16().double()"),
+    "row_scale of the neighbour": ("fused.row_scale[where]", "fused.row_scale.roll(1, -1)[where]"),
+    "row_scale rounded": (".row_scale[where].double()", ".row_scale[where].bfloat16().double()"),
+    "row_scale before the activation": _before(_ACT, "        x, scale = x * scale, 1.0"),
+    "weight of the neighbour": ("weights[r, j]", "weights[r, j - 1]"),
+    "weights rounded": ("weights[r, j].to", "weights[r, j].bfloat16().to"),
+    "weight of 0 hides NaN": (_TERM, _TERM.replace("weight * rows[s]", "(weight * rows[s] if weight != 0 else 0)")),
+    "sum in bfloat16": _after(_TERM, "            total = total.bfloat16().to(total.dtype)"),
+    "sentinel adds the first row": _before(_ABSENT, "            s = s if s in rows or not rows else min(rows)"),
+    "weight of an absent row is read": _before(
+        _ABSENT, "            total = total + (0 if weights is None else 0 * weights[r, j])"
+    ),
+    "duplicates count once": _after(_ROW, "            s = -1 if s in index[r, :j].tolist() else s"),
+    "rows behind the ends": _after(_KEPT, "            rows |= {where.stop: y[0] * torch.nan} if len(y) else {}"),
+    "rows that go to one place overwrite each other": (
+        "                total = total + rows[s]",
+        "                total = rows[s]",
+    ),
+    "last row lost": ("for r in range(fused.rows or 0)", "for r in range((fused.rows or 0) - 1)"),
+    "rows without contributions keep what they held": (
+        "        out[r].copy_(",
+        "        (out[r] if total.any() else total).copy_(",
+    ),
+    "beta of c lost in sums": ("total = total + ops.beta * cast", "total = total + cast"),
+}
+"""Faults of the model for fused problems; they fall to cases within FUSED_HUNTING."""
+
 EQUIVALENT: dict[str, tuple[Edit, ...]] = {
     "no M mask on the load": (("rows[:, None] & inside[None, :])", "(rows | True)[:, None] & inside[None, :])"),),
     "no N mask on the load": (("inside[:, None] & cols[None, :])", "inside[:, None] & (cols | True)[None, :])"),),
 }
 """Changes that no oracle may accuse: rows and columns past the group only reach results that are not stored, and here
 no read can trap."""
+
+
+def _with_edits(module: ModuleType, name: str, edits: Iterable[Edit]) -> dict[str, Any]:
+    """The names of a module whose source is changed."""
+    source = getsource(module)
+    for before, after in sorted(edits, key=lambda edit: source.index(edit[0]), reverse=True):
+        assert source.count(before) == 1, f"{name}: {module.__name__} has {source.count(before)} places like {before!r}"
+        source = source.replace(before, after)
+    namespace = dict(globals(), __name__=module.__name__)
+    exec(compile(source, f"<{name}>", "exec"), namespace)
+    return namespace
 
 
 @cache
@@ -368,16 +441,16 @@ def planted(name: str) -> type[Kernel]:
         >>> planted("alpha forgotten").__name__
         'Kernel'
     """
-    source = getsource(model_kernel)
     edits = {**MUTANTS, **QUANTISED_MUTANTS, **EQUIVALENT}[name]
-    for before, after in sorted(edits, key=lambda edit: source.index(edit[0]), reverse=True):
-        assert source.count(before) == 1, f"{name}: the model kernel has {source.count(before)} places like {before!r}"
-        at = source.index(before)
-        source = source[:at] + after + source[at + len(before) :]
-    namespace = dict(globals(), __name__=model_kernel.__name__)
-    exec(compile(source, f"<{name}>", "exec"), namespace)
-    found: type[Kernel] = namespace["Kernel"]
+    found: type[Kernel] = _with_edits(model_kernel, name, edits)["Kernel"]
     return found
+
+
+def mutant(name: str) -> Backend:
+    """The backend with a fault in it: of the model kernel, or of the model for fused problems."""
+    if name in FUSED_MUTANTS:
+        return fused_model.model(name, _with_edits(fused_model, name, [FUSED_MUTANTS[name]])["solve"])
+    return ModelBackend(name, planted(name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,7 +488,7 @@ MOST_PROBLEMS = 2000
 through float32 moves) falls to the 567th. A number and no time, so that a busy machine judges as an idle one does."""
 
 
-def hunt(backend: Any, *, problems: int = MOST_PROBLEMS, limits: Limits = HUNTING) -> Kill:
+def hunt(backend: Backend, *, problems: int = MOST_PROBLEMS, limits: Limits = HUNTING) -> Kill:
     """Draws up to so many cases, until an oracle finds a fault of the backend."""
     subject, begin, tried = Subject(backend), time.monotonic(), 0
     device = torch.device("cpu")

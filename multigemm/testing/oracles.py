@@ -147,7 +147,7 @@ def _launch_twice(device_case: DeviceCase, subject: Subject) -> Runs:
     return runs
 
 
-def short_text(error: Exception) -> str:
+def short_text(error: BaseException) -> str:
     """An exception as one line, with the place that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename.rsplit('/', 3)[-1]}:{frames[-1].lineno}" if frames else ""

@@ -30,8 +30,7 @@ from multigemm.reference.verify import judge
 from multigemm.testing.campaigns import add_up, side_by_side
 from multigemm.testing.case import INDICES, Case
 from multigemm.testing.deep_oracles import regroup
-from multigemm.testing.oracles import Finding, fetch, inspect
-from multigemm.testing.oracles import Outcome as Judged
+from multigemm.testing.oracles import Finding, Outcome, fetch, inspect
 from multigemm.testing.placed_case import DeviceCase, PlacedCase, arguments
 from multigemm.testing.strategies import Limits, RandomChooser, draw_layout, random_case, redrawn, settled
 
@@ -40,7 +39,7 @@ LIMITS = Limits(work=1 << 15, groups=17, forms=FORMS, longest=133, modes=("int",
 
 
 @dataclass
-class Outcome:
+class Count:
     """How many calls were made, served by the cache, refused, and wrong; and processes that gave no answer."""
 
     backend: str
@@ -101,31 +100,31 @@ class _Series:
         elif what == 10:
             self._tell()
 
-    def call(self) -> Judged:
+    def call(self) -> Outcome:
         """Makes one call and returns what is wrong in its result."""
-        device_case, judged = self.device_case, Judged(self.backend)
+        device_case, outcome = self.device_case, Outcome(self.backend)
         placed: PlacedCase = device_case.placed
         device_case.prefill(0)
         a, b, keywords = self.given
         got = grouped_gemm(a, b, backend=self.backend, **keywords)
         if placed.case.given:
-            inspect(placed, fetch(device_case), placed.prefills[0], judged, rho=False)
+            inspect(placed, fetch(device_case), placed.prefills[0], outcome, rho=False)
         elif not (verdict := judge(placed.answer, _on_host(got), suspicion=False)):
-            judged.findings.append(Finding("value", verdict.text))
+            outcome.findings.append(Finding("value", verdict.text))
         if not torch.equal(device_case.inputs, device_case.pristine):
-            judged.findings.append(Finding("inputs", "the operands or their surroundings were written"))
-        return judged
+            outcome.findings.append(Finding("inputs", "the operands or their surroundings were written"))
+        return outcome
 
 
 def _on_host(x: Any) -> Any:
     return [t.cpu() for t in x] if isinstance(x, list) else x.cpu()
 
 
-def run(backend: str, calls: int, seed: int, device: str, seconds: float = 1e9) -> Outcome:
+def run(backend: str, calls: int, seed: int, device: str, seconds: float = 1e9) -> Count:
     """Makes so many calls of `grouped_gemm`, in series of one case each."""
-    chance, outcome, until = random.Random(seed), Outcome(backend), time.monotonic() + seconds
+    chance, count, until = random.Random(seed), Count(backend), time.monotonic() + seconds
     streams = [torch.cuda.Stream() for _ in range(2)] if device == "cuda" else []  # type: ignore[no-untyped-call]
-    while outcome.calls < calls and time.monotonic() < until:
+    while count.calls < calls and time.monotonic() < until:
         case = random_case(chance.randrange(1 << 30), LIMITS)
         series = _Series(case, chance, backend, torch.device(device))
         for _ in range(chance.choice((3, 20, 60)) if device == "cpu" else chance.choice((20, 60, 200))):
@@ -133,40 +132,49 @@ def run(backend: str, calls: int, seed: int, device: str, seconds: float = 1e9) 
             if stream is not None:
                 stream.wait_stream(torch.cuda.current_stream())
             with nullcontext() if stream is None else torch.cuda.stream(stream):
-                again = _one(series, outcome)
+                again = _one(series, count)
             if stream is not None:
                 torch.cuda.current_stream().wait_stream(stream)
-            if not again or outcome.calls >= calls:
+            if not again or count.calls >= calls:
                 break
             series.change()
-    return outcome
+    return count
 
 
-def _one(series: _Series, outcome: Outcome) -> bool:
+def _one(series: _Series, count: Count) -> bool:
     """Makes one call and judges its result; false where the backend refuses such problems."""
     case, served = series.device_case.placed.case, LAUNCHES.served
     try:
-        judged = series.call()
+        outcome = series.call()
     except BackendUnsupported:
-        outcome.refused += 1
+        count.refused += 1
         return False
-    outcome.calls += 1
-    outcome.hits += LAUNCHES.served - served
-    outcome.forms[case.form] += 1
-    outcome.wrong += [f"call {outcome.calls}: {case!r}: {finding}" for finding in judged.findings]
+    count.calls += 1
+    count.hits += LAUNCHES.served - served
+    count.forms[case.form] += 1
+    count.wrong += [f"call {count.calls}: {case!r}: {finding}" for finding in outcome.findings]
     return True
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command. Returns 1 if a result was wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--backends", default="cpu", help="names, joined by commas")
-    parser.add_argument("--calls", type=int, default=2000, help="calls for each backend")
-    parser.add_argument("--seconds", type=float, default=1e9, help="no longer than this for each backend")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that share the calls, each with its own seed")
-    parser.add_argument("--json", help="where to write the outcome")
+    parser.add_argument("--backends", default="cpu", help="backends, separated by commas (default: cpu)")
+    parser.add_argument("--calls", type=int, default=2000, help="calls for each backend (default: 2000)")
+    parser.add_argument("--seconds", type=float, default=1e9, help="limit for each backend, in seconds (default: none)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the calls (default: 0)")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu or cuda (default: cuda if there is one)",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="number of processes that share the calls, each with its own seed (default: 1)",
+    )
+    parser.add_argument("--json", help="write the counts to this file")
     options = parser.parse_args(arguments)
     found = []
     for name in options.backends.split(","):
@@ -175,16 +183,16 @@ def main(arguments: list[str] | None = None) -> int:
         calls = [
             (name, share, options.seed + 1000 * job, options.device, options.seconds) for job in range(options.jobs)
         ]
-        outcome = Outcome(name)
-        parts, outcome.failures = side_by_side(run, calls) if options.jobs > 1 else ([run(*calls[0])], [])
+        count = Count(name)
+        parts, count.failures = side_by_side(run, calls) if options.jobs > 1 else ([run(*calls[0])], [])
         for part in parts:
-            add_up(outcome, part)
-        found.append(outcome)
+            add_up(count, part)
+        found.append(count)
         print(
-            f"{name}: {outcome.calls} calls, {outcome.hits} served by the cache, {outcome.refused} cases refused, "
-            f"{len(outcome.wrong)} wrong, {time.monotonic() - start:.0f} s"
+            f"{name}: {count.calls} calls, {count.hits} served by the cache, {count.refused} cases refused, "
+            f"{len(count.wrong)} wrong, {time.monotonic() - start:.0f} s"
         )
-        for line in [*outcome.wrong[:5], *outcome.failures[:2]]:
+        for line in [*count.wrong[:5], *count.failures[:2]]:
             print(f"  {line}")
     if options.json:
         with open(options.json, "w") as file:

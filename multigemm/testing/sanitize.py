@@ -46,12 +46,12 @@ BACKENDS = ("cublas", "triton", "cupy", "numba")
 LIBRARIES = ("cublas",)
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 BARRIERS = ("--num-cuda-barriers", "64")
-"""For each thread block. The tools find out by themselves for what nvcc has compiled only; of an mbarrier that they
-do not count they know nothing, and take what it orders for races."""
+"""The number of barriers of each thread block. The tools find it themselves only for code compiled by nvcc. They ignore
+an mbarrier that they do not count, and report races where it orders accesses."""
 OPTIONS = {"memcheck": ("--padding", "4096"), "racecheck": BARRIERS, "synccheck": BARRIERS}
 PROBLEMS = 20
 QUANTISED = 3
-"""One kind in so many has quantised operands."""
+"""One kind in this many has quantised operands."""
 TURNS = 3
 """As in docs/notes/proof.md, so that both find the same compiled kernels."""
 T = TypeVar("T")
@@ -314,17 +314,19 @@ def examine(backend: str, tool: str, args: argparse.Namespace) -> dict[str, Any]
 def main(arguments: list[str]) -> int:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description="compute-sanitizer over chosen problems of each backend")
-    parser.add_argument("--backend", default=",".join(BACKENDS), help="names, separated by commas")
+    parser.add_argument("--backend", default=",".join(BACKENDS), help="backends, separated by commas")
     parser.add_argument("--inside", default="", help=argparse.SUPPRESS)
     parser.add_argument("--exclude", default="", help="leave out kernels whose name contains this")
     parser.add_argument("--fill", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--tools", default=",".join(TOOLS))
-    parser.add_argument("--problems", type=int, default=PROBLEMS)
-    parser.add_argument("--kinds", type=int, default=40)
-    parser.add_argument("--work", type=int, default=65536)
-    parser.add_argument("--seconds", type=float, default=900.0, help="limit for each tool")
-    parser.add_argument("--jobs", type=int, default=1, help="so many tools side by side")
-    parser.add_argument("--json", default="", help="write all verdicts there")
+    parser.add_argument("--tools", default=",".join(TOOLS), help=f"separated by commas (default: {','.join(TOOLS)})")
+    parser.add_argument(
+        "--problems", type=int, default=PROBLEMS, help=f"problems of each backend (default: {PROBLEMS})"
+    )
+    parser.add_argument("--kinds", type=int, default=40, help="kinds from which problems are drawn (default: 40)")
+    parser.add_argument("--work", type=int, default=65536, help="largest number of multiply-adds (default: 65536)")
+    parser.add_argument("--seconds", type=float, default=900.0, help="limit for each tool, in seconds (default: 900)")
+    parser.add_argument("--jobs", type=int, default=1, help="number of tools that run side by side (default: 1)")
+    parser.add_argument("--json", default="", help="write all verdicts to this file")
     args = parser.parse_args(arguments)
     if args.inside:
         return inside(args.inside, args.problems, args.kinds, args.work, args.fill)

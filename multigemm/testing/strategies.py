@@ -105,7 +105,7 @@ class Limits:
 
 
 EMULATED = Limits(work=1 << 14, groups=40, longest=80)
-"""For kernels that run in an interpreter on a CPU."""
+"""The limits for kernels that run in an interpreter on a CPU."""
 
 
 def _extent(ch: Chooser, limits: Limits) -> int:

@@ -35,7 +35,7 @@ LIBRARIES = ("cpu", "cublas")
 ROWS = (16, 64, 256, 1024, 8192)
 COLUMNS = (64, 4096)
 KEPT = 2000
-"""Recipes that one subject remembers."""
+"""The number of recipes that one subject keeps."""
 
 
 def kind_of(spec: ProblemSpec) -> ProblemSpec:

@@ -5,8 +5,7 @@ is an error: `int` with small amplitudes, `ties` with the largest that stay exac
 fall between two numbers of the output format. `onehot` tells which element went where; `bitmask` tells
 that each k was used exactly once (a lost one clears a bit, a doubled one carries). `precise` are odd
 whole numbers that need the input format's last bit, so a narrower format on the way is seen at any K.
-`beside` makes sums
-that lie a little beside the middle between two numbers of the output format, for whoever rounds twice.
+`beside` makes sums close to the middle between two numbers of the output format, which show rounding twice.
 `cancel` makes every sum collapse, `rowscaled` and `pow2` spread magnitudes, `special` sprinkles NaN
 and infinities, `tiny` stays near the smallest normal numbers.
 
@@ -142,7 +141,7 @@ def _element_shapes(case: Case) -> Shapes:
 
 
 FUSED_AMPLITUDE = 2
-"""Of whole numbers under gates and weights: a limit of 2 or 7 then cuts some sums and leaves others."""
+"""The amplitude of whole numbers under gates and weights: a limit of 2 or 7 then clamps some sums and not others."""
 
 
 def amplitude(case: Case, rng: np.random.Generator) -> int:
@@ -324,7 +323,7 @@ def _scales(case: Case, rng: np.random.Generator, shape: Shapes) -> dict[str, Op
 
 
 LIES = (-1, 2**31 - 1, 2**31, 2**32, -(2**63), 2**63 - 1)
-"""Numbers that are no row, beside the first two past the end."""
+"""Numbers that are no valid row, besides the first two past the end."""
 
 
 def row_numbers(case: Case) -> dict[str, Array]:

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from multigemm.__main__ import main
-from multigemm.bench import cli, reports, runner, selection
+from multigemm.bench import cli, reports, runner, suites
 from multigemm.bench.reports import Report
 from multigemm.bench.runner import Runner
-from multigemm.bench.selection import add_selection, selected
+from multigemm.bench.suites import add_selection, selected
 from multigemm.bench.workloads import parse_shape
 from multigemm.select.timing import Timing
 from tests.support.bench_entries import FAST
@@ -188,8 +188,8 @@ def test_what_is_hopeless_on_a_cpu_is_not_chosen_unasked(
         took = {"fp32": 100.0, "bf16": 300.0, "fp16": 4000.0}
         return {name: Timing(name, "cold", (took[name],)) for name in calls}
 
-    monkeypatch.setattr(selection, "measure", scripted)
-    selection.worthwhile_dtypes.cache_clear()
+    monkeypatch.setattr(suites, "measure", scripted)
+    suites.worthwhile_dtypes.cache_clear()
     parser, gpu, cpu = argparse.ArgumentParser(), torch.device("cuda"), torch.device("cpu")
     add_selection(parser)
     assert {case.dtype for case in selected(parser.parse_args([]), gpu)} == {"fp16", "bf16"}
@@ -197,7 +197,7 @@ def test_what_is_hopeless_on_a_cpu_is_not_chosen_unasked(
     assert [case.dtype for case in cases] == ["fp32"] * 5 + ["bf16"] * 5
     assert capsys.readouterr().err == "left out: fp16, 40 times slower here than fp32 (--dtypes fp16 for it)\n"
     assert {case.dtype for case in selected(parser.parse_args(["--suite", "l2"]), cpu)} == {"fp16"}
-    selection.worthwhile_dtypes.cache_clear()
+    suites.worthwhile_dtypes.cache_clear()
 
 
 @pytest.mark.slow

@@ -99,7 +99,7 @@ def test_without_a_counter_rows_have_no_joules_and_the_report_says_why() -> None
     options = Options(reps=4, budget_ms=4.0, rates=RATES, energy=True)
     report = new_report(CPU, {"bf16"}, FAST, {})
     Runner(lambda case: ENTRIES[:1], CPU, options, report).run([CASE])
-    assert report.absent["energy"] == "energy is counted on GPUs alone, and this is a cpu"
+    assert report.absent["energy"] == "energy is counted on GPUs alone, and this is a cpu: leave --energy out"
     assert [row.joules for row in report.timed()] == [None]
 
 

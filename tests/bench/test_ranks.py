@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +12,7 @@ import torch
 from multigemm.__main__ import main
 from multigemm.bench import ranks
 from multigemm.bench.workloads import LAYERS
-
-ROOT = Path(__file__).parents[2]
+from tests.support.python_process import NO_GPU, TORCHRUN, run_python
 
 
 def kernel(name: str, start: float, us: float) -> dict[str, Any]:
@@ -88,27 +84,40 @@ def test_words_without_a_meaning_are_refused(words: list[str], said: str, capsys
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_run_over_processes(count: int, tmp_path: Path) -> None:
-    """Every way gives the result of one process, or the run would end with an error."""
-    words = ["--device", "cpu", "--scale", "128", "--rounds", "1", "--layers", "deepseek-v3,gpt-oss-20b"]
-    words += ["--passes", "training", "--chunks", "1,2", "--routing", "skewed", "--json", str(tmp_path / "all.json")]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)] if count > 1 else []
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, *launch, "-m", "multigemm", "bench", "ranks", *words],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    runs = json.loads((tmp_path / "all.json").read_text())["runs"]
-    assert len(runs) == 2 * 2 * 5 == len(done.stdout.splitlines())
+WORDS = ("bench", "ranks", "--device", "cpu", "--scale", "128", "--rounds", "1", "--passes", "training")
+
+
+def kept_runs(path: Path, count: int, told: str) -> list[dict[str, Any]]:
+    """The runs that a command kept and printed, each with all that it promises."""
+    runs: list[dict[str, Any]] = json.loads(path.read_text())["runs"]
+    assert len(runs) == sum("ranks" in line for line in told.splitlines())
     for run in runs:
         assert run["ms"] > 0 and run["ranks"] == count
         assert ("speedup" in run) == (run["way"] != "plain") == ("of_plain" in run)
-        layer = LAYERS[run["layer"]].scaled(128)
-        assert run["tokens"] == layer.tokens // (count if run["scaling"] == "strong" else 1)
+        tokens = LAYERS[run["layer"]].scaled(128).tokens
+        assert run["tokens"] == tokens // (count if run["scaling"] == "strong" else 1)
+    return runs
+
+
+def test_a_run_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ranks, "WARM_UP", 0)
+    words = ["--layers", "gpt-oss-20b", "--chunks", "1,2", "--json", str(tmp_path / "all.json")]
+    assert main([*WORDS, *words]) == 0
+    runs = kept_runs(tmp_path / "all.json", 1, capsys.readouterr().out)
+    assert len(runs) == 2 * 2 * 5, "scalings, routings, and ways with their chunks"
+
+
+@pytest.mark.slow
+def test_a_run_over_processes(tmp_path: Path) -> None:
+    """Every way gives the result of one process, or the run would end with an error."""
+    words = ["--layers", "deepseek-v3,gpt-oss-20b", "--chunks", "2", "--scaling", "strong", "--routing", "skewed"]
+    done = run_python(
+        *TORCHRUN, "-m", "multigemm", *WORDS, *words, "--json", "all.json", cwd=tmp_path, environment=NO_GPU
+    )
+    runs = kept_runs(tmp_path / "all.json", 2, done.stdout)
+    assert len(runs) == 2 * 3, "layers, and ways"
 
 
 def test_skewed_tokens_go_to_few_experts() -> None:

@@ -81,6 +81,8 @@ def test_distributions_are_what_their_names_say() -> None:
         ("G=4,T=40,N=8,K=16,dist=balanced", [(10, 8, 16)] * 4),
         ("G=4,T=40,N=8,M=16,dist=balanced,form=jagged_k", [(16, 8, 10)] * 4),
         ("G=2,M=6,N=8,K=4,form=batched", [(6, 8, 4)] * 2),
+        ("sizes=40+0+7,N=8,K=16", [(40, 8, 16), (0, 8, 16), (7, 8, 16)]),
+        ("form=jagged_k,sizes=4+7,M=2,N=8,dtype=fp32", [(2, 8, 4), (2, 8, 7)]),
     ],
 )
 def test_own_shapes(text: str, extents: list[tuple[int, int, int]]) -> None:

@@ -63,29 +63,30 @@ def test_what_is_installed_is_not_reported_as_missing(name: str) -> None:
         mg.grouped_gemm(torch.ones(1, 2), torch.ones(1, 2, 2), sizes=[1], backend=name)
 
 
-@pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k", "batched", "masked", "per_group"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "bf16", "tf32"])
+SHAPES = {
+    "jagged_m": "sizes=4+0+9,N=24,K=16",
+    "jagged_n": "form=jagged_n,sizes=4+0+9,M=8,K=16",
+    "jagged_k": "form=jagged_k,sizes=4+0+9,M=8,N=24",
+    "batched": "form=batched,G=3,M=9,N=24,K=16",
+    "masked": "form=masked,sizes=4+0+9,M=16,N=24,K=16",
+    "per_group": "4x24x16+0x24x16+9x24x16",
+}
+
+
+@pytest.mark.parametrize("form", SHAPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "tf32"])
 def test_explain(form: str, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = "9,9,9" if form == "batched" else "4,0,9"
-    assert main(["explain", "--form", form, "--sizes", sizes, "--dtype", dtype, "--device", "cpu"]) == 0
-    words, _, *lines = capsys.readouterr().out.splitlines()
+    assert main(["explain", "--shape", SHAPES[form], "--dtype", dtype, "--device", "cpu"]) == 0
+    words, _, table, *lines = capsys.readouterr().out.splitlines()
     assert "cpu runs them, with the kernel" in words and "because: the only one that can" in words
+    assert table.startswith(f"{form}: 3 groups") and "None" not in table
     assert lines[-1].startswith("chosen: cpu")
 
 
-@pytest.mark.parametrize("shape", ["2,8,16,24", "8x16x24+4x16x24", "G=2,T=16,M=8,N=24,form=jagged_k"])
-def test_explain_takes_the_workloads_of_bench(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "--shape", shape, "--device", "cpu"]) == 0
-    assert "2 groups" in (text := capsys.readouterr().out)
-    assert "None" not in text
-    assert "torch.bfloat16" in text
-
-
-def test_equal_sizes_are_the_rows_of_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "--form", "batched", "--sizes", "8,8,8", "--device", "cpu"]) == 0
-    assert "batched: 3 groups, m=8, n=48, k=96" in capsys.readouterr().out
-    assert main(["explain", "--form", "batched", "--m", "8", "--device", "cpu"]) == 0
-    assert "batched: 4 groups, m=8, n=48, k=96" in capsys.readouterr().out
+def test_explain_takes_several_dtypes_and_an_activation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--dtypes", "bf16,fp32", "--activation", "relu", "--device", "cpu"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("4 groups") == told.count("ieee+epilogue") == 2 and "torch.float32" in told
 
 
 def test_explain_says_no(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,12 +98,13 @@ def test_explain_says_no(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (["explain", "--sizes", "x"], "--sizes 'x'"),
-        (["explain", "--sizes", "3,-1"], "size"),
-        (["explain", "--sizes=-5"], "cannot be negative"),
-        (["explain", "--sizes", "99999999999999"], "does not fit into the memory"),
-        (["explain", "--k", "99999999999999999999"], "does not fit into the memory"),
-        (["explain", "--k", "-4"], "cannot be negative"),
+        (["explain", "--shape", "sizes=x,N=8,K=8"], "cannot be read"),
+        (["explain", "--shape", "sizes=3+-1,N=8,K=8"], "a size is -1: 0 or more"),
+        (["explain", "--shape", "sizes=3+1,T=9,N=8,K=8"], "T beside sizes"),
+        (["explain", "--shape", "form=batched,sizes=3+1,M=3,N=8,K=8"], "batched has no T"),
+        (["explain", "--shape", "sizes=99999999999999,N=8,K=8"], "cannot be made on cpu: "),
+        (["explain", "--shape", "sizes=3,N=8,K=99999999999999999999"], "cannot be made on cpu: "),
+        (["explain", "--activation", "nope"], "'nope'"),
         (["explain", "--dtypes", "quint8"], "--dtypes 'quint8'"),
         (["explain", "--device", "mps"], "--device 'mps'"),
         (["explain", "--device", "cuda:99"], "CUDA devices here"),
@@ -111,17 +113,8 @@ def test_explain_says_no(capsys: pytest.CaptureFixture[str]) -> None:
         (["explain", "--shape", "1,2"], "cannot be read"),
         (["explain", "--shape", "2,4,8,8", "--dtype", "half9"], "--dtypes 'half9'"),
         (["explain", "--shape", "4,64,256,256000000000"], "cannot be made on cpu: "),
-        (["explain", "--shape", "4,64,256,256", "--form", "batched", "--n", "8"], "--form, --n beside --shape"),
-        (["explain", "--shape", "4,64,256,256", "--activation", "relu"], "--activation beside --shape"),
-        (["explain", "--sizes", "3,4", "--host-sizes"], "--host-sizes goes with --shape"),
         (["explain", "--device", "nowhere"], "--device 'nowhere'"),
         (["explain", "--device", "cpu:3"], "--device 'cpu:3'"),
-        (["explain", "--m", "8"], "--m beside --form jagged_m, where --sizes gives it"),
-        (["explain", "--form", "per_group", "--m", "8"], "--m beside --form per_group"),
-        (["explain", "--form", "batched", "--sizes", "3,4"], "--sizes 3,4 with --form batched, whose groups are alike"),
-        (["explain", "--form", "batched", "--sizes", "4,4", "--m", "8"], "--m beside --form batched, where --sizes"),
-        (["explain", "--form", "jagged_n", "--n", "8"], "--n beside --form jagged_n"),
-        (["explain", "--form", "jagged_k", "--k", "8"], "--k beside --form jagged_k"),
         (["explain", "--backend", "cpuu"], "did you mean 'cpu'"),
         (["cache", "export"], "needs a file"),
         (["cache", "import", "no-such-file.json"], "cannot be read as an exported cache"),
@@ -154,7 +147,7 @@ def test_errors_are_one_line_and_exit_code_2(words: list[str], match: str, capsy
 @pytest.mark.parametrize(
     "words",
     [
-        ["explain", "--form", "nope"], ["info", "--jsonn"], ["--nope"], ["explain", "x"], ["fuzz", "--examples", "0"],
+        ["explain", "--host", "nope"], ["info", "--jsonn"], ["--nope"], ["explain", "x"], ["fuzz", "--examples", "0"],
         ["fuzz", "--seconds", "nan"],
     ],
 )  # fmt: skip

@@ -2,13 +2,19 @@
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from multigemm.__main__ import main
+from multigemm.fuzz.plan import Options, Summary, Tally
+from multigemm.fuzz.report import failed, to_text
+from multigemm.select import registry
 from multigemm.testing import Case
+from multigemm.testing.model_kernel import ModelBackend
+from multigemm.testing.model_mutants import planted
 from tests.support.python_process import install_backends, run_python
 
 FAULTY = """
@@ -35,6 +41,7 @@ crashing, slow = Crashing("crashing"), Slow("slow")
 faulty = ModelBackend("faulty", planted("no N mask on the store"))
 unscaled = ModelBackend("unscaled", planted("scale of group 0 for all"))
 """
+FAULTS = {"faulty": "no N mask on the store", "unscaled": "scale of group 0 for all"}
 
 
 @pytest.fixture
@@ -48,40 +55,35 @@ def fuzz(environment: dict[str, str], *arguments: Any, code: int | None = 0, dev
 
 
 @pytest.mark.slow
-def test_a_fault_is_found_shrunk_stored_and_repeated(environment: dict[str, str], tmp_path: Path) -> None:
+def test_faults_are_found_shrunk_stored_and_repeated(
+    environment: dict[str, str], tmp_path: Path, install: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of plain problems, and of scales: two backends in one campaign."""
     summary, stored = tmp_path / "s.json", tmp_path / "stored"
-    asked = ["--backends", "faulty", "--examples", "10", "--corpus", stored, "--json", summary, "--shrink", "4"]
-    done = fuzz(environment, *asked, code=1)
+    asked = "--backends faulty,unscaled --examples 8 --quantised 2 --fused 0 --deep 1 --shrink 2"
+    done = fuzz(environment, *asked.split(), "--corpus", stored, "--json", summary, code=1)
     data = json.loads(summary.read_text())
-    assert data["problems"] == 10
-    assert data["disagreements"] == len(data["failures"]) > 0
+    assert data["problems"] == 8 and data["disagreements"] == len(data["failures"]) > 0
     assert data["guard_hits"] > 0
-    small = min((Case.from_dict(f["shrunk"]) for f in data["failures"] if f["shrunk"]), key=lambda c: c.work)
-    assert small.work <= 16 and small.activation is None
+    assert 0 < data["quantised_checks"]["unscaled"] == data["classes"]["quantised"] < 8
+    small = {name: [Case.from_dict(f["shrunk"]) for f in data["failures"] if f["shrunk"] and f["backend"] == name]
+             for name in ("faulty", "unscaled")}  # fmt: skip
+    least = min(small["faulty"], key=lambda case: case.work)
+    assert least.work <= 16 and least.activation is None
+    assert min(case.groups for case in small["unscaled"]) == 2 and all(case.quantised for case in small["unscaled"])
     code = re.findall(r"faulty: \[guard\].*\n  stored as .*\n  to repeat it:\n((?:    .*\n)+)", done.stdout)[0]
-    script = "\n".join(line[4:] for line in code.splitlines())
-    assert "[guard]" in run_python("-c", script, environment=environment).stdout
-    replayed = fuzz(environment, "--backends", "faulty,cpu", "--replay", stored, code=1)
-    assert "faulty: WRONG" in replayed.stdout and "cpu: right" in replayed.stdout
+    install(ModelBackend("faulty", planted(FAULTS["faulty"])), ModelBackend("unscaled", planted(FAULTS["unscaled"])),
+            registry.get("cpu"))  # fmt: skip
+    exec("\n".join(line[4:] for line in code.splitlines()), {})
+    assert "[guard]" in capsys.readouterr().out
+    assert main(["fuzz", "--device", "cpu", "--backends", "faulty,unscaled,cpu", "--replay", str(stored)]) == 1
+    replayed = capsys.readouterr().out
+    assert all(words in replayed for words in ("faulty: WRONG", "unscaled: WRONG", "cpu: right"))
 
 
-@pytest.mark.slow
-def test_a_fault_of_scales_is_found_shrunk_stored_and_repeated(environment: dict[str, str], tmp_path: Path) -> None:
-    summary, stored = tmp_path / "s.json", tmp_path / "stored"
-    asked = "--backends unscaled --examples 40 --quantised 1 --fused 0 --deep 1 --shrink 2"
-    fuzz(environment, *asked.split(), "--corpus", stored, "--json", summary, code=1)
-    data = json.loads(summary.read_text())
-    assert data["quantised_checks"]["unscaled"] == data["classes"]["quantised"] == 40
-    small = [Case.from_dict(f["shrunk"]) for f in data["failures"] if f["shrunk"]]
-    assert min(case.groups for case in small) == 2 and all(case.quantised for case in small)
-    replayed = fuzz(environment, "--backends", "unscaled,cpu", "--replay", stored, code=1)
-    assert "unscaled: WRONG" in replayed.stdout and "cpu: right" in replayed.stdout
-
-
-@pytest.mark.slow
-def test_a_campaign_without_a_check_proves_nothing(environment: dict[str, str]) -> None:
-    done = fuzz(environment, "--backends", "cpu", "--seconds", "0.01", code=1)
-    assert "NOTHING CHECKED on cpu" in done.stdout
+def test_a_campaign_without_a_check_proves_nothing() -> None:
+    summary = Summary(Options(("cpu",), seconds=0.01), Tally(), 0.01)
+    assert failed(summary) and "NOTHING CHECKED on cpu" in to_text(summary)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,7 @@ def test_numbers_that_mean_nothing_are_refused(asked: tuple[str, str], capsys: p
 def test_a_worker_that_is_killed_loses_nothing(environment: dict[str, str], tmp_path: Path) -> None:
     """Two backends, one of which ends its process on some problems: all other results are there."""
     summary = tmp_path / "s.json"
-    asked = "--backends cpu,crashing --examples 6 --jobs 2 --forms batched,jagged_m --dtypes float32 --shrink 3"
+    asked = "--backends cpu,crashing --examples 6 --jobs 2 --forms batched,jagged_m --dtypes float32 --shrink 1"
     fuzz(environment, *asked.split(), "--json", summary, code=1)
     data = json.loads(summary.read_text())
     crashes = [f for f in data["failures"] if f["oracle"] == "crash"]
@@ -134,15 +136,15 @@ def test_a_compiler_that_does_not_end_holds_up_nobody(environment: dict[str, str
         "from multigemm.fuzz import campaign\n"
         "from multigemm.fuzz.plan import Options\n"
         "if __name__ == '__main__':\n"
-        "    campaign.STUCK_SECONDS = 2\n"
+        "    campaign.STUCK_SECONDS = 1\n"
         "    forms = ('jagged_m', 'batched')\n"
-        "    some = Options(('slow',), kinds=8, burst=3, examples=40, jobs=3, work=3000, forms=forms)\n"
+        "    some = Options(('slow',), kinds=8, burst=3, examples=20, jobs=3, work=3000, forms=forms)\n"
         "    done = campaign.run(some)\n"
         "    print(done.tally.problems, len(done.tally.failures), done.crashes, *done.notes, sep='\\n')\n"
     )
     done = run_python(script, timeout=120, environment=environment)
     problems, failures, crashes, *notes = done.stdout.splitlines()
-    assert int(problems) >= 40 and failures == crashes == "0", done.stdout + done.stderr
+    assert int(problems) >= 20 and failures == crashes == "0", done.stdout + done.stderr
     assert any("was not finished" in note for note in notes)
     assert any("kinds and configs were not begun" in note for note in notes)
 
@@ -151,28 +153,25 @@ def test_a_compiler_that_does_not_end_holds_up_nobody(environment: dict[str, str
 def test_a_campaign_over_everything_on_the_host(environment: dict[str, str], tmp_path: Path) -> None:
     """Every form and dtype on the cpu backend, against the reference."""
     summary = tmp_path / "s.json"
-    asked = "--backends cpu --examples 500 --jobs 2 --seed 5 --work 30000 --deep 4"
+    asked = "--backends cpu --examples 300 --jobs 2 --seed 5 --work 30000 --deep 4"
     fuzz(environment, *asked.split(), "--json", summary)
     data = json.loads(summary.read_text())
-    assert data["checks"]["cpu"] == 500 and data["disagreements"] == 0 and data["crashes"] == 0
+    assert data["checks"]["cpu"] == 300 and data["disagreements"] == 0 and data["crashes"] == 0
     for form in ("per_group", "jagged_m", "jagged_n", "jagged_k", "batched", "masked"):
-        assert data["classes"][f"form:{form}"] > 35
+        assert data["classes"][f"form:{form}"] > 20
     for dtype in ("float16", "bfloat16", "float32", "float64", "int8"):
-        assert data["classes"][f"dtype:{dtype}"] > 35
-    assert data["deep"]["relations"] > 10 and data["deep"]["lying sizes"] > 3
-    assert data["quantised_checks"]["cpu"] > 35
+        assert data["classes"][f"dtype:{dtype}"] > 20
+    assert data["deep"]["relations"] > 6 and data["deep"]["lying sizes"] > 3
+    assert data["quantised_checks"]["cpu"] > 20
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["triton", "numba"])
-def test_an_emulated_campaign(name: str, environment: dict[str, str], tmp_path: Path) -> None:
-    summary = tmp_path / "s.json"
-    asked = ["--backends", name, "--examples", "6", "--jobs", "1", "--json", summary, "--emulate"]
-    done = fuzz(environment, *asked, code=None)
-    if "not available" in done.stderr:
-        pytest.skip(done.stderr)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    assert json.loads(summary.read_text())["checks"][name] >= 4
+def test_an_emulated_campaign(environment: dict[str, str], tmp_path: Path) -> None:
+    summary, names = tmp_path / "s.json", [name for name in ("triton", "numba") if find_spec(name)]
+    if not names:
+        pytest.skip("neither triton nor numba is installed")
+    fuzz(environment, "--backends", ",".join(names), "--examples", "6", "--json", summary, "--emulate")
+    assert all(json.loads(summary.read_text())["checks"][name] >= 4 for name in names)
 
 
 POKING = """

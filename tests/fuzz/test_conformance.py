@@ -1,7 +1,7 @@
 """The conformance suite itself: on the cpu backend, on the example of the documentation, on planted faults."""
 
+import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,41 +14,31 @@ from multigemm.testing.model_kernel import ModelBackend
 from multigemm.testing.model_mutants import planted
 from multigemm.testing.strategies import DTYPES
 from multigemm.testing.subject import Subject
-from tests.support.python_process import NOTHING, ROOT, Environment, install_backends, run_python
-
-FAULT = """
-from multigemm.testing.model_kernel import ModelBackend
-from multigemm.testing.model_mutants import planted as kernel
-planted = ModelBackend("planted", kernel("tail rows not zeroed"))
-"""
+from tests.support.python_process import ROOT, install_backends, run_python
 
 
-def run_suite(
-    name: str, *arguments: str, code: int = 0, environment: Environment = NOTHING
-) -> subprocess.CompletedProcess[str]:
-    words = ["-m", "multigemm.testing.conformance", "--backend", name, "--device", "cpu", *arguments]
-    return run_python(*words, code=code, environment=environment)
+def run_suite(*arguments: str) -> int:
+    """The suite in this process; which tests it has does not depend on where it runs."""
+    return conformance.main(["-c", os.devnull, "--device", "cpu", *arguments])
 
 
 @pytest.mark.slow
 def test_the_example_of_the_documentation_conforms(tmp_path: Path) -> None:
+    """As an installed package that is found by its entry point."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "how-to" / "own-backend.md").read_text(), re.DOTALL)
     environment = install_backends(tmp_path, blocks[0] + "\nloop = BACKEND\n", "loop")
-    listed = run_python(
-        "-c", "import multigemm as mg; print([b.name for b in mg.list_backends()])", environment=environment
-    )
-    assert "'loop'" in listed.stdout
-    done = run_suite("loop", "--cases", "10", "-k", "jagged_m or members or plan or say", environment=environment)
+    words = "-m multigemm.testing.conformance --backend loop --device cpu --cases 10"
+    chosen = ("-k", "jagged_m or members or plan or say")
+    done = run_python(*words.split(), *chosen, environment=environment)
     passed, skipped = (int(re.findall(rf"(\d+) {word}", done.stdout)[0]) for word in ("passed", "skipped"))
     assert passed >= 25
     assert skipped >= 1, "the example refuses activations and other dtypes with a reason"
 
 
-@pytest.mark.slow
-def test_a_faulty_backend_does_not_conform(tmp_path: Path) -> None:
-    environment = install_backends(tmp_path, FAULT, "planted")
-    done = run_suite("planted", "--cases", "2", "-x", "-k", "jagged_m", code=1, environment=environment)
-    assert "no group owns" in done.stdout
+def test_a_faulty_backend_does_not_conform(install: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    install(ModelBackend("planted", planted("tail rows not zeroed")))
+    assert run_suite("--backend", "planted", "--cases", "2", "-x", "-k", "jagged_m") == 1
+    assert "no group owns" in capsys.readouterr().out
 
 
 def test_an_unknown_backend_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,4 +64,4 @@ def test_cases_of_the_suite_see_faults(name: str) -> None:
 
 @pytest.mark.slow
 def test_the_cpu_backend_conforms() -> None:
-    run_suite("cpu", "--cases", "6", "-x")
+    assert run_suite("--backend", "cpu", "--cases", "3", "-x") == 0

@@ -15,7 +15,7 @@ from tests.support.python_process import run_python
 
 FOLDER = Path(__file__).parents[1] / "corpus"
 ENTRIES = list(corpus.entries(FOLDER))
-EMULATED_WORK = 12_000
+EMULATED_WORK = 6_000
 """Multiply-adds of a stored problem that an emulator may be asked to do in the ordinary tests."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import os
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,6 @@ from hypothesis import given, settings
 import multigemm as mg
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.testing import assert_correct, problems, random_problem
-from tests.support.python_process import run_python
 
 KERNEL = """
 import pytest, torch
@@ -67,14 +66,31 @@ WRONG_MARKERS = {
 }
 
 
-@pytest.mark.slow
+class Reports:
+    """A plugin that notes what came of each test, and what failed to be collected."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, str] = {}
+        self.errors: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call":
+            self.outcomes[report.nodeid.rpartition("::")[2]] = report.outcome
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.errors.append(str(report.longrepr))
+
+
 def test_pytest_finds_the_fixture_tells_a_bug_and_refuses_markers_of_other_words(tmp_path: Path) -> None:
     (tmp_path / "test_kernel.py").write_text(KERNEL)
     for number, words in enumerate(WRONG_MARKERS):
         (tmp_path / f"test_wrong{number}.py").write_text(KERNEL.replace('dtype="float64", count=16', words))
-    words = "-m pytest -q -p no:multigemm -p multigemm.pytest_plugin -p no:cacheprovider --strict-markers"
-    done = run_python(*words.split(), "--continue-on-collection-errors", ".", cwd=tmp_path, code=1)
-    failed = re.findall(r"^FAILED test_kernel.py::test_kernel\[seed(\d+)-(\w+)\]", done.stdout, re.MULTILINE)
-    assert len(failed) >= 6 and {bug for _, bug in failed} == {"True"}, done.stdout[-2000:] + done.stderr
-    assert f"{len(failed)} failed, {32 - len(failed)} passed, 2 errors" in done.stdout
-    assert all(said in done.stdout for said in WRONG_MARKERS.values())
+    words = f"-q -c {os.devnull} --rootdir {tmp_path} -p no:multigemm -p multigemm.pytest_plugin -p no:cacheprovider"
+    seen = Reports()
+    pytest.main([*words.split(), "--strict-markers", "--continue-on-collection-errors", str(tmp_path)], [seen])
+    failed = [name for name, outcome in seen.outcomes.items() if outcome == "failed"]
+    assert len(failed) >= 6 and all(name.endswith("-True]") for name in failed), seen.outcomes
+    assert len(seen.outcomes) == 32 and set(seen.outcomes.values()) == {"passed", "failed"}
+    for said, error in zip(WRONG_MARKERS.values(), seen.errors, strict=True):
+        assert said in error

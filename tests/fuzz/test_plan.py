@@ -5,17 +5,27 @@ Each slot is begun before any goes on, nothing comes twice, nobody waits for a c
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from multigemm.fuzz.cli import add_arguments, options_of
 from multigemm.fuzz.plan import LEAD, Batch, Failure, Options, Summary, Tally, WorkQueue
 from multigemm.fuzz.report import missing, progress_line, to_dict, to_text
-from multigemm.fuzz.shrink import shrink, simpler
-from multigemm.fuzz.worker import drawn, with_required
-from multigemm.testing import EMULATED, Case, Layout, Limits, PlacedCase, classes, random_case
-from multigemm.testing.case import fit
+from multigemm.fuzz.shrink import shrink
+from multigemm.fuzz.worker import Position, Worker, drawn, with_required
+from multigemm.testing import EMULATED, Case, Layout, Limits, Scale, Subject, check_case, classes, corpus, random_case
+from multigemm.testing.corpus import snippet
+from multigemm.testing.model_mutants import mutant
 from multigemm.testing.strategies import kinds, required
+from tests.support.fused_cases import fused_cases
+
+JAGGED_K_IN_BLOCKS = Case(
+    form="jagged_k", dtype="float8_e4m3fn", dtype_b="float8_e5m2", m=3, n=4, lengths=(70, 0, 45), head=5, tail=2,
+    scale_a=Scale("1x32"), scale_b=Scale("row"), seed=1,
+)  # fmt: skip
 
 
 def options(examples: int = 0) -> Options:
@@ -98,10 +108,40 @@ def test_shrinking_keeps_only_what_matters() -> None:
     assert small.a == Layout() and small.mode == "int"
 
 
-def test_every_proposal_is_a_legal_case() -> None:
-    for seed in (3, 17, 41):
-        for candidate in list(simpler(fit(random_case(seed), 4000)))[:40]:
-            PlacedCase.build(candidate)
+def test_a_fault_of_scales_is_made_small_and_repeats_itself() -> None:
+    faulty = mutant("block index one short in the tail")
+    case = replace(
+        JAGGED_K_IN_BLOCKS, bias="n", bias_dtype="float32", activation="silu", scale_b=Scale("1x64", "float8_e8m0fnu")
+    )
+
+    def fails(trial: Case) -> bool:
+        try:
+            return bool(check_case(trial, faulty).findings)
+        except ValueError:
+            return False
+
+    small = shrink(case, fails)
+    assert small.quantised and not small.activation and not small.bias and small.storage < case.storage
+    assert sum(bool(scale.covers) for scale in (small.scale_a, small.scale_b)) == 1
+    there: dict[str, Any] = {}
+    exec(snippet(small, "cpu", "cpu"), there)
+    assert there["case"] == small
+
+
+def test_a_fault_of_fused_problems_is_shrunk_stored_and_replayed(tmp_path: Path) -> None:
+    """What is left of a problem is what the fault needs."""
+    faulty = mutant("limit lost")
+
+    def fails(case: Case) -> bool:
+        return bool(check_case(case, faulty).findings)
+
+    small = shrink(next(case for case in fused_cases(200) if fails(case)), fails)
+    assert small.gated and small.fused.glu_limit is not None
+    assert not (small.bias or small.fused.row_scale or small.fused.preact or small.fused.a_rows.given)
+    path = corpus.save(tmp_path, {"case": small.to_dict(), "backend": "cpu", "oracle": "value"})
+    entry = corpus.load(path)
+    assert entry.case == small and fails(entry.case) and check_case(entry.case, "cpu").ok
+    assert "Fused" in corpus.snippet(small, "cpu", "cpu")
 
 
 @pytest.mark.slow
@@ -165,3 +205,45 @@ def test_the_report_counts_and_speaks() -> None:
         "refused 2 x cpu: too wide" in text and "check_case(case" in text and "1 failures" in progress_line(more, 2.0)
     )
     assert to_dict(Summary(Options(("cpu",)), more, 2.0))["rho"][0]["max"] == 3.0
+
+
+def test_a_campaign_draws_quantised_problems_and_counts_them_by_class() -> None:
+    options = Options(("cpu", "other"), quantised=8)
+    cases = [drawn(options, number) for number in range(400)]
+    assert 25 < sum(case.quantised for case in cases) < 80
+    tally = Tally(problems=400)
+    for case in cases:
+        tally.classes.update(classes(case))
+        tally.quantised_checks["cpu"] += case.quantised
+    total = Tally()
+    total.add(tally)
+    summary = Summary(options, total, 1.0)
+    data = to_dict(summary)
+    assert data["quantised_checks"] == {"cpu": data["classes"]["quantised"]}
+    assert data["classes"]["format:float8"] and data["options"]["quantised"] == 8
+    assert f"quantised operands in {data['classes']['quantised']} problems; checked on cpu" in to_text(summary)
+
+
+def test_a_long_campaign_must_have_met_quantised_problems_where_they_are_drawn() -> None:
+    tally = Tally(problems=5000)
+    assert "scale_b:128x128" in missing(Summary(Options(("cpu",), quantised=8), tally, 1.0))
+    assert "scale_b:128x128" not in missing(Summary(Options(("cpu",)), tally, 1.0))
+
+
+def test_a_worker_counts_and_reports_fused_problems() -> None:
+    told = Tally()
+    options = Options(("cpu",), fused=1, seed=3, work=1 << 12, longest=40, groups=8)
+    worker = Worker(options, SimpleNamespace(send=told.add), Position())
+    for number in range(12):
+        worker.problem(number)
+    worker.send()
+    assert told.problems == 12 and told.fused_checks["cpu"] == told.classes["fused"] > 6
+    assert not told.failures
+    worker.subjects["cpu", 0] = Subject(mutant("limit lost"))
+    for number in range(200):
+        worker.problem(number)
+        worker.send()
+        if told.failures:
+            break
+    (failure,) = told.failures
+    assert failure.oracle == "value" and failure.shrunk is not None and "fused" in failure.shrunk

@@ -12,14 +12,16 @@ import torch
 
 from multigemm.select import registry
 from multigemm.settings import settings
-from multigemm.testing.case import Case
+from multigemm.testing.case import Case, Fused, Layout, RowNumbers, Scale
 from multigemm.testing.placed_case import spec_of
 from tests.source_mutants import __main__ as command
-from tests.source_mutants import compiled, emulated, hunt, plan, problems, sites
+from tests.source_mutants import compiled, emulated, hunt, mutations, problems
 from tests.source_mutants.compiled import Variant
 from tests.source_mutants.equivalents import EQUIVALENT, ON_GPU, becomes, excuse
 from tests.source_mutants.hunt import Hunt, Result
-from tests.source_mutants.sites import Site
+from tests.source_mutants.mutations import Mutation, mutations_of
+from tests.source_mutants.variants import compile_variant, various
+from tests.source_mutants.variants import reached as reached_variants
 
 PATIENCE_S = 240.0
 """What a hunt for a planted fault may take: 16 s on an idle machine, many times that on a busy one."""
@@ -27,7 +29,7 @@ PATIENCE_S = 240.0
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: Any) -> Any:
-    return sites.snapshot(tmp_path_factory.mktemp("snapshot"))
+    return mutations.snapshot(tmp_path_factory.mktemp("snapshot"))
 
 
 @pytest.mark.parametrize(
@@ -37,7 +39,6 @@ def root(tmp_path_factory: Any) -> Any:
         (["--backend", "cupy"], "--device cpu: the kernels run on a GPU"),
         (["--backend", "triton", "--device", "cuda:99"], "--device cuda:99, but there are"),
         (["--backend", "triton", "--device", "abacus"], "'abacus' is not a device"),
-        (["--backend", "triton", "--emulate", "--known", "no-such-file.json"], "--known no-such-file.json"),
     ],
 )  # fmt: skip
 def test_a_campaign_where_nothing_could_run_is_refused(
@@ -54,53 +55,53 @@ def test_a_campaign_where_nothing_could_run_is_refused(
 DEVICE_CODE = {"triton": ("@triton.jit", "@gluon.jit"), "cupy": ("__device__",), "numba": ("@device", "@kernel")}
 
 
-@pytest.mark.parametrize("backend", sorted(sites.FILES))
+@pytest.mark.parametrize("backend", sorted(mutations.FILES))
 def test_no_file_of_device_code_is_left_out(backend: str) -> None:
     suffixes = (".cu", ".cuh") if backend == "cupy" else (".py",)
-    files = [path for path in (sites.ROOT / "backends" / backend).rglob("*") if path.suffix in suffixes]
+    files = [path for path in (mutations.ROOT / "backends" / backend).rglob("*") if path.suffix in suffixes]
     marked = {path.name for path in files if any(mark in path.read_text() for mark in DEVICE_CODE[backend])}
     hardware = {"ptx.py", "runtime.py"}  # one instruction each, as text
-    assert marked - hardware <= set(sites.kernels_by_file(backend))
+    assert marked - hardware <= set(mutations.kernels_by_file(backend))
 
 
 def test_a_header_is_part_of_what_includes_it() -> None:
-    reached = sites.kernels_by_file("cupy")
+    reached = mutations.kernels_by_file("cupy")
     assert set(reached["common.cuh"]) >= {"generic", "hopper", "hopper_shift_b", "small"}
     assert reached["pack.cu"] == ("packed", "hopper_shift_b") and reached["tile_load.cuh"] == ("generic", "quantised")
 
 
-@pytest.mark.parametrize("backend", sorted(sites.FILES))
+@pytest.mark.parametrize("backend", sorted(mutations.FILES))
 def test_operators_find_places_in_every_backend(backend: str) -> None:
-    found = sites.possible_changes(backend)
+    found = mutations_of(backend)
     assert len(found) > 50
-    assert len({site.operator for site in found}) >= 8
-    assert all(site.before != site.after for site in found)
+    assert len({mutation.operator for mutation in found}) >= 8
+    assert all(mutation.before != mutation.after for mutation in found)
 
 
 def test_comments_docstrings_and_signatures_are_left_alone(tmp_path: Path) -> None:
     file = tmp_path / "kernel.py"
     head = '"""a < b"""\n# a < b\ndef f(a, b):\n    """\n    a < b\n    """\n'
     file.write_text(head + "    return a < b  # a < b\ndef g(a):\n    return a < 1\n")
-    assert list(sites.code_lines(file)) == [(7, "    return a < b"), (9, "    return a < 1")]
-    assert [number for number, _ in sites.code_lines(file, ("g",))] == [7]
+    assert list(mutations.code_lines(file)) == [(7, "    return a < b"), (9, "    return a < 1")]
+    assert [number for number, _ in mutations.code_lines(file, ("g",))] == [7]
 
 
 def test_no_fault_is_planted_where_an_emulator_never_comes() -> None:
     """What Gluon compiles runs on a GPU only, also beside kernels that are emulated."""
-    found = [site for site in sites.possible_changes("triton", emulated=True) if site.file.endswith("lists.py")]
-    every = [site for site in sites.possible_changes("triton") if site.file.endswith("lists.py")]
-    lines = (sites.ROOT / "backends/triton/kernels/lists.py").read_text().splitlines()
+    found = [mutation for mutation in mutations_of("triton", emulated=True) if mutation.file.endswith("lists.py")]
+    every = [mutation for mutation in mutations_of("triton") if mutation.file.endswith("lists.py")]
+    lines = (mutations.ROOT / "backends/triton/kernels/lists.py").read_text().splitlines()
     first = next(i for i, line in enumerate(lines, 1) if line.startswith("@gluon"))
-    assert found == [site for site in every if site.line < first]
+    assert found == [x for x in every if x.line < first]
     assert 0 < len(found) < len(every)
 
 
 def test_one_line_is_changed(root: Path, tmp_path: Path) -> None:
-    site = next(s for s in sites.possible_changes("triton", root) if s.operator == "wider comparison")
-    sites.plant(site, tmp_path, root)
-    before = (root / site.file).read_text().splitlines()
-    after = (tmp_path / Path(site.file).relative_to("backends")).read_text().splitlines()
-    assert [i + 1 for i, (x, y) in enumerate(zip(before, after, strict=True)) if x != y] == [site.line]
+    mutation = next(s for s in mutations_of("triton", root) if s.operator == "wider comparison")
+    mutations.plant(mutation, tmp_path, root)
+    before = (root / mutation.file).read_text().splitlines()
+    after = (tmp_path / Path(mutation.file).relative_to("backends")).read_text().splitlines()
+    assert [i + 1 for i, (x, y) in enumerate(zip(before, after, strict=True)) if x != y] == [mutation.line]
 
 
 @pytest.mark.slow
@@ -114,52 +115,46 @@ def test_what_a_variant_is_compiled_to_is_known_without_a_gpu(backend: str, monk
     device, spec = torch.device("cuda", 0), spec_of(case)
     config = registry.get(backend).configs(spec, device)[0]
     assert compiled.traits(backend, case, spec, config)
-    variant = plan.compiled(backend, Variant(case.to_dict(), config.kernel, str(config)), device)
+    variant = compile_variant(backend, Variant(case.to_dict(), config.kernel, str(config)), device)
     assert len(variant.codes) >= 1
-    held = {file: lines for file, lines in variant.lines.items() if file in sites.kernels_by_file(backend)}
+    held = {file: lines for file, lines in variant.lines.items() if file in mutations.kernels_by_file(backend)}
     assert len(held) >= 2 and all(len(lines) > 5 for lines in held.values())
 
 
+ROWS = Case(dtype="float32", n=5, k=37, lengths=(17, 0, 3))
+"""K and rows end within a tile."""
+PICKED = replace(ROWS, fused=Fused(a_rows=RowNumbers(rows=9, how="lies"), preact=True), activation="relu")
+SCALED = Case(dtype="float8_e4m3fn", dtype_b="float8_e4m3fn", n=3, k=300, lengths=(2, 1), mode="uniform",
+              b=Layout("col"), scale_a=Scale("1x128", layout=Layout("col")), scale_b=Scale("1x128"))  # fmt: skip
+LOST_STRIDE = "at = (i >> line_shift_a) * line_a + (k0 >> k_shift_a)"
 CHOSEN = {
-    "the K mask of A": ("generic.py", "mask conjunct lost", "x = tl.load(a_ptrs", "k_left"),
-    "the mask of the stored rows": ("generic.py", "wider comparison", "owned = (i < rows_left)", "i <="),
-    "the last step of K": ("generic.py", "rounded down", "(gk + BK - 1) // BK", "(gk) // BK"),
-    "the K mask of A, fused": ("fused.py", "mask conjunct lost", "x = tl.load(a_ptrs", "k_left"),
-    "the last step of K, fused": ("fused.py", "rounded down", "(gk + BK - 1) // BK", "(gk) // BK"),
-    "the row behind the last that may be picked": ("fused.py", "wider comparison", "(number < extent)", "<= extent"),
-    "the last row that a group owns": ("fused.py", "wider comparison", "(s < high)", "s <= high"),
+    "the K mask of A": ("triton", "generic.py", "mask conjunct lost", "x = tl.load(a_ptrs", ROWS),
+    "the mask of the stored rows": ("triton", "generic.py", "wider comparison", "owned = (i <= rows_left)", ROWS),
+    "the last step of K": ("triton", "generic.py", "rounded down", "(gk) // BK", ROWS),
+    "the K mask of A, fused": ("triton", "fused.py", "mask conjunct lost", "x = tl.load(a_ptrs", PICKED),
+    "the last step of K, fused": ("triton", "fused.py", "rounded down", "(gk) // BK", PICKED),
+    "the row behind the last that may be picked": ("triton", "fused.py", "wider comparison", "<= extent", PICKED),
+    "the last row that a group owns": ("triton", "fused.py", "wider comparison", "s <= high", PICKED),
+    "a stride of scales along K": ("numba", "quantised.py", "product lost", LOST_STRIDE, SCALED),
 }
+"""Backend, file, operator, a part of the changed line, and a problem that reaches it."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHOSEN)
-def test_planted_faults_of_the_triton_kernel_are_seen(name: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_faults_are_seen(name: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lost stride of scales survived where K was one block, or scales along K lay side by side."""
+    backend, file, operator, line, case = CHOSEN[name]
+    if find_spec(backend) is None:  # imported here, it would run without an emulator in the tests that follow
+        pytest.skip(f"{backend} is not installed")
     monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
-    file, operator, line, mark = CHOSEN[name]
-    offered = [
-        s
-        for s in sites.possible_changes("triton", root, emulated=True)
-        if Path(s.file).name == file and s.operator == operator and line in s.before and mark in f"{s.before}{s.after}"
-    ]
+    offered = [x for x in mutations_of(backend, root, emulated=True) if Path(x.file).name == file and line in x.after]
+    offered = [x for x in offered if x.operator == operator]
     if operator == "mask conjunct lost":
-        offered = [s for s in offered if "k_left" not in s.after]
+        offered = [x for x in offered if "k_left" in x.before and "k_left" not in x.after]
     assert offered, "the kernel has no such place any more: choose another"
-    fate = hunt.run_one(offered[0], Hunt("triton", seconds=PATIENCE_S), root)
-    if fate.state == "stillborn" and "unavailable" in fate.text:
-        pytest.skip(fate.text)
-    assert fate.state == "killed", fate
-
-
-@pytest.mark.slow
-def test_a_lost_stride_of_scales_along_k_is_seen(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It survived where K was one block, or scales along K lay side by side, in all problems that reached the line."""
-    if find_spec("numba") is None:  # imported here, it would run without a simulator in the tests that follow
-        pytest.skip("numba is not installed")
-    monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
-    lost = "at = (i >> line_shift_a) * line_a + (k0 >> k_shift_a)"
-    offered = [s for s in sites.possible_changes("numba", root, emulated=True) if s.after.strip() == lost]
-    assert offered, "the kernel has no such place any more: choose another"
-    fate = hunt.run_one(offered[0], Hunt("numba", seconds=PATIENCE_S), root)
+    reaching = [Variant(case.to_dict(), "emulated", "0")]
+    fate = hunt.run_one(offered[0], Hunt(backend, seconds=PATIENCE_S), root, reaching)
     assert fate.state == "killed", fate
 
 
@@ -173,7 +168,7 @@ def test_problems_that_reach_a_line_are_known(name: str, monkeypatch: pytest.Mon
     offered = [Variant(case.to_dict(), "emulated", "0") for case in simple]
     traced = emulated.trace(name, offered, torch.device("cpu"))
     file, start = {"triton": ("generic.py", 'elif FORM == "jagged_n":'), "numba": ("plain_cores.py", "acc")}[name]
-    text = (sites.device_code(name) / file).read_text().splitlines()
+    text = (mutations.device_code(name) / file).read_text().splitlines()
     reached = {line for variant in traced for line in variant.lines.get(file, ())}
     assert len(reached) > 20 and all(text[line - 1].strip() for line in reached)
     if name == "triton":  # which form takes a branch is known
@@ -183,7 +178,7 @@ def test_problems_that_reach_a_line_are_known(name: str, monkeypatch: pytest.Mon
 
 def test_hunts_go_on_with_problems_like_those_that_reach_the_line() -> None:
     list_of = Variant(Case(form="per_group", dims=((3, 4, 5),)).to_dict(), "emulated", "3")
-    kernels = sites.kernels_by_file("triton")["generic.py"]
+    kernels = mutations.kernels_by_file("triton")["generic.py"]
     drawn = [emulated.problem("triton", kernels, [list_of], number) for number in range(1, 40)]
     assert emulated.problem("triton", kernels, [list_of], 0) == (Case(form="per_group", dims=((3, 4, 5),)), 3)
     assert sum(case.form == "per_group" for case, _ in drawn) >= 20
@@ -201,7 +196,7 @@ def test_a_kernel_of_some_problems_meets_those(kernel: str) -> None:
 
 
 def test_the_kernel_of_fused_products_is_hunted_in_emulation_only() -> None:
-    files = {on: {Path(s.file).name for s in sites.possible_changes("triton", emulated=on)} for on in (True, False)}
+    files = {on: {Path(s.file).name for s in mutations_of("triton", emulated=on)} for on in (True, False)}
     assert "fused.py" in files[True] and "fused.py" not in files[False]
 
 
@@ -209,68 +204,51 @@ def test_the_kernel_of_fused_products_is_hunted_in_emulation_only() -> None:
 @pytest.mark.parametrize("file", ["epilogue.py", "fused.py"])
 def test_the_unchanged_kernel_survives(file: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
-    site = next(s for s in sites.possible_changes("triton", root, emulated=True) if Path(s.file).name == file)
-    fate = hunt.run_one(replace(site, after=site.before), Hunt("triton", seconds=5.0), root)
+    mutation = next(s for s in mutations_of("triton", root, emulated=True) if Path(s.file).name == file)
+    reaching = [Variant(case.to_dict(), "emulated", "0") for case in (ROWS, PICKED)]
+    fate = hunt.run_one(replace(mutation, after=mutation.before), Hunt("triton", seconds=2.0), root, reaching)
     assert fate.state == "survived", fate
 
 
 def test_the_rate_leaves_out_what_does_not_compile() -> None:
-    site = Site("f", 1, "o", "a", "b")
-    results = [Result(site, state) for state in ("killed", "killed", "killed", "survived", "stillborn")]
+    mutation = Mutation("f", 1, "o", "a", "b")
+    results = [Result(mutation, state) for state in ("killed", "killed", "killed", "survived", "stillborn")]
     assert command.summary("triton", results) == "triton: 3 of 4 killed (75 %), 0 are equivalent, 1 did not compile"
 
 
 def test_survivors_are_excused_only_with_a_reason() -> None:
     before, after = (f"    end = tl.load(ends + g, mask=ok, other={value}).to(tl.int64)" for value in (0, 1))
-    assert "not counted" in excuse(Site("triton/schedule.py", 1, "zero for one", before, after))
-    assert not excuse(Site("triton/generic.py", 1, "zero for one", before, after))
-    assert not excuse(Site("triton/schedule.py", 1, "zero for one", before, after + " + 1"))
+    assert "not counted" in excuse(Mutation("triton/schedule.py", 1, "zero for one", before, after))
+    assert not excuse(Mutation("triton/generic.py", 1, "zero for one", before, after))
+    assert not excuse(Mutation("triton/schedule.py", 1, "zero for one", before, after + " + 1"))
 
 
 @pytest.mark.slow
 def test_an_excuse_speaks_of_a_place_that_there_is() -> None:
-    offered = [site for backend in sites.FILES for site in sites.possible_changes(backend)]
-    excused = {(Path(site.file).name, excuse(site)) for site in offered}
+    offered = [mutation for backend in mutations.FILES for mutation in mutations_of(backend)]
+    excused = {(Path(mutation.file).name, excuse(mutation)) for mutation in offered}
     assert {(file, reason) for file, _, _, reason in (*EQUIVALENT, *ON_GPU)} <= excused
-    idle = [entry[:3] for entry in (*EQUIVALENT, *ON_GPU) if not any(speaks_of(entry, site) for site in offered)]
+    idle = [
+        entry[:3] for entry in (*EQUIVALENT, *ON_GPU) if not any(speaks_of(entry, mutation) for mutation in offered)
+    ]
     assert not idle, idle
 
 
-def speaks_of(entry: tuple[str, str, str, str], site: Site) -> bool:
-    return entry[0] == Path(site.file).name and becomes(site, entry[1], entry[2])
+def speaks_of(entry: tuple[str, str, str, str], mutation: Mutation) -> bool:
+    return entry[0] == Path(mutation.file).name and becomes(mutation, entry[1], entry[2])
 
 
-def test_what_was_done_away_with_is_not_hunted_again(tmp_path: Path) -> None:
-    site = Site("f", 1, "o", "a", "b")
-    results = [Result(replace(site, line=line), state, source=source) for line, state, source in
-             ((1, "killed", "x"), (2, "survived", "y"), (3, "stillborn", ""), (4, "failed", "z"))]  # fmt: skip
+def test_results_are_kept_as_they_come(tmp_path: Path) -> None:
+    results = [Result(Mutation("f", line, "o", "a", "b"), state) for line, state in
+               ((1, "killed"), (2, "survived"), (3, "stillborn"), (4, "failed"))]  # fmt: skip
     command.write(results, str(tmp_path / "results.json"), {"backend": "triton"})
-    assert json.loads((tmp_path / "results.json").read_text())["rate"] == 0.5
-    assert command.judged_before([str(tmp_path / "results.json")]) == {"x": results[0]}
-
-
-@pytest.mark.parametrize("name", ["kernel.py", "kernel.cu"])
-def test_a_fate_belongs_to_the_function_that_is_changed(name: str, tmp_path: Path) -> None:
-    python, cuda = "    return a < 1\n\n\n", "    return a < 1;\n}}\n\n"
-    head, body = {
-        "kernel.py": ("def {}(\n    a,\n):\n", python),
-        "kernel.cu": ("__device__ int {}(int a,\n        int b) {{\n", cuda),
-    }[name]
-    text = "".join(head.format(f) + body.replace("}}", "}") for f in "fgh")
-    file = tmp_path / name
-    file.write_text(text)
-    lines = [number for number, line in enumerate(text.splitlines(), 1) if "return" in line]
-    changes = [Site(name, line, "o", text.splitlines()[line - 1], "x") for line in lines]
-    before = [sites.identity(site, tmp_path) for site in changes]
-    assert len(set(before)) == 3  # the same line in three functions
-    file.write_text("# new\n" + text.replace(" f(", " longer("))  # all move, and another function changes
-    after = [sites.identity(replace(site, line=site.line + 1), tmp_path) for site in changes]
-    assert after[0] != before[0] and after[1:] == before[1:]
+    kept = json.loads((tmp_path / "results.json").read_text())
+    assert kept["rate"] == 0.5 and kept["fates"][0]["state"] == "survived"
 
 
 def test_the_unchanged_kernels_are_hunted_among_their_mutants() -> None:
-    site = Site("f", 1, "o", "a", "b")
-    hunted = list(command.with_controls([replace(site, line=line) for line in range(60)]))
+    mutation = Mutation("f", 1, "o", "a", "b")
+    hunted = list(command.with_controls([replace(mutation, line=line) for line in range(60)]))
     controls = [at for at, each in enumerate(hunted) if each.operator == command.UNCHANGED]
     assert controls == [0, 26, 52] and all(hunted[at].after == "a" for at in controls) and len(hunted) == 63
 
@@ -278,16 +256,16 @@ def test_the_unchanged_kernels_are_hunted_among_their_mutants() -> None:
 def test_a_hang_is_tried_once_more(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[Any] = [(None, hunt.HUNG), ({"state": "survived", "oracle": "", "text": ""}, 0)]
     monkeypatch.setattr(hunt, "_attempt", lambda *asked: answers.pop(0))
-    site = sites.possible_changes("triton", root)[0]
-    assert hunt.run_one(replace(site, after=site.before + " "), Hunt("triton"), root).state == "survived"
+    mutation = mutations_of("triton", root)[0]
+    assert hunt.run_one(replace(mutation, after=mutation.before + " "), Hunt("triton"), root).state == "survived"
     answers += [(None, hunt.HUNG), (None, hunt.HUNG)]
-    assert hunt.run_one(site, Hunt("triton"), root).oracle == "hang"
+    assert hunt.run_one(mutation, Hunt("triton"), root).oracle == "hang"
 
 
 class _Compiled:
     """In place of a run on a GPU: `variant.case` says what is compiled and what a burst finds."""
 
-    def __init__(self, hunt: Hunt, variant: Variant, place: Any, spent: Any) -> None:
+    def __init__(self, hunt: Hunt, variant: Variant, place: Any) -> None:
         self.case = variant.case
 
     def codes(self) -> list[str] | None:
@@ -304,8 +282,8 @@ def hunted(monkeypatch: pytest.MonkeyPatch, *cases: dict[str, Any]) -> tuple[dic
     """What a hunt finds, and how often it opened the device."""
     opened: list[Any] = []
     monkeypatch.setattr(hunt, "CompiledVariant", _Compiled)
-    monkeypatch.setattr(hunt._GpuHunt, "open_device", lambda search: opened.append(search))
-    search = hunt._GpuHunt(Hunt("triton", "cuda", 0.05), torch.device("cuda"), lambda word: None)
+    monkeypatch.setattr(hunt.GpuHunt, "open_device", lambda search: opened.append(search))
+    search = hunt.GpuHunt(Hunt("triton", "cuda", 0.05), torch.device("cuda"), lambda word: None)
     return search.search([Variant(case, "pointer", "", codes=["old"]) for case in cases]), len(opened)
 
 
@@ -321,18 +299,18 @@ def test_only_variants_whose_machine_code_changes_meet_problems(monkeypatch: pyt
 
 
 def test_the_sample_outlives_edits_elsewhere() -> None:
-    found = [Site("f", line, "o", f"    a{line}", "x") for line in range(40)]
-    moved = [replace(site, line=site.line + 1) for site in found[:30]] + found[30:]
-    drawn = [[site.before for site in command.sample(each, 3)] for each in (found, moved[1:])]
+    found = [Mutation("f", line, "o", f"    a{line}", "x") for line in range(40)]
+    moved = [replace(mutation, line=mutation.line + 1) for mutation in found[:30]] + found[30:]
+    drawn = [[mutation.before for mutation in command.sample(each, 3)] for each in (found, moved[1:])]
     assert [each for each in drawn[0] if each != found[0].before] == drawn[1] != sorted(drawn[1])
-    assert [site.before for site in command.sample(found, 4)] != drawn[0]
+    assert [mutation.before for mutation in command.sample(found, 4)] != drawn[0]
 
 
 def test_problems_of_variants_that_hold_the_line_come_first() -> None:
-    site = Site("backends/triton/hopper_shift_b.py", 7, "o", "a", "b")
+    mutation = Mutation("backends/triton/hopper_shift_b.py", 7, "o", "a", "b")
     lines: tuple[list[int], ...] = ([1], [7], [], [5, 7])
     variants = [Variant({}, "hopper", str(at), {"hopper_shift_b.py": held}) for at, held in enumerate(lines)]
-    assert {v.config for v in plan.reached(site, "triton", variants)[:2]} == {"1", "3"}
+    assert {v.config for v in reached_variants(mutation, "triton", variants)[:2]} == {"1", "3"}
 
 
 def test_the_first_variants_show_every_form() -> None:
@@ -341,7 +319,7 @@ def test_the_first_variants_show_every_form() -> None:
     layouts = [{"order": order, "pad": pad} for order in ("row", "col") for pad in (0, 8)]
     cases = [{"form": form, "dtype": dtype, "a": a, "b": b} for form in forms for dtype in ("float16", "float32")
              for a in layouts for b in layouts]  # fmt: skip
-    found = plan.various([Variant(case, "hopper", "") for case in cases])
+    found = various([Variant(case, "hopper", "") for case in cases])
     assert {v.case["form"] for v in found[:6]} == set(forms) and len(found) == len(cases)
     assert {v.case["dtype"] for v in found[:2]} == {"float16", "float32"}
 
@@ -357,6 +335,8 @@ def test_bursts_differ_in_more_than_their_numbers() -> None:
 
 
 def test_the_wheel_does_not_know_the_hunt() -> None:
-    files = [path for folder in ("multigemm", "backends", "reference") for path in (sites.ROOT / folder).rglob("*.py")]
+    files = [
+        path for folder in ("multigemm", "backends", "reference") for path in (mutations.ROOT / folder).rglob("*.py")
+    ]
     assert len(files) > 100
     assert not [path for path in files if "tests.source_mutants" in path.read_text()]

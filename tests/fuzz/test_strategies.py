@@ -1,44 +1,84 @@
-"""What is drawn: every class, legal, bounded, repeatable; and where it lies in memory."""
+"""What is drawn, plain, quantised and fused: every class, legal, bounded, repeatable, and what a kind keeps."""
 
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings, target
-from hypothesis import strategies as st
 
-from multigemm.planning.staging import stage, staged_spec
+from multigemm.fuzz.shrink import simpler
 from multigemm.problem.spec import FORMS
+from multigemm.select import registry
 from multigemm.testing import (
     EMULATED,
     Case,
     DeviceCase,
+    Fused,
     Layout,
     Limits,
     PlacedCase,
+    RowNumbers,
+    Scale,
     Subject,
     cases,
     check,
+    check_case,
     classes,
     random_case,
 )
+from multigemm.testing.deep_oracles import ORACLES, run_oracles
 from multigemm.testing.model_kernel import ModelBackend
-from multigemm.testing.placed_case import Arena, foreign_writes
-from multigemm.testing.strategies import REQUIRED, RandomChooser, kinds, most_new_first, redrawn
+from multigemm.testing.model_mutants import FUSED_HUNTING, QUANTISED_HUNTING
+from multigemm.testing.strategies import (
+    QUANTISED_MODES,
+    REQUIRED,
+    REQUIRED_FUSED,
+    REQUIRED_QUANTISED,
+    RandomChooser,
+    kinds,
+    most_new_first,
+    redrawn,
+)
+from tests.support.fused_cases import CPU, findings, fused_cases
 
 SMALL = Limits(work=1 << 12, groups=20, longest=40)
+DRAWN = {"plain": Limits(), "quantised": QUANTISED_HUNTING, "fused": FUSED_HUNTING}
+"""Limits within which only problems of one sort are drawn."""
+MORE_QUANTISED = (
+    {f"form:{form}" for form in FORMS}
+    | {f"mode:{mode}" for mode in QUANTISED_MODES}
+    | {f"scale_a:{covers}" for covers in ("none", "tensor", "group", "row", "1x32", "1x64", "1x128", "128x128")}
+    | {"scale_a:all", "scale_b:allx32", "scale_a:group's row", "scale dtype:bfloat16", "scale dtype:float16"}
+    | {f"scale:{word}" for word in ("row", "col", "padded", "shifted", "stepped", "zero-r")}
+    | {"beta", "alias", "bias:gn", "act:silu", "head", "tail", "aligned", "stretched:k", "groups:none"}
+)
+CLASSES = {
+    "plain": (4000, REQUIRED, Limits()),
+    "quantised": (1500, REQUIRED_QUANTISED | MORE_QUANTISED, QUANTISED_HUNTING),
+    "fused": (900, REQUIRED_FUSED, FUSED_HUNTING),
+    "fused and quantised": (
+        60, {"quantised", "fused", "scale_b:row", "a_rows:lies", "combine:lies"}, replace(FUSED_HUNTING, quantised=1),
+    ),
+}  # fmt: skip
+"""So many seeds, and the classes that have to come up in them."""
 
 
 @pytest.mark.slow
-def test_every_class_is_drawn() -> None:
+@pytest.mark.parametrize("sort", CLASSES)
+def test_every_class_is_drawn(sort: str) -> None:
     """The generator cannot quietly stop making one."""
-    seen = Counter(name for seed in range(4000) for name in classes(random_case(seed)))
-    assert not REQUIRED - set(seen)
-    rare = {name: seen[name] for name in REQUIRED if seen[name] < 8}
-    assert not rare
+    count, wanted, limits = CLASSES[sort]
+    seen = Counter(name for seed in range(count) for name in classes(random_case(seed, limits)))
+    least = 8 if sort == "plain" else 1
+    assert {name: seen[name] for name in wanted if seen[name] < least} == {}
+
+
+def test_one_in_so_many_is_quantised_and_the_others_stay_as_they_are() -> None:
+    some = [random_case(seed, Limits(quantised=8)) for seed in range(800)]
+    assert 60 < sum(case.quantised for case in some) < 140
+    assert not any(random_case(seed).quantised for seed in range(800))
 
 
 def test_unaligned_sizes_are_the_rule() -> None:
@@ -51,41 +91,67 @@ def test_unaligned_sizes_are_the_rule() -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("limits", [Limits(), Limits(work=30_000), Limits(work=500), EMULATED, SMALL])
 def test_limits_hold(limits: Limits) -> None:
-    for seed in range(1500):
+    for seed in range(800):
         case = random_case(seed, limits)
         assert case.work <= limits.work
         assert case.storage <= 2 * limits.work
         assert case.form in limits.forms and case.dtype in limits.dtypes
 
 
-def test_a_case_survives_json_and_its_own_repr() -> None:
-    for seed in range(200):
-        case = random_case(seed)
+NAMES = {"Case": Case, "Fused": Fused, "Layout": Layout, "RowNumbers": RowNumbers, "Scale": Scale}
+
+
+@pytest.mark.parametrize("sort", DRAWN)
+def test_a_case_survives_json_and_its_own_repr(sort: str) -> None:
+    for seed in range(60):
+        case = random_case(seed, DRAWN[sort])
         assert Case.from_dict(json.loads(json.dumps(case.to_dict()))) == case
-        assert eval(repr(case), {"Case": Case, "Layout": Layout}) == case
+        assert eval(repr(case), NAMES) == case
     with pytest.raises(ValueError, match="no field 'colour'"):
         Case.from_dict({"colour": 1})
 
 
-def test_a_kind_keeps_what_kernels_are_compiled_for() -> None:
-    for seed in range(60):
-        kind = random_case(seed)
-        for number in range(4):
-            other = redrawn(kind, RandomChooser(number), Limits())
-            for name in (
-                "form",
-                "dtype",
-                "out_dtype",
-                "activation",
-                "a",
-                "b",
-                "out",
-                "given",
-                "precision",
-                "bias",
-                "kind",
-            ):
-                assert getattr(other, name) == getattr(kind, name)
+KEPT = {
+    "plain": "form dtype out_dtype activation a b out given precision bias kind",
+    "quantised": "form dtype dtype_b b_format scale_a scale_b zero_b accumulate a b",
+    "fused": "activation form out_dtype",
+}
+KEPT_OF_FUSED = "weights row_scale preact glu_layout terms"
+
+
+@pytest.mark.parametrize("sort", DRAWN)
+def test_a_kind_keeps_what_kernels_are_compiled_for(sort: str) -> None:
+    for seed in range(40):
+        kind = random_case(seed, DRAWN[sort])
+        for number in range(3):
+            other = redrawn(kind, RandomChooser(number), DRAWN[sort])
+            assert [getattr(other, name) for name in KEPT[sort].split()] == [
+                getattr(kind, name) for name in KEPT[sort].split()
+            ]
+            for name in KEPT_OF_FUSED.split():
+                assert getattr(other.fused, name) == getattr(kind.fused, name)
+        PlacedCase.build(other)
+
+
+@pytest.mark.slow
+def test_kinds_keep_the_share_of_quantised_and_fused_problems() -> None:
+    quantised = [kind for kind in kinds(Limits(quantised=8), 100) if kind.quantised]
+    assert len(quantised) == 12 and not REQUIRED_QUANTISED - {name for kind in quantised for name in classes(kind)}
+    assert sum(kind.is_fused for kind in kinds(replace(FUSED_HUNTING, fused=4), 60)) >= 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sort", DRAWN)
+def test_every_simpler_case_is_another_legal_one(sort: str) -> None:
+    for seed in range(6):
+        case = random_case(seed, replace(DRAWN[sort], work=4000))
+        others = list(simpler(case))
+        assert case not in others
+        assert not any(other.zero_b and not other.scale_b.covers for other in others)
+        plain = [other for other in others if not other.quantised]
+        assert plain and not any(other.scale_a.covers or other.scale_b.covers for other in plain)
+        for other in others[:40] if sort != "quantised" else ():  # there, a scale that is dropped may be needed
+            PlacedCase.build(other)
 
 
 @pytest.mark.slow
@@ -109,95 +175,44 @@ def test_items_with_most_new_traits_come_first() -> None:
     assert next(most_new_first(words, set, lambda word, new: len(new) / len(word) ** 2)) == "d"
 
 
-def test_the_same_seed_gives_the_same_bytes() -> None:
-    one, two = PlacedCase.build(random_case(11)), PlacedCase.build(random_case(11))
-    assert torch.equal(one.inputs, two.inputs)
-    assert all(torch.equal(x, y) for x, y in zip(one.prefills, two.prefills, strict=True))
-
-
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=cases(SMALL))
 def test_the_cpu_backend_on_drawn_cases(case: Case) -> None:
-    outcome = check(DeviceCase.from_case(case, torch.device("cpu")), Subject("cpu"))
+    outcome = check(DeviceCase.from_case(case, CPU), Subject("cpu"))
     target(min(outcome.rho, 50.0), label="rho")
     assert outcome.ok, outcome.findings
 
 
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 100_000))
-def test_nobody_elses_memory_is_poison(seed: int) -> None:
-    """A and B are surrounded by NaN (floats), and their elements are what was drawn."""
-    placed = PlacedCase.build(random_case(seed, SMALL))
-    place = placed.layout
-    named = [place.a, place.b, place.bias, place.index, None if placed.case.alias else place.c]
-    regions = [r for x in named if x is not None for r in (x if isinstance(x, list) else [x])]
-    outside, clean = np.ones(placed.inputs.numel(), bool), place.inputs.poisoned()
-    for region in regions:
-        mark = torch.zeros_like(placed.inputs)
-        expand = region.bits(mark)
-        if 0 in region.strides and expand.numel():
-            expand = expand.as_strided([1 if s == 0 else n for n, s in zip(region.shape, region.strides, strict=True)],
-                                       region.strides, expand.storage_offset())  # fmt: skip
-        expand.fill_(-1)
-        outside &= (mark == 0).numpy()
-    np.testing.assert_array_equal(placed.inputs.numpy()[outside], clean.numpy()[outside])
+@pytest.mark.slow
+def test_the_cpu_backend_on_quantised_operands() -> None:
+    for seed in range(300):
+        outcome = check(DeviceCase.from_case(random_case(seed, QUANTISED_HUNTING), CPU), Subject("cpu"))
+        assert outcome.ran and outcome.ok, outcome.findings
 
 
-@pytest.mark.parametrize("index", ["int32", "int64"])
-@pytest.mark.parametrize("kind", ["offsets", "sizes", "ends"])
-@pytest.mark.parametrize("form", [f for f in FORMS if f.startswith("jagged")])
-def test_the_spec_names_the_type_of_the_ends_that_kernels_get(form: Any, kind: str, index: str) -> None:
-    """A kernel compiled for int32 ends once read the int64 sums of live int32 sizes."""
-    case = Case(form=form, dtype="float32", m=3, n=3, k=3, lengths=(2, 0, 5), kind=kind, index=index)
-    device_case = DeviceCase.from_case(case, torch.device("cpu"))
-    spec = staged_spec(device_case.problem)
-    ops = stage(device_case.problem, spec, device_case.out).ops
-    assert ops.ends is not None
-    assert ops.ends.dtype == spec.index
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "first", "quantised"), [(100, 0, 0), (300, 1000, 4)])
+def test_the_cpu_backend_on_fused_problems(count: int, first: int, quantised: int) -> None:
+    limits = replace(FUSED_HUNTING, quantised=quantised)
+    assert list(findings(registry.get("cpu"), count, first=first, limits=limits)) == []
 
 
-def test_foreign_writes_are_counted_to_the_byte() -> None:
-    arena = Arena()
-    region = arena.add(torch.float16, (3, 5), Layout("row", pad=2, shift=1))
-    before, mask = arena.poisoned(), torch.zeros_like(arena.poisoned())
-    region.bits(mask).fill_(-1)
-    after = before.clone()
-    region.view(after).fill_(1.0)
-    assert foreign_writes(after.numpy(), before.numpy(), mask.numpy()) == 0
-    after[region.offset - 1] = 7
-    after[region.offset + 5 * 2] = 9
-    assert foreign_writes(after.numpy(), before.numpy(), mask.numpy()) == 2
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ORACLES)
+def test_the_costlier_oracles_hold_on_fused_problems(name: str) -> None:
+    """Sizes that change or lie, operands at the edge of memory, other contents, rows by number."""
+    subject, met = Subject("cpu"), 0
+    for number, case in enumerate(fused_cases(40)):
+        device_case = DeviceCase.from_case(case, CPU)
+        outcome = check(device_case, subject)
+        met += run_oracles([ORACLES[name]], device_case, subject, outcome, number)
+        assert outcome.ok, (case, outcome.findings)
+    assert met > 5
 
 
-@pytest.mark.parametrize("order", ["row", "col"])
-@pytest.mark.parametrize("extent", [1, 5, 15, 16, 17, 33])
-def test_lines_of_whole_pieces_begin_aligned(order: str, extent: int) -> None:
-    shape = (3, 7, extent) if order == "row" else (3, extent, 7)
-    region = Arena().add(torch.float16, shape, Layout(order, pad=-16))
-    lead = region.strides[1 if order == "row" else 2]
-    assert lead % 16 == 0
-    assert extent <= lead < extent + 16
-    assert region.strides[0] == 7 * lead
-
-
-class RunsOver(ModelBackend):
-    """Stores by twos where lines begin aligned, and so one element past a line of odd length."""
-
-    def bind(self, ops: Any, config: Any) -> Any:
-        launch, out = super().bind(ops, config), ops.out
-
-        def run() -> None:
-            launch()
-            if out.stride(0) % 8 == 0 and out.shape[1] % 2:
-                out.as_strided((len(out), 1), out.stride(), out.storage_offset() + out.shape[1]).fill_(1.0)
-
-        return run
-
-
-@pytest.mark.parametrize(("pad", "seen"), [(0, []), (8, []), (-16, ["guard"])])
-def test_a_store_that_runs_over_an_odd_line_shows_where_lines_begin_aligned(pad: int, seen: list[str]) -> None:
-    """And nowhere else: lines of odd length end to end, or a fixed step apart, are all stored one by one."""
-    case = Case(dtype="float16", n=5, k=3, lengths=(2, 2), given=True, out=Layout(pad=pad))
-    outcome = check(DeviceCase.from_case(case, torch.device("cpu")), Subject(RunsOver()))
-    assert [finding.oracle for finding in outcome.findings][:1] == seen
+def test_a_backend_that_never_heard_of_scales_refuses() -> None:
+    backend = ModelBackend("elsewhere")
+    vars(backend)["takes_quantised"] = False
+    outcome = check_case(random_case(0, QUANTISED_HUNTING), backend)
+    assert outcome.refusals and not outcome.ran and outcome.ok

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,8 +38,14 @@ IN_STEPS = BuiltinBackend(
 )
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where host code is built, once for all tests."""
+    return tmp_path_factory.mktemp("steps")
+
+
 @pytest.fixture
-def bound(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def bound(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
     """Kernels on the host; the memory between them begins as NaN."""
     allocate = fused_steps._Parts.allocate
 
@@ -47,12 +54,12 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return lent if lent is None else lent.fill_(255)
 
     monkeypatch.setattr(fused_steps._Parts, "allocate", of_nan)
-    return host_kernels.install(monkeypatch)
+    return host_kernels.install(monkeypatch, folder)
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(100, marks=pytest.mark.slow)])
 def test_random_problems(first: int, bound: list[str]) -> None:
-    assert list(findings(IN_STEPS, 25 if first == 0 else 200, first=first)) == []
+    assert list(findings(IN_STEPS, 25 if first == 0 else 75, first=first)) == []
     assert set(bound) == {"gather_rows", "finish_rows", "sum_rows"}
 
 
@@ -78,23 +85,26 @@ def fused_steps_operands(problem: Any, spec: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("first", "right", "wrong"),
     [
-        ("from[i] >= 0 && from[i] < t.extent ?", "from[i] >= 0 && from[i] < t.extent - 1 ?"),
-        ("if (s + i < t.tokens) to[i", "if (s + i < t.tokens - 1) to[i"),
-        ("u > limit ? limit : u < -limit ? -limit : u", "u > limit ? limit : u"),
-        ("(u + (calc)t.beta)", "u"),
-        ("s < owned.low || s >= owned.high", "s < owned.low || s > owned.high"),
-        ("LAYOUT == 1 ? j : t.columns + j, u_at = LAYOUT == 1 ? t.columns + j : j", "j, u_at = t.columns + j"),
-        ("t.weights ? term[e] * weight : term[e]", "term[e]"),
-        ("i >= owned.low && i < owned.high", "i >= owned.low && i < owned.high - 1"),
-        ("values[e] = t.scale ? v * scale : v", "values[e] = v"),
+        (0, "from[i] >= 0 && from[i] < t.extent ?", "from[i] >= 0 && from[i] < t.extent - 1 ?"),
+        (0, "if (s + i < t.tokens) to[i", "if (s + i < t.tokens - 1) to[i"),
+        (3, "u > limit ? limit : u < -limit ? -limit : u", "u > limit ? limit : u"),
+        (3, "(u + (calc)t.beta)", "u"),
+        (20, "s < owned.low || s >= owned.high", "s < owned.low || s > owned.high"),
+        (11, "LAYOUT == 1 ? j : t.columns + j, u_at = LAYOUT == 1 ? t.columns + j : j", "j, u_at = t.columns + j"),
+        (4, "t.weights ? term[e] * weight : term[e]", "term[e]"),
+        (1, "i >= owned.low && i < owned.high", "i >= owned.low && i < owned.high - 1"),
+        (1, "values[e] = t.scale ? v * scale : v", "values[e] = v"),
     ],
 )
-def test_a_planted_fault_is_found(fault: tuple[str, str], bound: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert SOURCE.count(fault[0]) == 1
-    monkeypatch.setattr(fused_steps, "SOURCE", SOURCE.replace(*fault))
-    assert next(findings(IN_STEPS, 60), None) is not None
+def test_a_planted_fault_is_found(
+    first: int, right: str, wrong: str, bound: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a random problem, of which the one that finds it soonest comes first: each builds kernels."""
+    assert SOURCE.count(right) == 1
+    monkeypatch.setattr(fused_steps, "SOURCE", SOURCE.replace(right, wrong))
+    assert next(findings(IN_STEPS, 60, first=first), None) is not None
 
 
 def test_every_kernel_compiles_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,8 +128,9 @@ def test_every_kernel_compiles_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         if not reasons(spec, problem.device):
             config = CPU.configs(product_spec(spec), problem.device)[0]
             plan(spec, config, problem.device).bind(fused_steps_operands(problem, spec))
-    assert {name for name, _ in asked} == {"gather_rows", "finish_rows", "sum_rows"}
-    for name, defines in list(asked)[:12]:
+    kernels = {name: [defines for asked_name, defines in asked if asked_name == name] for name, _ in asked}
+    assert kernels.keys() == {"gather_rows", "finish_rows", "sum_rows"}
+    for name, defines in ((name, each) for name, found in kernels.items() for each in found[:2]):
         assert nvrtc.compile_source(SOURCE, name, ("--gpu-architecture=sm_90", "--std=c++17", *defines))
 
 

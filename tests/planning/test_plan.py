@@ -6,6 +6,7 @@ import copy
 import pickle
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -143,9 +144,9 @@ def test_the_stream_of_cupy_is_asked_at_each_launch(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(torch.cuda, "stream", Using)
-    monkeypatch.setattr(bound, "_external", lambda raw, device: raw)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda raw, device: raw)
     launches: list[str] = []
-    launch = bound._OnCallerStream(lambda: launches.append("go"), torch.device("cpu"))
+    launch = partial(bound._on_stream_of_cupy, torch.device("cpu"), lambda: launches.append("go"))
     launch()
     assert (launches, entered) == (["go"], [])
     stream.ptr = 9

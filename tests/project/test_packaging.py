@@ -179,6 +179,7 @@ def test_wheel_sdist_and_editable_install_work_and_show_their_types(tmp_path: Pa
         archive.extractall(site)
     data = [p.relative_to(ROOT) for p in (ROOT / "backends").rglob("*.cu*")]
     data += [p.relative_to(ROOT / "multigemm") for p in (ROOT / "multigemm" / "cuda").glob("*.cu*")]
+    data += [p.relative_to(ROOT / "multigemm") for p in (ROOT / "multigemm" / "planning").glob("*.cu*")]
     assert len(data) > 20 and all((site / "multigemm" / name).exists() for name in data)
     assert (site / "multigemm" / "py.typed").exists()
     code = (

@@ -11,12 +11,12 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Set
+from collections.abc import Collection, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -40,12 +40,12 @@ from multigemm.testing.strategies import (
 )
 from multigemm.testing.subject import Subject
 from tests.source_mutants.compiled import Variant
-from tests.source_mutants.problems import KINDS, at_edges, very_many_groups
-from tests.source_mutants.sites import ROOT, device_code
+from tests.source_mutants.mutations import ROOT, device_code
+from tests.source_mutants.problems import KINDS, Tile, at_edges, very_many_groups
 
 LIMITS = replace(EMULATED, work=1 << 13, groups=600, quantised=6)
-SIDES = {"triton": 16, "numba": 8}
-"""Of the tiles that emulated kernels get."""
+TILES = {"triton": Tile(16, 16, 32, 1), "numba": Tile(8, 8, 32, 1)}
+"""What emulated kernels get."""
 WHOLE_TILES = ("batched", "jagged_k", "jagged_m", "jagged_n")
 """Forms whose products may all be of as many whole tiles."""
 MANY = 20
@@ -104,11 +104,6 @@ def choose_listing(backend: str, chosen: int) -> None:
         vars(launch)["MOST_LISTED"] = 0 if chosen == UNLISTED else launch.USUAL_MOST_LISTED
 
 
-def tile_of(backend: str) -> Any:
-    side = SIDES[backend]
-    return SimpleNamespace(block_m=side, block_n=side, block_k=max(side, 32), stages=1)
-
-
 def stored_cases() -> list[Case]:
     """Stored failures that an emulator gets through, in a fixed order."""
     stored = ROOT / "tests" / "corpus"
@@ -120,12 +115,12 @@ def stored_cases() -> list[Case]:
 @cache
 def pool(backend: str) -> list[tuple[Case, int]]:
     """The problems, each with the position of its subject."""
-    every, tile, side = kinds(LIMITS, KINDS), tile_of(backend), SIDES[backend]
+    every, tile = kinds(LIMITS, KINDS), TILES[backend]
     edges = [at_edges(kind, tile, RandomChooser(i), LIMITS) for i, kind in enumerate(every)]
     shared_b = replace(next(kind for kind in every if kind.form == "jagged_m"), shared=True)  # or many would not fit
     found = [(case, PLAIN) for case in edges] + [(case, i % 3) for i, case in enumerate(stored_cases())]
     if backend == "triton":
-        found += _of_triton(edges, shared_b, side)
+        found += _of_triton(edges, shared_b, tile.m)
         found += [(case, i % 3) for i, case in enumerate(fused_cases())]
     found += [(evenly(shared_b, count), PLAIN) for count in CHUNKS]
     found += [(case, PLAIN) for case in scaled_along_k()]
@@ -232,28 +227,25 @@ def traced(backend: str) -> Iterator[dict[str, set[int]]]:
         threading.settrace(None)
 
 
+def pool_variants(backend: str) -> list[Variant]:
+    """The problems of the pool, of which nothing else is known yet."""
+    return [Variant(case.to_dict(), "emulated", str(chosen)) for case, chosen in pool(backend)]
+
+
 def trace(backend: str, variants: list[Variant], device: torch.device) -> list[Variant]:
-    """The variants with the lines that one launch reaches and the seconds that it takes."""
+    """The variants with the lines that one launch reaches and the seconds that it takes; none where the backend
+    refuses the problem."""
     seen, subjects = [], subjects_of(backend)
     for variant in variants:
-        case, subject = Case.from_dict(variant.case), subjects[int(variant.config)]
         choose_listing(backend, int(variant.config))
-        launch = _launch_of(case, subject, device)
-        if launch is None:
-            continue
-        begin = time.monotonic()
-        with traced(backend) as lines:
-            launch()
+        subject, device_case = subjects[int(variant.config)], DeviceCase.from_case(Case.from_dict(variant.case), device)
+        begin, lines = time.monotonic(), dict[str, set[int]]()
+        if not subject.refusals(staged_spec(device_case.problem), device):
+            with traced(backend) as lines:
+                bind(device_case, subject)[0]()
         reached = {name: sorted(found) for name, found in lines.items()}
         seen.append(replace(variant, lines=reached, seconds=round(time.monotonic() - begin, 2)))
     return seen
-
-
-def _launch_of(case: Case, subject: Subject, device: torch.device) -> Callable[[], Any] | None:
-    """The launch of a problem; None where the backend refuses it."""
-    device_case = DeviceCase.from_case(case, device)
-    refused = subject.refusals(staged_spec(device_case.problem), device)
-    return None if refused else lambda: bind(device_case, subject)[0]()
 
 
 def reaching(variants: list[Variant], file: str, line: int) -> list[Variant]:
@@ -291,7 +283,7 @@ def problem(backend: str, kernels: Collection[str], variants: list[Variant], num
         if kind.is_fused:
             return redrawn(kind, choose, FUSED_LIMITS), number % 3
         if kind.groups < LIMITS.groups:
-            near = at_edges(kind, tile_of(backend), choose, LIMITS)
+            near = at_edges(kind, TILES[backend], choose, LIMITS)
             return near, choose.choice((PLAIN, UNLISTED, SINGLE, SHARED if near.groups <= MANY else PLAIN))
     case = random_case(number, replace(LIMITS, quantised=1) if set(kernels) == {"quantised"} else LIMITS)
-    return (at_edges(case, tile_of(backend), choose, LIMITS) if number % 3 == 0 else case), number % 3
+    return (at_edges(case, TILES[backend], choose, LIMITS) if number % 3 == 0 else case), number % 3

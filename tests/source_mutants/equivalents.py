@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.source_mutants.sites import Site
+from tests.source_mutants.mutations import Mutation
 
 ANY = "*"
 """Whatever a line becomes."""
@@ -158,19 +158,19 @@ ON_GPU: tuple[tuple[str, str, str, str], ...] = (
 """The same for what a GPU never runs."""
 
 
-def becomes(site: Site, old: str, new: str) -> bool:
+def becomes(mutation: Mutation, old: str, new: str) -> bool:
     """Whether the change is that of `old` into `new`, at one place of the line."""
     if new == ANY:
-        return site.before == old[1:] if old.startswith("^") else old in site.before
-    at = site.before.find(old)
+        return mutation.before == old[1:] if old.startswith("^") else old in mutation.before
+    at = mutation.before.find(old)
     while at >= 0:
-        if site.before[:at] + new + site.before[at + len(old) :] == site.after:
+        if mutation.before[:at] + new + mutation.before[at + len(old) :] == mutation.after:
             return True
-        at = site.before.find(old, at + 1)
+        at = mutation.before.find(old, at + 1)
     return False
 
 
-def excuse(site: Site, *, emulated: bool = False) -> str:
+def excuse(mutation: Mutation, *, emulated: bool = False) -> str:
     """Why a survivor is no fault; empty if nobody has said so."""
-    name, listed = Path(site.file).name, EQUIVALENT if emulated else (*EQUIVALENT, *ON_GPU)
-    return next((reason for file, old, new, reason in listed if file == name and becomes(site, old, new)), "")
+    name, listed = Path(mutation.file).name, EQUIVALENT if emulated else (*EQUIVALENT, *ON_GPU)
+    return next((reason for file, old, new, reason in listed if file == name and becomes(mutation, old, new)), "")

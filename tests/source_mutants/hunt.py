@@ -17,10 +17,8 @@ import random
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
@@ -40,8 +38,8 @@ from multigemm.testing.subject import Subject, compile_singly
 from tests.source_mutants import emulated
 from tests.source_mutants.compiled import Variant, codes_of, compile_once, compiler_key
 from tests.source_mutants.equivalents import excuse
+from tests.source_mutants.mutations import Mutation, kernels_of, plant
 from tests.source_mutants.problems import SPAN, compiled_problem
-from tests.source_mutants.sites import Site, kernels_of, plant
 
 DOES_NOT_COMPILE = ("CompilationError", "CompileError", "SyntaxError", "NameError", "TypingError", "CompileException",
           "IndentationError", "UnsupportedLanguageConstruct", "AttributeError", "LoweringError")  # fmt: skip
@@ -90,17 +88,17 @@ class Hunt:
 class Result:
     """What became of a mutant: "killed", "stillborn" (does not compile), "survived", "equivalent" (it
     survived, and `text` says why no oracle could see it), "same" (no variant's machine code differs), or
-    "failed" (its process could not hunt). `source` names the change and the function that it changes; `spent` are
-    seconds by step; `judged` says at which commit and on which device."""
+    "failed" (its process could not hunt)."""
 
-    site: Site
+    mutation: Mutation
     state: str
     oracle: str = ""
     seconds: float = 0.0
     text: str = ""
-    source: str = ""
-    spent: dict[str, float] = field(default_factory=dict)
-    judged: str = ""
+
+    def __str__(self) -> str:
+        note = f"  [{self.text[:160]}]" if self.oracle == "exception" or self.state == "survived" else ""
+        return f"{self.state:10} {self.seconds:5.1f} s  {self.oracle:12} {self.mutation}{note}"
 
 
 def prepare_processes(hunt: Hunt) -> None:
@@ -108,14 +106,14 @@ def prepare_processes(hunt: Hunt) -> None:
     cache, which is no place for mutants."""
     os.environ |= {"MULTIGEMM_CACHE": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     libraries = () if hunt.emulated else LIBRARIES[hunt.backend]
-    mp.get_context("forkserver").set_forkserver_preload(["tests.source_mutants.plan", *libraries])
+    mp.get_context("forkserver").set_forkserver_preload(["tests.source_mutants.variants", *libraries])
 
 
-def run_one(site: Site, hunt: Hunt, root: Path, variants: Sequence[Variant] = ()) -> Result:
+def run_one(mutation: Mutation, hunt: Hunt, root: Path, variants: Sequence[Variant] = ()) -> Result:
     """Plants one mutant and hunts it in a process of its own, on a GPU in these variants."""
-    begin, hunt = time.monotonic(), replace(hunt, kernels=kernels_of(site, hunt.backend))
+    begin, hunt = time.monotonic(), replace(hunt, kernels=kernels_of(mutation, hunt.backend))
     with tempfile.TemporaryDirectory() as name:
-        plant(site, Path(name), root)
+        plant(mutation, Path(name), root)
         data, code = _attempt(hunt, name, variants)
         if code == HUNG or (data and data["oracle"] == "hang"):
             with _hang_retries:  # with few others that may hang: they share a device, or cores
@@ -123,12 +121,11 @@ def run_one(site: Site, hunt: Hunt, root: Path, variants: Sequence[Variant] = ()
     spent = time.monotonic() - begin
     if data is None:
         if code == 1:  # an exception outside the hunt: nothing was learnt
-            return Result(site, "failed", "", spent)
-        return Result(site, "killed", "hang" if code == HUNG else "crash", spent, f"exit code {code}")
-    steps = data.get("spent", {})
-    if data["state"] in ("survived", "same") and (reason := excuse(site, emulated=hunt.emulated)):
-        return Result(site, "equivalent", "", spent, reason, spent=steps)
-    return Result(site, data["state"], data["oracle"], spent, data["text"], spent=steps)
+            return Result(mutation, "failed", "", spent)
+        return Result(mutation, "killed", "hang" if code == HUNG else "crash", spent, f"exit code {code}")
+    if data["state"] in ("survived", "same") and (reason := excuse(mutation, emulated=hunt.emulated)):
+        return Result(mutation, "equivalent", "", spent, reason)
+    return Result(mutation, data["state"], data["oracle"], spent, data["text"])
 
 
 def _attempt(hunt: Hunt, folder: str, variants: Sequence[Variant]) -> tuple[dict[str, Any] | None, int]:
@@ -176,28 +173,18 @@ def take_backend(hunt: Hunt, folder: str) -> None:
 def _hunt_in_process(hunt: Hunt, folder: str, variants: list[Variant], pipe: Any) -> None:
     """The mutant's own process: takes the backend from the changed copy, hunts, and sends what it found."""
     take_backend(hunt, folder)
-    device, search = torch.device(hunt.device), hunt_emulated if hunt.emulated else hunt_on_gpu
+    device = torch.device(hunt.device)
     try:
-        found = search(hunt, device, variants, pipe.send)
+        if hunt.emulated:
+            found = hunt_emulated(hunt, device, variants, pipe.send)
+        else:
+            found = GpuHunt(hunt, device, pipe.send).search(variants)
     except Exception as error:  # a lost device shows wherever the host waits for it next; all else is our own fault
         text = short_text(error)
         found = {"state": "killed" if "CUDA" in text else "failed", "oracle": "exception", "text": text[:300]}
     pipe.send(found)
     pipe.close()
     os._exit(0)  # a mutant may have left a context in which an ordinary end waits for ever
-
-
-def answer_of_process(target: Any, *arguments: Any) -> Any:
-    """The answer of a function in a process of its own; raises if it gives none."""
-    context = mp.get_context("forkserver")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=target, args=(*arguments, sender), daemon=True)
-    process.start()
-    sender.close()
-    try:
-        return receiver.recv()
-    finally:
-        process.join()
 
 
 def verdict(outcome: Outcome) -> dict[str, str]:
@@ -251,16 +238,6 @@ def wait_for(device: torch.device) -> None:
         time.sleep(0.001)
 
 
-@contextmanager
-def timed(spent: Counter[str], name: str) -> Iterator[None]:
-    """Adds the seconds of a step."""
-    begin = time.monotonic()
-    try:
-        yield
-    finally:
-        spent[name] += time.monotonic() - begin  # type: ignore[assignment]
-
-
 def shuffled(first: int) -> list[int]:
     """The numbers of a burst: what a problem is like goes by its number, and the first ones that fit are taken."""
     rest = list(range(first + 1, first + SPAN))
@@ -277,9 +254,8 @@ def listing_of(first: int) -> int:
 class CompiledVariant:
     """One variant under the changed sources."""
 
-    def __init__(self, hunt: Hunt, variant: Variant, device: torch.device, spent: Counter[str]) -> None:
+    def __init__(self, hunt: Hunt, variant: Variant, device: torch.device) -> None:
         self.case, self.device, self.backend = Case.from_dict(variant.case), device, hunt.backend
-        self.spent = spent
         self.spec, self.subject = spec_of(self.case), Subject(hunt.backend)
         self.config = next(c for c in self.subject.shipped(self.spec, device) if str(c) == variant.config)
         self.subject.force(self.config)
@@ -320,25 +296,21 @@ class CompiledVariant:
     def run_burst(self, first: int, report: Report) -> tuple[int, dict[str, str] | None]:
         """A burst of problems; how many ran, and what the first finding says."""
         emulated.choose_listing(self.backend, listing_of(first))
-        with timed(self.spent, "draw"):
-            drawn = ((number, self.problem(number)) for number in shuffled(first))
-            chosen = list(islice(((number, case) for number, case in drawn if self.takes(case)), BURST))
+        drawn = ((number, self.problem(number)) for number in shuffled(first))
+        chosen = list(islice(((number, case) for number, case in drawn if self.takes(case)), BURST))
         if not chosen:
             return 0, None
-        with timed(self.spent, "build"):
-            device_cases = DeviceCase.build_all([PlacedCase.build(case) for _, case in chosen], self.device)
+        device_cases = DeviceCase.build_all([PlacedCase.build(case) for _, case in chosen], self.device)
         pairs = [(device_case, self.subject) for device_case in device_cases]
         report("runs")
         try:
-            with timed(self.spent, "run"):
-                outcomes = check_pairs(pairs, wait=partial(wait_for, self.device))
+            outcomes = check_pairs(pairs, wait=partial(wait_for, self.device))
         except TimeoutError as error:
             return len(device_cases), {"state": "killed", "oracle": "hang", "text": str(error)}
         for (number, _), device_case, outcome in zip(chosen, device_cases, outcomes, strict=True):
             report("runs")
             if outcome.ok and outcome.ran:
-                with timed(self.spent, "deep"):
-                    self.look_deeper(device_case, outcome, number)
+                self.look_deeper(device_case, outcome, number)
             if outcome.findings:
                 return len(device_cases), verdict(outcome)
         report("compiles")
@@ -352,19 +324,12 @@ class CompiledVariant:
             run_oracles([edge_of_memory], device_case, self.subject, outcome, number)
 
 
-def hunt_on_gpu(hunt: Hunt, device: torch.device, variants: list[Variant], report: Report) -> dict[str, Any]:
-    """A few variants meet problems in turn, until the time is over."""
-    gpu_hunt = _GpuHunt(hunt, device, report)
-    found = gpu_hunt.search(variants)
-    return found | {"spent": {name: round(float(seconds), 2) for name, seconds in gpu_hunt.spent.items()}}
-
-
-class _GpuHunt:
-    """One mutant's hunt on a GPU. Its time begins when the device is open."""
+class GpuHunt:
+    """One mutant's hunt on a GPU: a few variants meet problems in turn. Its time begins when the device is open."""
 
     def __init__(self, hunt: Hunt, device: torch.device, report: Report) -> None:
         self.hunt, self.device, self.report = hunt, device, report
-        self.begin, self.spent = time.monotonic(), Counter[str]()
+        self.begin = time.monotonic()
         self.runs, self.number, self.ran, self.same = list[CompiledVariant](), 0, 0, 0
 
     def is_over(self, times: float = 1.0) -> bool:
@@ -397,9 +362,8 @@ class _GpuHunt:
     def first_look(self, variant: Variant) -> dict[str, str] | None:
         """Compiles for a variant and, where that gives other machine code, lets it meet problems."""
         started = time.monotonic()
-        with timed(self.spent, "compile"):
-            run = CompiledVariant(self.hunt, variant, self.device, self.spent)
-            codes = run.codes()
+        run = CompiledVariant(self.hunt, variant, self.device)
+        codes = run.codes()
         if codes is None:
             return STILLBORN
         if codes == variant.codes:
@@ -407,12 +371,10 @@ class _GpuHunt:
             return None
         compiling = time.monotonic() - started
         if not self.runs:
-            with timed(self.spent, "device"):
-                self.open_device()
+            self.open_device()
             self.begin = time.monotonic()
-        with timed(self.spent, "compile"):
-            if not run.compiles():
-                return STILLBORN
+        if not run.compiles():
+            return STILLBORN
         self.runs.append(run)
         compiled = time.monotonic()
         while True:

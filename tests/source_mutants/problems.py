@@ -126,9 +126,9 @@ def _lengths(ch: Chooser, longest: int, limits: Limits, most: int = 6) -> tuple[
     return tuple(b - a for a, b in zip([0, *cuts], [*cuts, longest], strict=True))
 
 
-def at_edges(kind: Case, config: Any, ch: Chooser, limits: Limits, *, free: bool = False) -> Case:
-    """A problem of a kind whose sizes lie at the edges of a config's tiles; `free`: of any divisibility."""
-    tile, few, style = tile_of(config), limits.work < WORK, ch.choice((0, 0, 1, 2, 3, 4, TALL))
+def at_edges(kind: Case, tile: Tile, ch: Chooser, limits: Limits, *, free: bool = False) -> Case:
+    """A problem of a kind whose sizes lie at the edges of tiles; `free`: of any divisibility."""
+    few, style = limits.work < WORK, ch.choice((0, 0, 1, 2, 3, 4, TALL))
     sizes = _extents(ch, tile, style)
     if style == 0 and ch.integer(0, 1):
         sizes |= {"m": sizes["n"], "n": sizes["m"]}
@@ -167,11 +167,11 @@ def _whole_tiles(ch: Chooser, tile: Tile, work: int) -> tuple[tuple[int, int, in
     return tuple(found)
 
 
-def many_groups(kind: Case, config: Any, ch: Chooser) -> Case:
+def many_groups(kind: Case, tile: Tile, ch: Chooser) -> Case:
     """A problem with more or fewer groups than a kernel searches by itself, and mostly with more tiles than a device
     has multiprocessors; a few may be long among many short ones. Of rows, or columns, each group may have as many
     tiles as there is room for, and results are a little wider than a tile."""
-    tile, count = tile_of(config), ch.choice((40, 120, 200, 257, 300, 960))
+    count = ch.choice((40, 120, 200, 257, 300, 960))
     few, more, mixed = (0,) * (count - 2) + (1, 1), (64, 0) * (count // 2), (LONG + 40, *(1,) * (count - 2), LONG + 40)
     lengths = ch.choice(((1,) * count, few, (65,) * min(count, 300), more, mixed, (192,) * 16))
     across = ch.choice((tile.n, tile.n + 9, 2 * tile.n))
@@ -210,11 +210,11 @@ def compiled_problem(backend: str, kind: Case, config: Any, number: int) -> Case
     if number % SPAN == 0 and number // SPAN in VERY_MANY_BURSTS and case.form in ("jagged_m", "jagged_n"):
         return very_many_groups(replace(case, shared=True) if backend != "triton" else case, choose, ordinary)
     if number % 8 == 3 and (case.jagged or case.form == "masked"):
-        case = many_groups(case, config, choose)
+        case = many_groups(case, tile_of(config), choose)
     elif number % 5 == 4:
         return keep_divisibility(case, redrawn(case, choose, ordinary))
     else:
-        case = at_edges(case, config, choose, Limits(work=WORK), free=number % 3 == 1)
+        case = at_edges(case, tile_of(config), choose, Limits(work=WORK), free=number % 3 == 1)
     if number % 3 == 0 and case.given and case.c_dtype == dtype_name(case.result_dtype):
         return replace(case, alias=True, c=case.out)  # where a tile that is done twice shows
     return case

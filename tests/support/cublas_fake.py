@@ -2,8 +2,8 @@
 computed on host memory.
 
 `Fake` stands for all of them. It follows the library's rules: column-major operands, leading dimensions that cover a
-column and are counted, addresses as numbers; a call touches no element that it does not name. Our kernels are compiled
-for the host (`cuda_on_host`), if `install` is asked for it. `HostCublas` is the whole backend on a fake. Only a GPU
+column and are counted, addresses as numbers; a call touches no element that it does not name. Our kernels run as host
+code (`host_kernels`), if `install` is given a folder for it. `HostCublas` is the whole backend on a fake. Only a GPU
 shows the rest: torch's own kernel, what streams overlap, and the speed.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -34,11 +35,11 @@ from multigemm.backends.cublas.products import Shape
 from multigemm.cuda import driver, nvrtc
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
-from tests.support.cuda_on_host import host_function
+from tests.support.host_kernels import host_kernel, need_compiler
 
 CUDA = torch.device("cuda")
 ARGUMENTS = {"finish": "Task", "clamp_offsets": "Bounds"}
-"""Of our kernels, by name: the C++ type of the only argument."""
+"""The type of the argument of each of our kernels."""
 _NUMPY: dict[int, Any] = {0: np.float32, 1: np.float64, 2: np.float16, 3: np.int8, 10: np.int32, 14: ml_dtypes.bfloat16}
 SINGLE = (0, 2, 14)
 TORCHS, CURRENT, TORCHS_MODE, TORCHS_SPACE = 1, 7, 3, 9
@@ -115,8 +116,9 @@ def _value(argument: Any) -> Any:
 class Fake:
     """Writes down each call with the stream and math mode of the handle at that moment, each launch with its grid."""
 
-    def __init__(self, kernels: bool = False) -> None:
-        self.kernels = kernels
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+        self.kernels: dict[Any, Callable[..., None]] = {}
         self.log: list[tuple[Any, ...]] = []
         self.stream, self.mode, self.space = CURRENT, TORCHS_MODE, TORCHS_SPACE
         self.capture_of: dict[int, int] = {}
@@ -212,7 +214,9 @@ class Fake:
 
     def kernel(self, source: str, name: str, defines: tuple[str, ...], device: int) -> Any:
         """A kernel as `nvrtc.kernel` gives it."""
-        runs = host_function(source, name, ARGUMENTS[name], defines) if self.kernels else None
+        if self.folder is not None and (source, defines) not in self.kernels:
+            self.kernels[source, defines] = host_kernel(source, name, ARGUMENTS[name], defines, self.folder)
+        runs = self.kernels.get((source, defines))
 
         def bound(blocks: int, threads: int, values: Sequence[Any], keep: object, overlap: bool = False) -> nvrtc.Step:
             assert overlap == (name == "clamp_offsets"), "only a kernel that waits may begin early"
@@ -220,8 +224,7 @@ class Fake:
             def step(stream: int, _keep: object = keep) -> None:
                 self.log.append(("kernel", name, stream, blocks, getattr(values[0], "after", 0)))
                 if runs is not None:
-                    few = threads if name == "finish" else min(threads, -(-values[0].groups // 32) * 32)
-                    runs(ctypes.byref(values[0]), min(blocks, 3), few)
+                    runs(ctypes.byref(values[0]), min(blocks, 3), threads)
 
             return step
 
@@ -284,10 +287,12 @@ def _on_meta(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
-def install(monkeypatch: pytest.MonkeyPatch, kernels: bool = False) -> Fake:
-    """A fake in the places of the library, the driver, torch's handle and grouped_mm. Without `kernels`, ours do
-    nothing."""
-    fake = Fake(kernels)
+def install(monkeypatch: pytest.MonkeyPatch, folder: Path | None = None) -> Fake:
+    """A fake in the places of the library, the driver, torch's handle and grouped_mm. Without a folder to compile them
+    in, kernels do nothing."""
+    if folder is not None:
+        need_compiler()
+    fake = Fake(folder)
     known = torch_internals.redispatched_grouped_mm
     assert known is not None
     monkeypatch.setattr(library, "cublas", lambda: fake)

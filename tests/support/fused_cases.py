@@ -11,21 +11,23 @@ import torch
 from multigemm.backend import Backend
 from multigemm.testing import Case, DeviceCase, Finding, Limits, Subject, check, random_case
 from multigemm.testing.case import PLAIN, Layout
+from multigemm.testing.model_mutants import FUSED_HUNTING
 from multigemm.testing.placed_case import spec_of
 from multigemm.testing.strategies import settled
 
-FUSED = Limits(work=1 << 12, groups=8, longest=40, fused=1)
 LAYERS = Limits(work=1 << 22, groups=8, longest=200, forms=("jagged_m", "batched", "masked", "jagged_k"),
                 dtypes=("bfloat16", "float16"), fused=1)  # fmt: skip
 CPU = torch.device("cpu")
 
 
-def fused_cases(count: int, first: int = 0, limits: Limits = FUSED) -> Iterator[Case]:
+def fused_cases(count: int, first: int = 0, limits: Limits = FUSED_HUNTING) -> Iterator[Case]:
     """The fused cases of so many seeds."""
     return (random_case(seed, limits) for seed in range(first, first + count))
 
 
-def findings(backend: Backend, count: int, first: int = 0, limits: Limits = FUSED) -> Iterator[tuple[Case, Finding]]:
+def findings(
+    backend: Backend, count: int, first: int = 0, limits: Limits = FUSED_HUNTING
+) -> Iterator[tuple[Case, Finding]]:
     """What is wrong in the results of a backend for so many cases, under each of its configs."""
     for case in fused_cases(count, first, limits):
         subject, spec = Subject(backend), spec_of(case)

@@ -35,9 +35,14 @@ GROUPS, ROWS, K, N = len(SIZES), 72, 32, 24
 LIES = ([0, 40, 20, 30, 64, 64], [-5, 4, 900, 3, 70, 2], [2**31 - 1] * 6, [0] * 6)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
-    yield install(monkeypatch, kernels=True)
+def fake(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Fake]:
+    yield install(monkeypatch, folder)
     launch_cache.clear()
 
 

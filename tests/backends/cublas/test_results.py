@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,9 +38,14 @@ TYPES: dict[str, dict[str, Any]] = {
 LIMITS = Limits(work=1 << 14, longest=70, groups=40)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
-    return install(monkeypatch, kernels=True)
+def fake(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Fake:
+    return install(monkeypatch, folder)
 
 
 def _case(seed: int, types: str) -> Case:
@@ -87,10 +93,10 @@ def test_blocks_that_take_several_tiles_in_a_row(
         assert outcome.ok, (case, [str(f) for f in outcome.findings])
 
 
-def _breaks(monkeypatch: pytest.MonkeyPatch, types: str, old: str, new: str) -> bool:
+def _breaks(monkeypatch: pytest.MonkeyPatch, folder: Path, types: str, old: str, new: str) -> bool:
     """Whether random problems notice a change of the epilogue's source."""
     assert old in epilogue.FINISH
-    fake = install(monkeypatch, kernels=True)
+    fake = install(monkeypatch, folder)
     monkeypatch.setattr(nvrtc, "kernel", lambda source, *rest: fake.kernel(source.replace(old, new), *rest))
     subject = Subject(HostCublas("loop"))
     stands = (Stand.build(World.build(_case(seed, types)), torch.device("cpu")) for seed in range(96))
@@ -111,8 +117,10 @@ def _breaks(monkeypatch: pytest.MonkeyPatch, types: str, old: str, new: str) -> 
         ("bfloat16", "slow >= known.high", "false"),
     ],
 )
-def test_a_broken_epilogue_is_noticed(monkeypatch: pytest.MonkeyPatch, types: str, old: str, new: str) -> None:
-    assert _breaks(monkeypatch, types, old, new)
+def test_a_broken_epilogue_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, types: str, old: str, new: str
+) -> None:
+    assert _breaks(monkeypatch, folder, types, old, new)
 
 
 def _launch(problem: GroupedGemmProblem, out: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +25,14 @@ HEADED = [7, 17, 17, 47, 67]
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
-    return install(monkeypatch, kernels=True)
+def fake(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Fake:
+    return install(monkeypatch, folder)
 
 
 def whole(*shape: int) -> Tensor:

@@ -22,12 +22,13 @@ from multigemm.planning.staging import allocate, stage, staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import FusedSpec, OperandSpec, ProblemSpec
 from multigemm.testing import DeviceCase, Subject, check
+from multigemm.testing.model_mutants import FUSED_HUNTING
 from multigemm.testing.placed_case import spec_of
 from tests.backends.cupy import emulation
 from tests.support import host_kernels
 from tests.support.cuda_driver import FakeDriver
 from tests.support.cupy_world import BF16, GPU, SPEC, install
-from tests.support.fused_cases import CPU, FUSED, LAYERS, as_in_layers, fused_cases
+from tests.support.fused_cases import CPU, LAYERS, as_in_layers, fused_cases
 
 PROBLEMS, ON_HOPPER, LAYOUTS = 30, 6, 2
 needs_compiler = pytest.mark.skipif(not emulation.can_run(), reason="needs g++ on x86-64")
@@ -202,7 +203,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_random_problems(dtype: str, config: Config) -> None:
     """Of two layouts, each of which is compiled once."""
     backend, ran, layouts = emulation.EmulatedBackend(config), 0, set[Any]()
-    for case in fused_cases(4000, limits=replace(FUSED, dtypes=(dtype,))):
+    for case in fused_cases(4000, limits=replace(FUSED_HUNTING, dtypes=(dtype,))):
         spec = spec_of(case)
         layout = spec.a.order == "col", spec.b.order == "col"
         if (len(layouts) == 2 and layout not in layouts) or backend.not_supported_reasons(spec, CPU):
@@ -247,9 +248,11 @@ def test_picked_rows_of_int8() -> None:
     ids=["gate in clusters", "gate", "gate and rows", "row_scale", "rows", "weight gradient",
          "gate of copied rows", "copied rows", "weight gradient of copied rows"],
 )  # fmt: skip
-def test_cases_of_layers_on_hopper(config: Config, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_of_layers_on_hopper(
+    config: Config, wanted: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Of two kernels; threads and copies come in a random order."""
-    host_kernels.install(monkeypatch)
+    host_kernels.install(monkeypatch, tmp_path)
     sources_of = hopper.gathered_sources if config.kernel == "gathered" else lambda *given: (hopper.source(*given),)
     backend, ran, sources = emulation.EmulatedBackend(config), 0, set[Any]()
     for seed in range(4000):

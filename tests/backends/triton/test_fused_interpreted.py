@@ -22,13 +22,14 @@ from multigemm.integrations import eager, fused_parallel
 from multigemm.integrations.fused_experts import Network, experts_forward, gate_backward
 from multigemm.integrations.layer_ops import add_returned, copy_rows
 from multigemm.problem.spec import GATES, GLU_LAYOUTS
-from tests.support.fused_cases import FUSED, findings
+from multigemm.testing.model_mutants import FUSED_HUNTING
+from tests.support.fused_cases import findings
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
 CPU = torch.device("cpu")
 KERNEL = Path(choice.__file__).parent / "kernels" / "fused.py"
-INTERPRETED = replace(FUSED, work=1 << 11, groups=5, longest=33)
+INTERPRETED = replace(FUSED_HUNTING, work=1 << 11, groups=5, longest=33)
 FLOATS = replace(INTERPRETED, dtypes=("bfloat16", "float16", "float32", "float64"))
 """int8 takes none of the small tiles."""
 TILES = ((16, 32, 16, 4), (32, 64, 32, 4), (128, 32, 64, 8))

@@ -10,10 +10,11 @@ import json
 import random
 import zlib
 from collections.abc import Set
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from importlib import import_module
 from itertools import islice, zip_longest
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,15 @@ import torch
 from multigemm.cuda.disk_cache import DiskCache, fingerprint
 from multigemm.testing.campaigns import versions
 from multigemm.testing.case import Case
+from multigemm.testing.oracles import short_text
 from multigemm.testing.placed_case import spec_of
 from multigemm.testing.strategies import most_new_first
 from multigemm.testing.subject import Subject
 from tests.source_mutants import emulated
 from tests.source_mutants.compiled import Variant, codes_of, lines_held, traits
-from tests.source_mutants.hunt import TRIED, Hunt, answer_of_process, take_backend
+from tests.source_mutants.hunt import TRIED, Hunt, take_backend
+from tests.source_mutants.mutations import COPIES, EMULATED, Mutation, device_code, kernels_by_file, kernels_of
 from tests.source_mutants.problems import compiled_cases, rare_cases
-from tests.source_mutants.sites import COPIES, EMULATED, Site, device_code, kernels_by_file, kernels_of
 
 COMPILERS = ("triton", "numba-cuda", "cupy-cuda13x")
 PER_KERNEL = {"triton": 26, "cupy": 24, "numba": 16}
@@ -46,33 +48,36 @@ WEIGHTS = {"form": 8, "dtype": 4}
 time."""
 
 
-def survey(hunt: Hunt, root: Path, jobs: int, store: DiskCache) -> list[Variant]:
-    """The backend's variants with the lines that they hold or reach, found now or known from the disk cache."""
-    offered = variants_of(hunt, root)
-    texts = {kernel: _texts(hunt.backend, root, kernel) for kernel in {variant.kernel for variant in offered}}
+def survey(hunt: Hunt, root: Path, jobs: int) -> list[Variant]:
+    """The backend's variants with the lines that they hold or reach, found now or known from the disk cache. What does
+    not compile is left out, and said."""
+    store, folder = DiskCache("mutants"), str(root / "backends")
+    with ProcessPoolExecutor(jobs, mp_context=get_context("forkserver"), max_tasks_per_child=1) as pool:
+        offered = emulated.pool_variants(hunt.backend) if hunt.emulated else pool.submit(sampled, hunt, folder).result()
+        keys = _keys(hunt, root, offered)
+        known = {key: Variant(**json.loads(text)) for key in keys if (text := store.get(key, ".json")) is not None}
+        rest = [(key, variant) for key, variant in zip(keys, offered, strict=True) if key not in known]
+        size = TRACED_TOGETHER if hunt.emulated else 1
+        parts = [rest[at : at + size] for at in range(0, len(rest), size)]
+        waiting = {pool.submit(examine, hunt, folder, [variant for _, variant in part]): part for part in parts}
+        for done in as_completed(waiting):
+            part = waiting[done]
+            if error := done.exception():
+                print(f"left out: {', '.join(str(v.to_dict()) for _, v in part)}: {short_text(error)}", flush=True)
+                continue
+            for (key, _), variant in zip(part, done.result(), strict=True):
+                known[key] = variant
+                store.put(key, json.dumps(variant.to_dict()).encode(), ".json")
+    return [known[key] for key in keys if key in known]
+
+
+def _keys(hunt: Hunt, root: Path, variants: list[Variant]) -> list[str]:
+    """What each variant's lines depend on: the sources of its kernel, the compilers, the problem and its config."""
     compilers = [(name, version) for name, version in versions().items() if name in COMPILERS]
     if hunt.backend == "cupy":
         compilers.append(("nvrtc", str(import_module("cupy.cuda").nvrtc.getVersion())))
-    keys = [fingerprint(hunt.emulated, compilers, *texts[v.kernel], json.dumps(v.to_dict())) for v in offered]
-    known = {key: Variant(**json.loads(text)) for key in keys if (text := store.get(key, ".json")) is not None}
-    size = TRACED_TOGETHER if hunt.emulated else 1
-    rest = [(key, variant) for key, variant in zip(keys, offered, strict=True) if key not in known]
-
-    def look(at: int) -> None:
-        part = rest[at : at + size]
-        try:
-            seen = answer_of_process(_look, hunt, str(root / "backends"), [variant for _, variant in part])
-        except EOFError:  # its process says why on stderr
-            print(f"not looked at, for it does not compile: {', '.join(str(v.to_dict()) for _, v in part)}", flush=True)
-            return
-        for variant in seen:
-            key = next(key for key, each in part if (each.case, each.config) == (variant.case, variant.config))
-            known[key] = variant
-            store.put(key, json.dumps(variant.to_dict()).encode(), ".json")
-
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(look, range(0, len(rest), size)))
-    return [known[key] for key in keys if key in known]
+    texts = {kernel: _texts(hunt.backend, root, kernel) for kernel in {variant.kernel for variant in variants}}
+    return [fingerprint(hunt.emulated, compilers, *texts[v.kernel], json.dumps(v.to_dict())) for v in variants]
 
 
 def _texts(backend: str, root: Path, kernel: str) -> list[bytes]:
@@ -82,19 +87,12 @@ def _texts(backend: str, root: Path, kernel: str) -> list[bytes]:
     return [path.read_bytes() for path in sorted(device_code(backend, root).iterdir()) if path.name in files]
 
 
-def variants_of(hunt: Hunt, root: Path) -> list[Variant]:
-    """A sample of what the backend's kernels are compiled for, spread over all traits; in emulation, problems."""
-    if hunt.emulated:
-        return [Variant(case.to_dict(), "emulated", str(chosen)) for case, chosen in emulated.pool(hunt.backend)]
-    return list(answer_of_process(_offer, hunt, str(root / "backends")))
-
-
-def _offer(hunt: Hunt, folder: str, pipe: Any) -> None:
-    """In a process of its own: sends the sample."""
+def sampled(hunt: Hunt, folder: str) -> list[Variant]:
+    """In a process of its own: a sample of what the backend's kernels are compiled for, spread over all traits."""
     take_backend(hunt, folder)
     subject, device = Subject(hunt.backend), torch.device(hunt.device)
 
-    def sampled(cases: list[Case], count: int) -> list[Variant]:
+    def of_each_kernel(cases: list[Case], count: int) -> list[Variant]:
         found: dict[str, list[tuple[Variant, Set[Any]]]] = {}
         for case in cases:
             spec = spec_of(case)
@@ -104,21 +102,20 @@ def _offer(hunt: Hunt, folder: str, pipe: Any) -> None:
         chosen = (most_new_first(every, lambda pair: pair[1], again=False) for every in found.values())
         return [variant for ordered in chosen for variant, _ in islice(ordered, count)]
 
-    rare = sampled(rare_cases(), RARE) if hunt.backend == "triton" else []
-    pipe.send([*sampled(compiled_cases(), PER_KERNEL[hunt.backend]), *rare])
+    rare = of_each_kernel(rare_cases(), RARE) if hunt.backend == "triton" else []
+    return [*of_each_kernel(compiled_cases(), PER_KERNEL[hunt.backend]), *rare]
 
 
-def _look(hunt: Hunt, folder: str, variants: list[Variant], pipe: Any) -> None:
-    """In a process of its own: sends the variants with the lines that they hold, or that they reach."""
+def examine(hunt: Hunt, folder: str, variants: list[Variant]) -> list[Variant]:
+    """In a process of its own: the variants with the lines that they hold, or that they reach."""
     take_backend(hunt, folder)
     device = torch.device(hunt.device)
     if hunt.emulated:
-        pipe.send(emulated.trace(hunt.backend, variants, device))
-    else:
-        pipe.send([compiled(hunt.backend, variant, device) for variant in variants])
+        return emulated.trace(hunt.backend, variants, device)
+    return [compile_variant(hunt.backend, variant, device) for variant in variants]
 
 
-def compiled(backend: str, variant: Variant, device: torch.device) -> Variant:
+def compile_variant(backend: str, variant: Variant, device: torch.device) -> Variant:
     """A variant with the lines that it holds, and digests of its machine code."""
     spec = spec_of(Case.from_dict(variant.case))
     shipped = Subject(backend).shipped(spec, device)
@@ -126,21 +123,21 @@ def compiled(backend: str, variant: Variant, device: torch.device) -> Variant:
     return replace(variant, lines=lines_held(backend, spec, config), codes=codes_of(backend, spec, config))
 
 
-def reached(site: Site, backend: str, variants: list[Variant]) -> list[Variant]:
+def reached(mutation: Mutation, backend: str, variants: list[Variant]) -> list[Variant]:
     """Variants of the kernels that the change can reach, each kernel in turn: first those that hold its line, then
     those that hold lines near it. In emulation, the problems that reach it."""
-    name = Path(site.file).name
+    name = Path(mutation.file).name
     if variants and variants[0].kernel == "emulated":
-        return emulated.reaching(variants, name, site.line)
+        return emulated.reaching(variants, name, mutation.line)
     shuffled = list(variants)
-    random.Random(zlib.crc32(str(site).encode())).shuffle(shuffled)
-    distances = {id(variant): variant.distance(name, site.line) for variant in shuffled}
+    random.Random(zlib.crc32(str(mutation).encode())).shuffle(shuffled)
+    distances = {id(variant): variant.distance(name, mutation.line) for variant in shuffled}
 
     def queue(kernel: str) -> list[Variant]:
         own = sorted((v for v in shuffled if v.kernel == kernel), key=lambda v: distances[id(v)])
         return various([v for v in own if not distances[id(v)]]) + various([v for v in own if distances[id(v)]])
 
-    queues = [queue(kernel) for kernel in kernels_of(site, backend)]
+    queues = [queue(kernel) for kernel in kernels_of(mutation, backend)]
     taken = [each for rank in zip_longest(*queues) for each in rank if each is not None]
     ordered = sorted(taken, key=lambda v: (distances[id(v)] > 0, idle(v)))
     late = [variant for variant in ordered[TRIED:] if idle(variant)][:IDLE]

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from multigemm.cuda.disk_cache import fingerprint
-
 ROOT = Path(__file__).resolve().parents[2]
 
 FILES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -85,7 +83,7 @@ UNCHANGED_LINES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class Mutation:
     """One change: the file, the line (from 1), what it was and what it becomes."""
 
     file: str
@@ -118,22 +116,6 @@ def code_lines(path: Path, skip: tuple[str, ...] = ()) -> Iterator[tuple[int, st
         if in_docstring or quotes or not text or text.startswith(UNCHANGED_LINES) or "constexpr" in text:
             continue
         yield number, re.split(r"  #|\s*//(?!=)", line, maxsplit=1)[0] if path.suffix != ".py" else line.split("  #")[0]
-
-
-def enclosing_function(text: str, line: int) -> tuple[int, str]:
-    """The function that holds a line (from 1): the number of its first line, and its text. It begins at the last line
-    before that stands at the margin, and ends where the next one begins."""
-    lines = text.splitlines()
-    heads = [at for at, each in enumerate(lines) if each and not each.startswith((" ", "#", "}", ")", "]", "//"))]
-    first = max((at for at in heads if at < line), default=0)
-    last = min((at for at in heads if at >= line), default=len(lines))
-    return first + 1, "\n".join(lines[first:last]).rstrip()
-
-
-def identity(site: Site, root: Path) -> str:
-    """A name for a change that stays the same as long as the text of the changed function does."""
-    first, text = enclosing_function((root / site.file).read_text(), site.line)
-    return fingerprint(Path(site.file).name, site.line - first, site.operator, site.before, site.after, text)
 
 
 def snapshot(folder: Path) -> Path:
@@ -171,15 +153,15 @@ def _cuda_kernels(folder: Path) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def kernels_of(site: Site, backend: str) -> tuple[str, ...]:
+def kernels_of(mutation: Mutation, backend: str) -> tuple[str, ...]:
     """The kernels that a change can reach."""
-    return kernels_by_file(backend)[Path(site.file).name]
+    return kernels_by_file(backend)[Path(mutation.file).name]
 
 
-def possible_changes(backend: str, root: Path = ROOT, *, emulated: bool = False) -> list[Site]:
+def mutations_of(backend: str, root: Path = ROOT, *, emulated: bool = False) -> list[Mutation]:
     """Every change that the operators offer for a backend's kernels; `emulated`: that runs without a GPU. A file of
     EMULATED_ONLY kernels has none for a GPU."""
-    found: list[Site] = []
+    found: list[Mutation] = []
     for path in sorted(device_code(backend, root).iterdir()):
         kernels = set(kernels_by_file(backend, root).get(path.name, ()))
         if not (kernels & set(EMULATED) if emulated else kernels - set(EMULATED_ONLY)):
@@ -192,7 +174,7 @@ def possible_changes(backend: str, root: Path = ROOT, *, emulated: bool = False)
     return found
 
 
-def _changes(file: str, number: int, line: str) -> Iterator[Site]:
+def _changes(file: str, number: int, line: str) -> Iterator[Mutation]:
     for name, pattern, new in OPERATORS:
         for match in re.finditer(pattern, line):
             text = match.expand(new)
@@ -200,14 +182,14 @@ def _changes(file: str, number: int, line: str) -> Iterator[Site]:
                 text = match.group(0).replace("min", "max")
             after = line[: match.start()] + text + line[match.end() :]
             if after != line:
-                yield Site(file, number, name, line, after)
+                yield Mutation(file, number, name, line, after)
 
 
-def plant(site: Site, folder: Path, root: Path) -> None:
+def plant(mutation: Mutation, folder: Path, root: Path) -> None:
     """A copy of one backend with the change in it, as `folder/<backend>`."""
-    backend = Path(site.file).parts[1]
+    backend = Path(mutation.file).parts[1]
     shutil.copytree(root / "backends" / backend, folder / backend)
-    target = folder / Path(*Path(site.file).parts[1:])
+    target = folder / Path(*Path(mutation.file).parts[1:])
     lines = target.read_text().splitlines()
-    lines[site.line - 1] = site.after
+    lines[mutation.line - 1] = mutation.after
     target.write_text("\n".join(lines) + "\n")

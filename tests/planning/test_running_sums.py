@@ -9,8 +9,8 @@ import torch
 
 import multigemm as mg
 from multigemm.cuda import nvrtc
-from multigemm.cuda import running_sums as module
-from multigemm.cuda.running_sums import MOST, SOURCE, running_sums
+from multigemm.planning import running_sums as module
+from multigemm.planning.running_sums import MOST, SOURCE, running_sums
 from tests.support.concurrency import on_new_threads
 from tests.support.nvrtc_here import nvrtc_here
 
