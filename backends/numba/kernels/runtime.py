@@ -2,7 +2,7 @@
 
 Numba decides at import whether `numba.cuda` compiles or simulates. Under MULTIGEMM_EMULATE the
 variable NUMBA_ENABLE_CUDASIM has to be set before anybody imports numba; where somebody was faster,
-`simulated()` is False and `availability` says so. Device code is written against the few names below,
+`SIMULATED` is False and `availability` says so. Device code is written against the few names below,
 so that the same kernel text runs in both worlds.
 """
 
@@ -129,8 +129,13 @@ def _replace_parts_of_the_simulator() -> None:
         threads = [block_thread(one, self, place, point, self._debug) for point in points]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:  # Ctrl-C: they still write into the caller's memory
+            for thread in threads:
+                thread.join()
+            raise
         for thread in threads:
             if thread.exception:
                 raise thread.exception[0].with_traceback(thread.exception[1])
