@@ -75,13 +75,14 @@ number, where the order of summation decides about overflow.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from multigemm.reference.dtypes import Array, largest, round_once, unit
+from multigemm.reference.dtypes import Array, largest, unit
 from multigemm.reference.numpy_reference import (
     GroupSum,
     QuantisedSum,
@@ -105,12 +106,22 @@ _SMALLEST_NORMAL = {torch.float64: 2.0**-1022}
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
-    """The right values: low <= x <= high, both already rounded to the output's dtype."""
+class Enclosed:
+    """Exact values, the intervals of right values, and where nothing is judged."""
 
+    value: Array
     low: Array
     high: Array
     free: Array
+
+    def map(self, function: Callable[[Array], Array]) -> Enclosed:
+        """Applies a function to all four arrays: a selection, or another shape."""
+        return Enclosed(function(self.value), function(self.low), function(self.high), function(self.free))
+
+    @property
+    def reach(self) -> Array:
+        """The largest magnitude in each interval."""
+        return np.maximum(np.abs(self.low), np.abs(self.high))
 
 
 def accumulator(compute: torch.dtype) -> torch.dtype:
@@ -248,28 +259,19 @@ def _widened(x: Array, activation: str, acc: torch.dtype) -> tuple[Array, Array]
     return y - error, y + error
 
 
-def image(
-    low: Array, high: Array, activation: str | None, acc: torch.dtype, value: Array
-) -> tuple[Array, Array, Array]:
-    """The activation of the interval [low, high], widened by the error of its evaluation, and of the value in it."""
-    return *_image(low, high, activation, acc), activate(value, activation)
-
-
-def _image(low: Array, high: Array, activation: str | None, acc: torch.dtype) -> tuple[Array, Array]:
-    if activation is None or activation == "relu":
-        return activate(low, activation), activate(high, activation)
-    valley = np.array(MINIMUM[activation], low.dtype)
-    (lowest, _), *ends = (_widened(x, activation, acc) for x in (valley, low, high))
-    bottom = np.where((low <= valley) & (valley <= high), lowest, np.minimum(ends[0][0], ends[1][0]))
-    return bottom, np.maximum(ends[0][1], ends[1][1])
-
-
-def interval(problem: GroupedGemmProblem, total: GroupSum, error: Array) -> Interval:
-    """The values that a right kernel may give for sums with these errors, element by element."""
+def enclosed(problem: GroupedGemmProblem, total: GroupSum, error: Array) -> Enclosed:
+    """Sums of products that a right kernel forms with these errors."""
     with np.errstate(all="ignore"):
-        free = unjudged(problem, total, error)
-        wide = error.astype(total.value.dtype)
-        acc = accumulator(compute_dtype(problem))
-        low, high = _image(total.value - wide, total.value + wide, problem.activation, acc)
-    low, high = round_once(low, problem.out_dtype), round_once(high, problem.out_dtype)
-    return Interval(low, high, free)
+        free, wide = unjudged(problem, total, error), error.astype(total.value.dtype)
+        return Enclosed(total.value, total.value - wide, total.value + wide, free)
+
+
+def image(x: Enclosed, activation: str | None, acc: torch.dtype) -> Enclosed:
+    """The activation of intervals, widened by the error of its evaluation."""
+    value = activate(x.value, activation)
+    if activation is None or activation == "relu":
+        return Enclosed(value, activate(x.low, activation), activate(x.high, activation), x.free)
+    valley = np.array(MINIMUM[activation], x.low.dtype)
+    (lowest, _), *ends = (_widened(point, activation, acc) for point in (valley, x.low, x.high))
+    bottom = np.where((x.low <= valley) & (valley <= x.high), lowest, np.minimum(ends[0][0], ends[1][0]))
+    return Enclosed(value, bottom, np.maximum(ends[0][1], ends[1][1]), x.free)

@@ -21,15 +21,13 @@ operands' dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from multigemm.reference.dtypes import Array, largest, round_once, unit, widen
-from multigemm.reference.error_bound import MINIMUM, accumulator, image, smallest_normal, sum_error, unjudged
+from multigemm.reference.error_bound import MINIMUM, Enclosed, accumulator, enclosed, image, smallest_normal, sum_error
 from multigemm.reference.numpy_reference import compute_dtype, group_sum
 
 if TYPE_CHECKING:
@@ -38,25 +36,6 @@ if TYPE_CHECKING:
 
 PLAIN = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 """The activation that a gate applies to g; glu takes its sigmoid."""
-
-
-@dataclass(frozen=True, slots=True)
-class Enclosed:
-    """Exact values, the intervals of right values, and where nothing is judged."""
-
-    value: Array
-    low: Array
-    high: Array
-    free: Array
-
-    def map(self, function: Callable[[Array], Array]) -> Enclosed:
-        """Applies a function to all four arrays: a selection, or another shape."""
-        return Enclosed(function(self.value), function(self.low), function(self.high), function(self.free))
-
-    @property
-    def reach(self) -> Array:
-        """The largest magnitude in each interval."""
-        return np.maximum(np.abs(self.low), np.abs(self.high))
 
 
 def exactly(x: Array) -> Enclosed:
@@ -93,9 +72,7 @@ def times(x: Enclosed, y: Enclosed, acc: torch.dtype) -> Enclosed:
 def product(problem: GroupedGemmProblem, view: GroupView) -> Enclosed:
     """alpha * A @ B + beta * C + bias of one group."""
     total = group_sum(problem, view)
-    error = sum_error(problem, total, view.k)
-    free, wide = unjudged(problem, total, error), error.astype(total.value.dtype)
-    return Enclosed(total.value, total.value - wide, total.value + wide, free)
+    return enclosed(problem, total, sum_error(problem, total, view.k))
 
 
 def finished(problem: GroupedGemmProblem, view: GroupView, sums: Enclosed) -> Enclosed:
@@ -106,8 +83,7 @@ def finished(problem: GroupedGemmProblem, view: GroupView, sums: Enclosed) -> En
         if fused.gate is not None:
             rows = gated(sums, fused.gate, acc)
         else:
-            low, high, value = image(sums.low, sums.high, problem.activation, acc, sums.value)
-            rows = Enclosed(value, low, high, sums.free)
+            rows = image(sums, problem.activation, acc)
         if fused.row_scale is not None:
             scale = widen(fused.row_scale)[view.where[:-1]].astype(rows.value.dtype)[:, None]
             rows = times(rows, exactly(np.broadcast_to(scale, rows.value.shape)), acc)
@@ -150,8 +126,7 @@ def _act(g: Enclosed, gate: Gate, acc: torch.dtype) -> Enclosed:
         )
         return Enclosed(value, ends[0] - low, ends[1] + high, g.free)
     if gate.alpha == 1 or gate.kind != "swiglu":
-        low, high, value = image(g.low, g.high, PLAIN[gate.kind], acc, g.value)
-        return Enclosed(value, low, high, g.free)
+        return image(g, PLAIN[gate.kind], acc)
     if gate.alpha < 0:  # f(x; -alpha) = -f(-x; alpha)
         return _negative(_swish(_negative(g), -gate.alpha, acc))
     return _swish(g, gate.alpha, acc)

@@ -269,7 +269,8 @@ def _grown_raw(x: Array, dtype: torch.dtype) -> float:
 
 
 def _not_judged(spec: ProblemSpec, a: _Elements, b: _Elements) -> Array:
-    """Where a scale is infinite, two scales have a product from 2^127 on, or a weight leaves the range of float16."""
+    """The elements that are not judged: an infinite scale, a product of two scales from 2^127 on, or a weight outside
+    of float16's range."""
     shape = (a.raw.shape[0], b.raw.shape[1])
     left = np.abs(np.where(np.isnan(a.scale), 0, np.broadcast_to(a.scale, a.raw.shape)))
     right = np.abs(np.where(np.isnan(b.scale), 0, np.broadcast_to(b.scale, b.raw.shape)))

@@ -19,8 +19,8 @@ from multigemm.problem.arrays import adopt
 from multigemm.problem.overlap import meetings
 from multigemm.problem.problem import GroupedGemmProblem, checked
 from multigemm.reference.dtypes import Array, numpy_dtype, round_once, to_numpy, ulp, unit
-from multigemm.reference.error_bound import accumulator, interval, sum_error
-from multigemm.reference.fused import Enclosed, Rows, finished, product
+from multigemm.reference.error_bound import Enclosed, accumulator, enclosed, image, sum_error
+from multigemm.reference.fused import Rows, finished, product
 from multigemm.reference.numpy_reference import (
     GroupSum,
     QuantisedSum,
@@ -219,11 +219,10 @@ def _fill(found: Answer, arrays: list[Array], places: list[Any], sums: list[tupl
     typical = ordinary * root * total.products + u * total.addends
     if total.quantised is not None and problem.spec.quantised == "float8":  # of sums in 14 bits
         typical = typical + abs(float(problem.alpha)) * 2.0**-13 * (root / 2) * total.quantised.block
-    right = interval(problem, total, error)
-    results = (
-        round_once(activate(total.value, problem.activation), problem.out_dtype), _comparable(right.low),
-        _comparable(right.high), right.free, typical,
-    )  # fmt: skip
+    with np.errstate(all="ignore"):
+        right = image(enclosed(problem, total, error), problem.activation, accumulator(compute))
+    value, low, high = (round_once(x, problem.out_dtype) for x in (right.value, right.low, right.high))
+    results = value, _comparable(low), _comparable(high), right.free, typical
     at = 0
     for number, index, m, n in places:
         block = found.blocks[number]
@@ -235,7 +234,7 @@ def _fill(found: Answer, arrays: list[Array], places: list[Any], sums: list[tupl
 
 
 def _joined_quantised(sums: list[QuantisedSum | None]) -> QuantisedSum | None:
-    """What of quantised sums holds element by element."""
+    """Quantised sums of all groups joined, element by element."""
     some = [x for x in sums if x is not None]
     if not some:
         return None

@@ -30,7 +30,7 @@ _PLAIN: dict[Activation, Activation] = {"geglu": "gelu", "geglu_tanh": "gelu_tan
 
 
 def bare_fused(fused: Fused) -> Fused:
-    """The same memory without a graph behind it."""
+    """The fused tensors without autograd's graph, over the same memory."""
     return replace(fused, **{name: bare(getattr(fused, name)) for name in ("preact", "row_scale", "weights")})
 
 

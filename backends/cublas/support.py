@@ -16,6 +16,9 @@ INT8_STEP = 4
 FLOAT8_STEP = 16
 """K, N and the starts of groups along a jagged K must be multiples of this in torch's scaled_grouped_mm: 16 bytes."""
 
+OTHERS = ": use cupy, triton or numba"
+"""The remedy for quantised operands that cublas does not take."""
+
 EXTENT, INT8_EXTENT = 1 << 32, (1 << 31) - 1
 """cuBLAS 13.0 leaves the rows behind the first 2^32 as they were, and says nothing. Extents and leading dimensions past
 31 bits go to kernels of their own, and there is none for int8: cublasGemmEx returns NOT_SUPPORTED."""
@@ -51,7 +54,9 @@ def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     if device.type != "cuda":
         reasons.append(f"operands are on {device.type}, cuBLAS needs a CUDA device: move them, or use backend 'cpu'")
     if spec.compute not in (*FLOAT_DTYPES, torch.int8):
-        reasons.append(f"cuBLAS variants compute in float16, bfloat16, float32, float64 or int8, not {spec.compute}")
+        reasons.append(
+            f"cuBLAS variants compute in float16, bfloat16, float32, float64 or int8, not {spec.compute}: convert them"
+        )
     if spec.compute is torch.int8:
         reasons += _int8_reasons(spec)
     elif spec.batch_invariant:
@@ -100,7 +105,7 @@ def line_reason(length: int, dtype: torch.dtype) -> str:
 def _int8_reasons(spec: ProblemSpec) -> list[str]:
     reasons = []
     if spec.out.dtype is not torch.int32:
-        reasons.append(f"int8 products give int32 here, not {spec.out.dtype}")
+        reasons.append(f"int8 products give int32, not {spec.out.dtype}: use out_dtype=torch.int32")
     if spec.form == "jagged_k":
         reasons.append(
             f"cuBLAS int8 needs every K to be a multiple of {INT8_STEP}, and jagged k cuts K by data: "
@@ -119,17 +124,17 @@ def scaled_grouped_mm_reasons(spec: ProblemSpec, device: torch.device) -> list[s
     reasons = [] if device.type == "cuda" else [f"operands are on {device.type}, cuBLAS needs a CUDA device: move them"]
     if spec.a.dtype is not torch.float8_e4m3fn or spec.b.dtype is not torch.float8_e4m3fn:
         seen = " x ".join(str(x.dtype).removeprefix("torch.") for x in (spec.a, spec.b))
-        reasons.append(f"scaled_grouped_mm multiplies float8_e4m3fn by float8_e4m3fn, not {seen}")
+        reasons.append(f"scaled_grouped_mm multiplies float8_e4m3fn by float8_e4m3fn, not {seen}{OTHERS}")
     if spec.out.dtype is not torch.bfloat16:
-        reasons.append(f"scaled_grouped_mm writes bfloat16, not {spec.out.dtype}")
+        reasons.append(f"scaled_grouped_mm writes bfloat16, not {spec.out.dtype}{OTHERS}")
     if spec.form not in ("jagged_m", "jagged_k"):
-        reasons.append(f"scaled_grouped_mm runs jagged m and jagged k here, not {spec.form}")
+        reasons.append(f"scaled_grouped_mm runs jagged m and jagged k, not {spec.form}{OTHERS}")
     if spec.bias is not None or spec.activation or spec.c is not None or spec.alpha == "any":
         reasons.append("scaled_grouped_mm has no epilogue: apply it to the result")
     if not 1 <= spec.groups <= LARGEST_GROUPED_MM:
-        reasons.append(f"scaled_grouped_mm takes 1 to {LARGEST_GROUPED_MM} groups, got {spec.groups}")
+        reasons.append(f"scaled_grouped_mm takes 1 to {LARGEST_GROUPED_MM} groups, got {spec.groups}{OTHERS}")
     if spec.batch_invariant:
-        reasons.append("batch_invariant=True: scaled_grouped_mm picks its tiles by the shape of the whole problem")
+        reasons.append(f"batch_invariant=True: scaled_grouped_mm chooses tiles by the whole problem's shape{OTHERS}")
     reasons += _scale_reasons(spec) + _layout_reasons(spec)
     if spec.form == "jagged_k" and spec.device_sizes:
         reasons.append(
@@ -137,7 +142,7 @@ def scaled_grouped_mm_reasons(spec: ProblemSpec, device: torch.device) -> list[s
             "the device may be any: give the sizes on the host"
         )
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
-        reasons.append("scaled_grouped_mm has its kernel for rows of float8 on compute capability 9.x")
+        reasons.append(f"scaled_grouped_mm has its kernel for rows of float8 on compute capability 9.x{OTHERS}")
     return reasons
 
 
@@ -150,9 +155,11 @@ def _scale_reasons(spec: ProblemSpec) -> list[str]:
             continue
         if scale.k or scale.rows not in (0, 1):
             covers = f"{scale.rows or 'all'} x {scale.k or 'all of K'}"
-            reasons.append(f"{name} covers {covers}: scaled_grouped_mm takes one number for each row of each group")
+            reasons.append(
+                f"{name} covers {covers}: scaled_grouped_mm takes one number for each row of each group{OTHERS}"
+            )
         elif name == "scale_a" and spec.form == "jagged_m" and scale.by_group:
-            reasons.append("scale_a covers groups of rows: scaled_grouped_mm takes one number for each row")
+            reasons.append(f"scale_a covers groups of rows: scaled_grouped_mm takes one number for each row{OTHERS}")
     return reasons
 
 
@@ -163,15 +170,15 @@ def _layout_reasons(spec: ProblemSpec) -> list[str]:
     if (spec.a.order, spec.b.order) != ("row", "col"):
         reasons.append(
             "scaled_grouped_mm reads both operands along K (a by rows, b by columns), got "
-            f"{spec.a.order}, {spec.b.order}"
+            f"{spec.a.order}, {spec.b.order}{OTHERS}"
         )
     operands = (spec.a, spec.b, spec.out)
     if spec.out.order != "row" or not all(map(aligned, operands)):
         reasons.append(
             "scaled_grouped_mm needs an output by rows, and bases and strides that are multiples of "
-            f"{FLOAT8_STEP} bytes"
+            f"{FLOAT8_STEP} bytes{OTHERS}"
         )
     for name, extent in (("N", spec.n), ("K", spec.k)):
         if extent is not None and extent % FLOAT8_STEP:
-            reasons.append(f"scaled_grouped_mm needs {name} to be a multiple of {FLOAT8_STEP}, got {extent}")
+            reasons.append(f"scaled_grouped_mm needs {name} to be a multiple of {FLOAT8_STEP}, got {extent}{OTHERS}")
     return reasons

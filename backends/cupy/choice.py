@@ -322,7 +322,7 @@ def _fill_broad_tiles(layout: Layout) -> bool:
 
 
 def _fused_rules(layout: Layout, counts: Counts) -> list[Rule]:
-    """Of gates and picked rows, on Hopper: tiles as high as the average group needs.
+    """The rules for gates and picked rows on Hopper: tiles as high as the average group needs.
 
     Rows of small groups are picked on their way: the time is that of the weights (H200, 2026-11-23: 446 us of 443 for
     Mixtral's first product at 64 tokens). Those of large ones, which tiles read again and again, are copied first.
@@ -350,7 +350,8 @@ WORDS = (TURNS, TURNS_ALONE, WIDE, ALONE, MIDDLE, SINGLE, NARROW, SLIM)
 
 
 def _words_rules(layout: Layout, counts: Counts) -> list[Rule]:
-    """Of tf32 and int8, after copies where TMA and wgmma need them: low tiles if each processor gets one at most.
+    """The rules for tf32 and int8, after copies where TMA and wgmma need them: low tiles if each multiprocessor gets at
+    most one.
 
     Else tall ones, which read the weights of a large group once.
 

@@ -183,7 +183,8 @@ def quantised_specs() -> Iterator[tuple[str, ProblemSpec]]:
 
 
 def fused_specs() -> Iterator[tuple[str, ProblemSpec]]:
-    """What a mixture of experts takes: its products forward and backward, few and many tokens, each layout of gates."""
+    """The specs of a mixture of experts: its products forward and backward, few and many tokens, each layout of
+    gates."""
     bf16, index = torch.bfloat16, torch.int32
     for thin, rows in (("", 1024), (" thin", 8)):
         spec = _spec("jagged_m", bf16, rows)

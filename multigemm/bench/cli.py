@@ -61,11 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pair.add_argument("new", type=Path, help="a later report of the same suites and device")
     again = commands.add_parser("render", help="draw table, plots and page again from a report (or its folder)")
     again.add_argument("report", type=Path, help="a report.json, or its folder, which receives what is drawn")
+    chart = (
+        "write PREFIX-light.svg and PREFIX-dark.svg instead: a chart of the suite that ends PREFIX, as docs/assets/moe"
+    )
+    again.add_argument("--chart", type=Path, metavar="PREFIX", help=chart)
     pages = commands.add_parser("embed", help="draw the tables of Markdown pages again from the reports that they name")
     pages.add_argument("pages", type=Path, nargs="+", help="Markdown files; run it where their paths begin")
     pages.add_argument("--check", action="store_true", help="change nothing; exit 1 if a page differs from its reports")
     ranks.add_arguments(commands.add_parser("ranks", help="measure layers of experts over many GPUs, under torchrun"))
-    commands.add_parser("list")  # what --list does
     parser.set_defaults(began=False)
 
 
@@ -76,7 +79,7 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
     add(
         "--backends",
         default="",
-        help="backends, separated by commas, or none (default: all that are available, and auto)",
+        help="backends, auto and auto-static, separated by commas, or none (default: all that are available, and auto)",
     )
     add("--peers", default="", help="peers, separated by commas, or none (default: all that are installed)")
     add(
@@ -142,12 +145,15 @@ def main(args: argparse.Namespace) -> int:
         return 1 if found.regressions else 0
     if args.bench_command == "render":
         report = reports.read(args.report)
+        if args.chart:
+            print("written: " + ", ".join(map(str, plots.charts(report, args.chart))))
+            return 0
         return finish(report, args.report if args.report.is_dir() else args.report.parent)
     if args.bench_command == "embed":
         return table.embed(args.pages, args.check)
     if args.bench_command == "ranks":
         return ranks.main(args)
-    if args.bench_command == "list" or args.list:
+    if args.list:
         return _list(parts(args.suite))
     above_zero(args, "reps", "budget_ms", "seconds", "stall")
     if args.json and args.json.is_dir():  # before the measurements, which would be lost

@@ -1,14 +1,17 @@
-"""PNG plots, for a README or a talk: runtime over size, the roofline, speed-ups per distribution."""
+"""Pictures of a report: runtime over size, the roofline, speed-ups per distribution, and a chart of one suite."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from multigemm.bench.reports import Report, Row, by_case, by_entry, contenders, of_best_peer
 from multigemm.bench.workloads import geomean
+from multigemm.errors import InvalidSetting
 
 EXTRA = "plots need matplotlib: pip install 'multigemm[report]'"
 COLOURS = (
@@ -54,12 +57,21 @@ def _figures(panels: int) -> tuple[Any, list[Any]]:
 
 
 def _finish(figure: Any, path: Path, report: Report) -> Path:
-    from matplotlib import pyplot
-
     m = report.machine
     figure.supxlabel(f"{m['device']} · {m['date'][:10]} · commit {m['commit']}", fontsize=7, color="#667")
-    figure.savefig(path, dpi=140)
+    return save(figure, path)
+
+
+def save(figure: Any, path: Path) -> Path:
+    """Writes a picture and closes it. An SVG is the same in each run, holds text as text and names no other host."""
+    from matplotlib import pyplot
+
+    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "multigemm"}):
+        figure.savefig(path, dpi=140, transparent=path.suffix == ".svg")
     pyplot.close(figure)
+    if path.suffix == ".svg":
+        svg = re.sub(r"<!DOCTYPE.*?>\s*|<metadata>.*?</metadata>\s*", "", path.read_text(), flags=re.DOTALL)
+        path.write_text(svg.replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "").replace("xlink:href", "href"))
     return path
 
 
@@ -183,3 +195,91 @@ def speedups(report: Report, path: Path) -> Path | None:
     axes.set(ylabel="best peer's time / ours", title="Speed-up over the best peer, case by case (geometric means)")
     axes.legend(fontsize=7, ncols=6, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.07))
     return _finish(figure, path, report)
+
+
+# --- a chart of one suite: the README's ---------------------------------------------------------------
+
+LABELS = {
+    "cupy": "multigemm cupy",
+    "triton": "multigemm triton",
+    "numba": "multigemm numba",
+    "cublas": "cuBLAS, sizes on the device",
+    "cublas[host sizes]": "cuBLAS, sizes on the host",
+    "quack": "QuACK, best of its configs",
+    "triton_kernels": "triton_kernels",
+    "deep_gemm": "DeepGEMM, rows padded before",
+    "torch_grouped": "torch grouped_mm",
+    "torch_grouped_nt": "torch grouped_mm, weights turned",
+    "torch_loop": "torch loop of mm",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The colours of a chart on one background."""
+
+    text: str
+    ours: str
+    vendor: str
+    peer: str
+
+
+LOOKS = {
+    "light": Look("#1f2328", "#3f51b5", "#9fa8da", "#9aa4b2"),
+    "dark": Look("#e6edf3", "#8c9eff", "#5c6bc0", "#6e7681"),
+}
+
+
+def shares(report: Report, suite: str) -> dict[str, list[float]]:
+    """The fraction of the floor on each workload of a suite, for entries that ran all of it; the best mean first."""
+    rows = [row for row in report.timed() if row.suite == suite and row.entry in LABELS and row.of_floor]
+    whole = len({row.case for row in rows})
+    found = {name: [row.of_floor or 0.0 for row in mine] for name, mine in by_entry(rows).items() if len(mine) == whole}
+    return dict(sorted(found.items(), key=lambda item: -geomean(item[1])))
+
+
+def charts(report: Report, prefix: Path) -> list[Path]:
+    """Draws the suite that the last part of `prefix` names, as `prefix`-light.svg and `prefix`-dark.svg."""
+    found = shares(report, prefix.name)
+    if not found:
+        raise InvalidSetting(f"--chart {prefix}: the report has no suite {prefix.name!r}, by which the files are named")
+    return [
+        _chart(report, prefix.name, found, look, prefix.with_name(f"{prefix.name}-{name}.svg"))
+        for name, look in LOOKS.items()
+    ]
+
+
+def _chart(report: Report, suite: str, found: dict[str, list[float]], look: Look, path: Path) -> Path:
+    """A bar for each entry (the geometric mean), and a dot for each workload."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    colours = {name: look.ours if LABELS[name].startswith("multigemm") else look.peer for name in found}
+    colours |= {name: look.vendor for name in found if name.startswith("cublas")}
+    style: Any = {"text.color": look.text, "xtick.color": look.text, "ytick.color": look.text, "font.size": 10.0}
+    with pyplot.rc_context(style):
+        figure, axes = pyplot.subplots(figsize=(9.0, 0.42 * len(found) + 1.6), layout="constrained")
+        for place, (name, values) in enumerate(found.items()):
+            axes.barh(place, geomean(values), 0.55, color=colours[name])
+            axes.scatter(values, [place] * len(values), s=7, color=look.text, alpha=0.35, lw=0, zorder=2)
+            axes.text(
+                1.13, place, f"{geomean(values):.3f}", va="center", weight="bold" if "multi" in LABELS[name] else None
+            )
+        axes.set_yticks(range(len(found)), [LABELS[name] for name in found])
+        axes.invert_yaxis()
+        axes.set(xlim=(0, 1.12), frame_on=False)
+        axes.set_axisbelow(True)
+        axes.grid(True, axis="x", alpha=0.25)
+        axes.tick_params(length=0)
+        m, (tflops, tbps) = report.machine, next(iter(report.rates.values())).values()
+        count = len(next(iter(found.values())))
+        title = f"{count} workloads of the suite {suite}, fraction of the floor (more is faster)"
+        axes.set_title(title, loc="left", weight="bold")
+        note = (
+            f"bar: geometric mean; dot: one workload; floor: max(FLOPs / {tflops:g} TFLOP/s, bytes / {tbps:g} TB/s)\n"
+        )
+        note += f"{m['device']}, torch {m['packages']['torch']}, {m['date'][:10]}, commit {m['commit'][:7]}"
+        axes.set_xlabel(note, loc="left", fontsize=8.5, color=look.text)
+        return save(figure, path)

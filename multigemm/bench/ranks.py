@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import statistics
 import tempfile
 import time
@@ -68,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--chunks", default="1", help="numbers of pieces in which tokens travel, separated by commas (default: 1)")
     add("--tokens", type=int, help="tokens of one GPU, instead of the layers' own numbers")
     add("--scale", type=int, default=1, help="divide hidden, intermediate and token counts by this")
-    add("--rounds", type=int, default=10)
-    add("--backend", default="auto")
+    add("--rounds", type=int, default=10, help="timed rounds of each measurement (default: 10)")
+    add("--backend", default="auto", help="the backend of the ways `fused` and `steps` (default: auto)")
     add("--device", default="", choices=("", "cuda", "cpu"), help="(default: cuda where there is one)")
     add(
         "--timeout",
@@ -77,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=300.0,
         help="seconds without an answer of a rank after which all ranks end (default: 300)",
     )
-    add("--json", type=Path, metavar="FILE")
+    add("--json", type=Path, metavar="FILE", help="write the measurements to this file")
     add("--picture", type=Path, metavar="FILE", help="SVG or PNG of the kernels of one training step of each layer")
     add("--draw", type=Path, metavar="JSON", help="draw --picture from what --json wrote, and do no more")
     add(
@@ -611,15 +610,4 @@ def draw(runs: list[dict[str, Any]], path: Path) -> Path:
         axes.set_yticks([1.5, 0.5], ["compute", "exchange"])
         axes.set(title=f"{run['layer']}: a training step on rank 0 of {run['ranks']}, {run['tokens']} tokens of each")
     axes.set(xlabel="ms")
-    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "steps"}):  # text as text; the same file each time
-        figure.savefig(path, dpi=140)
-    pyplot.close(figure)
-    if path.suffix == ".svg":
-        path.write_text(_without_addresses(path.read_text()))
-    return path
-
-
-def _without_addresses(svg: str) -> str:
-    """Removes from the picture what names other hosts: document type, creator and date, old links."""
-    svg = re.sub(r"<!DOCTYPE.*?>\s*|<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
-    return svg.replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "").replace("xlink:href", "href")
+    return plots.save(figure, path)

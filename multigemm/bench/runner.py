@@ -137,7 +137,7 @@ class Data(Protocol):
         """Makes the output unlike any answer."""
 
     def reference(self) -> Truth:
-        """What a right result must satisfy."""
+        """The condition that a right result must satisfy."""
 
 
 @dataclass
@@ -240,7 +240,7 @@ class Runner:
             groups=case.groups,
             flops=case.flops,
             bytes=case.bytes,
-            floor_us=round(floor, 3),
+            floor_us=float(f"{floor:.6g}"),
             entry=entry.name,
             kind=entry.kind,
             status="failed",
@@ -275,7 +275,7 @@ class Runner:
             if not entry.checks:
                 return ready
             tensors.poison()
-            returned = ready.call()
+            result = ready.result(ready.call())
             self._synchronize()
         except Refused as refusal:
             row.status, row.reason = "refused", str(refusal)
@@ -284,7 +284,7 @@ class Runner:
             row.reason = describe(error)
             self._survived(row)
             return None
-        row.reason = truth.verdict(ready.result(returned))
+        row.reason = truth.verdict(result)
         return None if row.reason else ready
 
     def _given_up(self, entry: Entry) -> str:
@@ -444,8 +444,8 @@ class Runner:
             if row.us:
                 row.tflops = round(row.flops / row.us / 1e6, 4)
                 row.gbps = round(row.bytes / row.us / 1e3, 3)
-                row.of_floor = round(row.floor_us / row.us, 4)
-                row.of_dense = round(dense / row.us, 4) if dense else None
+                row.of_floor = float(f"{row.floor_us / row.us:.4g}")
+                row.of_dense = float(f"{dense / row.us:.4g}") if dense else None
 
     def _free(self) -> None:
         """Each workload begins with an allocator that holds nothing, so that two runs place its tensors alike.

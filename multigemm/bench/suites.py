@@ -420,7 +420,7 @@ HOPELESS = 8.0
 def add_selection(parser: argparse.ArgumentParser) -> None:
     """Adds the options that select workloads."""
     add = parser.add_argument_group("workloads").add_argument
-    suites = f"suites, separated by commas: {', '.join(SUITES)}, all (default: {USUAL_SUITE})"
+    suites = f"suites, separated by commas: {', '.join(SUITES)}, all of products (default: {USUAL_SUITE})"
     add("--suite", default="", help=suites)
     own = "a workload of your own instead of a suite: G,M per group,N,K; may be repeated"
     add("--shape", action="append", default=[], help=own)

@@ -253,7 +253,8 @@ def kept_of(report: Report) -> list[Entry]:
 
 
 def from_reports(found: Sequence[Report]) -> list[Entry]:
-    """What reports of `multigemm bench` keep, which measured each backend with its own choice of config.
+    """The measurements to store from reports of `multigemm bench`, which measured each backend with its own choice of
+    config.
 
     No config is stored, so that the table decides between backends, and each backend's heuristic, which may have learnt
     since, between its configs. Workloads that show what `auto` does untuned do not count.
@@ -305,7 +306,7 @@ def _class_rows(report: Report) -> list[tuple[Row, str]]:
 
 
 def _winners(classes: dict[tuple[str, str], ClassResult], bind: bool) -> list[Entry]:
-    """What to keep of each class: each backend's winner with its mean time, and the failures.
+    """The entry to store for each class: each backend's winner with its mean time, and the failures.
 
     Unless `bind`, configs are left to the backends.
     """

@@ -13,11 +13,10 @@ import torch
 
 from multigemm import __version__
 from multigemm.api import BackendInfo, list_backends
-from multigemm.bench.machine import versions
+from multigemm.bench import machine
 from multigemm.settings import PREFIX, Settings, settings
 
-PACKAGES = ("torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "numba", "numba-cuda", "cuda-bindings", "numpy",
-            "ml_dtypes", "hypothesis", "matplotlib")  # fmt: skip
+PACKAGES = (*machine.PACKAGES, "cuda-bindings", "ml_dtypes", "hypothesis", "matplotlib")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +38,7 @@ def collect() -> dict[str, Any]:
         "multigemm": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": versions(PACKAGES),
+        "packages": machine.versions(PACKAGES),
         "devices": _devices(),
         "backends": [asdict(info) for info in list_backends()],
         "settings": {PREFIX + f.name.upper(): _setting(getattr(current, f.name)) for f in fields(Settings)},

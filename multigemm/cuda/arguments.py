@@ -193,14 +193,14 @@ class ArgumentBlock:
         self._words = view.cast("Q")
         self.pointers = _pointers(len(places))(*[address + skipped + place for place in places])
         self._slots, self._counts = _write(arguments, places, view, self._words)
-        self._writers: tuple[tuple[int, list[_Writer]], ...] | None = None
+        self._writers: tuple[tuple[int, list[Writer]], ...] | None = None
         self._resizers: tuple[list[int], list[_Resizer]] | None = None
         self._addresses: Sequence[int | None] = ()
 
     def move(self, addresses: Addresses) -> None:
         """Writes the addresses of operands that changed since the last move."""
         if self._writers is None:
-            self._writers, self._addresses = self._make_writers(), UNKNOWN
+            self._writers, self._addresses = self.writers(), UNKNOWN
         before, self._addresses = self._addresses, UNKNOWN  # should this be interrupted
         for operand, writers in self._writers:
             address = addresses[operand]
@@ -209,9 +209,9 @@ class ArgumentBlock:
                     fill(address + distance)
         self._addresses = addresses
 
-    def _make_writers(self) -> tuple[tuple[int, list[_Writer]], ...]:
+    def writers(self) -> tuple[tuple[int, list[Writer]], ...]:
         """For each operand its slots: the distance, and the function that writes all words of the slot."""
-        found, writers = np.frombuffer(self._words, dtype=np.uint64), dict[int, list[_Writer]]()
+        found, writers = np.frombuffer(self._words, dtype=np.uint64), dict[int, list[Writer]]()
         for start, slots in self._slots:
             for slot in slots:
                 fill = found[_words_of(slot, start)].fill
@@ -246,7 +246,7 @@ class ArgumentBlock:
         return plain, counted
 
     def bases(self) -> dict[int, int]:
-        """Where the operands whose addresses it holds lie now, by their number."""
+        """The current addresses of the operands whose addresses the block holds, by their number."""
         words = self._words
         return {x.operand: words[(start + x.offset) // 8] - x.distance for start, slots in self._slots for x in slots}
 
@@ -338,7 +338,7 @@ class DeviceFields:
         return copy
 
 
-_Writer = tuple[int, Callable[[int], None]]
+Writer = tuple[int, Callable[[int], None]]
 _Resizer = tuple[Counted, list[Callable[[int], None]]]
 _COUNT = fields(b"", (), (0,))
 """An argument that is the number of tokens."""

@@ -10,7 +10,15 @@ from typing import Any, Protocol
 
 import torch
 
-from multigemm.cuda.arguments import Addresses, Argument, ArgumentBlock, DeviceFields, Fields, PackedArguments
+from multigemm.cuda.arguments import (
+    Addresses,
+    Argument,
+    ArgumentBlock,
+    DeviceFields,
+    Fields,
+    PackedArguments,
+    Writer,
+)
 from multigemm.cuda.driver import (
     CLUSTER_DIMENSION,
     MAX_DYNAMIC_SHARED,
@@ -205,6 +213,14 @@ class BoundKernel(MovableLaunch):
             again = partial(self._call, record, self._handle, block.pointers, block.extra)
             settle(code, self.index, again, f"cuLaunchKernelEx of {self._kernel.name}")
 
+    def prepared(self, stream: int) -> tuple[Callable[..., int], Any, Any, Any, Any]:
+        """The driver's function that launches on a raw stream, and what it takes: nothing of that moves."""
+        return self._call, self._records[stream], self._handle, self._block.pointers, self._block.extra
+
+    def writers(self) -> tuple[tuple[int, list[Writer]], ...]:
+        """For each operand that the launch follows: distances from there, and what writes the words of each."""
+        return self._block.writers()
+
     def move(self, addresses: Addresses) -> None:
         """Sets other operand addresses. The launch must be the next one on this thread's current stream."""
         self._lent = None
@@ -324,6 +340,49 @@ def in_turn(steps: Sequence[Launch]) -> Launch:
 def without_move(launch: MovableLaunch) -> Launch:
     """The launch as a plain callable, for a launch that holds addresses which no move would replace."""
     return launch.__call__
+
+
+class PatchedLaunches:
+    """Kernels that are launched one after the other on one stream, and whose operands lie in a few pieces of memory.
+
+    A call writes the words that point into a piece which lies elsewhere than at the last call, and nothing else.
+    """
+
+    __slots__ = ("_at", "_nowhere", "_starts", "_words")
+
+    def __init__(self, launches: Sequence[tuple[Any, Sequence[tuple[int, int]]]], pieces: int, stream: int) -> None:
+        """`launches` of kernels of the current device that follow all their operands, each with the piece that each of
+        `OPERANDS` lies in, and how far from where the piece begins."""
+        words: dict[int, list[Writer]] = {}
+        starts = []
+        for launch, places in launches:
+            for kernel in kernels_of(launch):
+                kernel.drop_lent()
+                for operand, writers in kernel.writers():
+                    piece, distance = places[operand]
+                    words.setdefault(piece, []).extend((distance + more, write) for more, write in writers)
+                starts.append((*kernel.prepared(stream), kernel, stream))
+        self._words, self._starts = tuple(words.items()), tuple(starts)
+        self._nowhere: Sequence[int | None] = (None,) * pieces
+        self._at: Sequence[int | None] = self._nowhere
+
+    def __call__(self, at: Sequence[int]) -> None:
+        """Launches, with each piece of memory at its address."""
+        before, self._at = self._at, self._nowhere  # should this be interrupted
+        for piece, words in self._words:
+            address = at[piece]
+            if address != before[piece]:
+                for distance, write in words:
+                    write(address + distance)
+        self._at = at
+        for launch, record, handle, pointers, extra, kernel, stream in self._starts:
+            if launch(record, handle, pointers, extra):
+                kernel.on(stream)  # once more: gives the thread its context, or raises
+
+
+def kernels_of(launch: Any) -> tuple[BoundKernel, ...]:
+    """The kernels that a launch starts, of those that can follow their operands."""
+    return launch._steps if isinstance(launch, LaunchSequence) else (launch,)
 
 
 NOTHING = LaunchSequence(())

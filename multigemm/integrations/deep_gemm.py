@@ -24,6 +24,7 @@ from torch import Tensor
 
 from multigemm import api
 from multigemm.errors import InvalidProblem
+from multigemm.integrations.quantised_weights import turned
 
 Pair = tuple[Tensor, Tensor]
 PACKED = 4
@@ -78,13 +79,13 @@ def m_grouped_fp8_gemm_nt_contiguous(
         )
     scale_a, scale_b = _scale(a[1], a[0].shape[1]), _scale(b[1], b[0].shape[2])
     offsets = _offsets(grouped_layout, groups)
-    api.grouped_gemm(a[0], b[0].mT, offsets=offsets, scale_a=scale_a, scale_b=_turned(scale_b), out=d, backend=backend)
+    api.grouped_gemm(a[0], b[0].mT, offsets=offsets, scale_a=scale_a, scale_b=turned(scale_b), out=d, backend=backend)
 
 
 def m_grouped_fp8_gemm_nn_contiguous(
     a: Pair, b: Pair, d: Tensor, grouped_layout: Tensor, *others: Any, **keywords: Any
 ) -> None:
-    """The same with b [G, K, N] and its scale [G, ceil(K / 128), ceil(N / 128)].
+    """`d[rows of g] = a[rows of g] @ b[g]`, with b [G, K, N] and its scale [G, ceil(K / 128), ceil(N / 128)].
 
     Args:
         a, b, d, grouped_layout, others, keywords: as in `m_grouped_fp8_gemm_nt_contiguous`.
@@ -100,7 +101,7 @@ def m_grouped_fp8_gemm_nn_contiguous(
         >>> d.unique()
         tensor([16.])
     """
-    m_grouped_fp8_gemm_nt_contiguous(a, (b[0].mT, _turned(b[1])), d, grouped_layout, *others, **keywords)
+    m_grouped_fp8_gemm_nt_contiguous(a, (b[0].mT, turned(b[1])), d, grouped_layout, *others, **keywords)
 
 
 def m_grouped_fp8_gemm_nt_masked(
@@ -139,7 +140,7 @@ def m_grouped_fp8_gemm_nt_masked(
     """
     scale_a, scale_b = _scale(a[1], a[0].shape[2]), _scale(b[1], b[0].shape[2])
     api.grouped_gemm(
-        a[0], b[0].mT, valid_rows=masked_m, scale_a=scale_a, scale_b=_turned(scale_b), out=d, backend=backend
+        a[0], b[0].mT, valid_rows=masked_m, scale_a=scale_a, scale_b=turned(scale_b), out=d, backend=backend
     )
 
 
@@ -202,7 +203,8 @@ def k_grouped_fp8_gemm_nt_contiguous(
     *,
     backend: Any = "auto",
 ) -> None:
-    """The same with every group's operands transposed: [M, K_g] and [N, K_g], flattened one after the other.
+    """`d[g] = a_g @ b_g.T (+ c[g])`: weight gradients from transposed operands [M, K_g] and [N, K_g], flattened one
+    after the other.
 
     Args:
         a: M * T elements, and its scale [M, sum of ceil(K_g / block)].
@@ -285,11 +287,6 @@ def _blocks_in(held: int, k: int) -> int:
         if -(-count // PACKED) * PACKED == held:
             return count
     raise InvalidProblem(f"a scale holds {held} bytes for each row, which fits no block of 128, 64 or 32 of K = {k}")
-
-
-def _turned(scale: Tensor) -> Tensor:
-    """The scale of b, from the scale of b.T."""
-    return scale.mT if scale.dim() > 1 else scale
 
 
 def _spread(scale: Tensor, lengths: Tensor, total: int, block: int) -> Tensor:

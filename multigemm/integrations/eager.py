@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from multigemm.problem.arrays import LOWEST
 from multigemm.torch_internals import (
     AFTER_AUTOGRAD,
     SPECIAL,
@@ -23,11 +21,9 @@ from multigemm.torch_internals import (
     current_device,
     forward_mode,
     grad_enabled,
-    only_result_wanted,
 )
 
 _SAME: AbstractContextManager[None] = nullcontext()
-PLAIN = frozenset((Tensor, Parameter, type(None)))
 
 
 def differentiable(overload: Any, backward: Callable[..., Any], keep: Callable[..., None]) -> Callable[..., Any]:
@@ -82,10 +78,3 @@ def register(
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
     """A context in which the device of x is current. Free if it already is."""
     return _SAME if x.get_device() == current_device() else torch.cuda.device(x.device)
-
-
-def plain_call(*tensors: Tensor | None) -> bool:
-    """Whether a call needs only its plain result, and all tensors have their values in memory."""
-    if not only_result_wanted(*tensors) or not PLAIN.issuperset(map(type, tensors)):
-        return False
-    return all(x is None or (x.data_ptr() >= LOWEST and not x.is_neg()) for x in tensors)

@@ -25,12 +25,10 @@ from torch import Tensor
 
 from multigemm.errors import InvalidProblem
 from multigemm.integrations.rank_agreement import Agreed, Input, agree, explained
-from multigemm.integrations.routing import Routing, combine, dispatch, permute, route
+from multigemm.integrations.routing import Compute, Routing, check_routing, combine, dispatch, permute, route
 from multigemm.torch_internals import no_dynamo
 
 _collectives: Any = torch.ops._c10d_functional
-Compute = Callable[[Tensor, Tensor], Tensor]
-"""(rows [S, H] sorted by local expert, ends [experts here]) -> rows [S, H']."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +106,7 @@ def run_experts(
     routings: list[Routing] = []
 
     def read() -> Input:
-        check_routing(x, top_k_index, top_k_weights, device)
+        check_routing_on(device, x, top_k_index, top_k_weights)
         routings.extend(route(index, experts) for index in top_k_index.tensor_split(chunks))
         ends = torch.stack([routing.ends for routing in routings]).to(torch.int64)
         counts = F.pad(ends.diff(dim=1, prepend=ends.new_zeros(chunks, 1)), (0, here * ranks - experts))
@@ -146,15 +144,9 @@ def device_of(mesh: Any, x: Tensor) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device(mesh.device_type)
 
 
-def check_routing(x: Tensor, index: Tensor, weights: Tensor, device: torch.device) -> None:
+def check_routing_on(device: torch.device, x: Tensor, index: Tensor, weights: Tensor) -> None:
     """Refuses an index or weights that are not [tokens, k] for tokens x [tokens, H], or not on the device."""
-    if x.dim() != 2 or index.shape != weights.shape or index.dim() != 2 or index.shape[0] != x.shape[0]:
-        raise InvalidProblem(
-            f"x {tuple(x.shape)}, index {tuple(index.shape)}, weights {tuple(weights.shape)}: index and weights must "
-            "be [tokens, k] for x [tokens, H]"
-        )
-    if index.dtype is torch.bool or index.dtype.is_floating_point or index.dtype.is_complex:
-        raise InvalidProblem(f"top_k_index has dtype {index.dtype}; expert numbers are integers: call .long()")
+    check_routing(x, index, weights)
     for name, given in (("x", x), ("top_k_index", index), ("top_k_weights", weights)):
         if given.device != device:
             raise InvalidProblem(f"{name} is on {given.device}, and the ranks exchange rows on {device}: move it there")

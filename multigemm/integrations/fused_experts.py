@@ -16,73 +16,19 @@ steps. Expert numbers outside of 0..E-1 contribute nothing, and get gradients of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from multigemm.api import grouped_gemm
-from multigemm.errors import InvalidProblem
-from multigemm.integrations import layer_call, torch_op
-from multigemm.integrations.fused_gradients import gate_by_torch
-from multigemm.integrations.layer_ops import geglu, sort_by_expert, swiglu, triton_kernels
-from multigemm.integrations.routing import combine, dispatch, route
-from multigemm.problem.fused import Gate
-from multigemm.problem.problem import GroupedGemmProblem
-from multigemm.problem.spec import GATES
+from multigemm.integrations import torch_op
+from multigemm.integrations.bound_layer import run_bound
+from multigemm.integrations.expert_network import Network, by_rows
+from multigemm.integrations.fused_gradients import differentiated, gate_by_torch
+from multigemm.integrations.layer_ops import sort_pairs, triton_kernels
+from multigemm.integrations.routing import check_routing, through_experts
 from multigemm.torch_internals import any_requires_grad
-
-
-class Network(NamedTuple):
-    """The activation and layout of an expert's two products, without their weights. `stacked` weights are [E, in,
-    out]."""
-
-    activation: str = "swiglu"
-    glu_layout: str = "halves"
-    glu_alpha: float = 1.0
-    glu_beta: float = 0.0
-    glu_limit: float | None = None
-    stacked: bool = False
-    recompute: bool = False
-    backend: str = "auto"
-    batch_invariant: bool | None = None
-
-    @property
-    def gate(self) -> Gate | None:
-        """The gate; None if the activation is no gate."""
-        if self.activation not in GATES:
-            return None
-        kind: Any = self.activation
-        layout: Any = self.glu_layout
-        return Gate(kind, layout, self.glu_alpha, self.glu_beta, self.glu_limit)
-
-    @property
-    def usual_gate(self) -> bool:
-        """Whether the gate is SwiGLU or GEGLU of halves, for which a layer in steps has kernels."""
-        return self.gate is not None and self.gate in (Gate("swiglu"), Gate("geglu"))
-
-    def check(self) -> None:
-        """Refuses gate numbers that no problem takes."""
-        names = ("activation", "glu_layout", "glu_alpha", "glu_beta", "glu_limit")
-        x, given = np.zeros((1, 2)), {name: getattr(self, name) for name in names}
-        GroupedGemmProblem(x, x.repeat(2, 0), **given)
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """The keywords of the first product."""
-        if self.gate is None:
-            return {"activation": self.activation}
-        _, layout, alpha, beta, limit = self.gate
-        numbers = {"glu_layout": layout, "glu_alpha": alpha, "glu_beta": beta, "glu_limit": limit}
-        return {"activation": self.activation, **numbers}
-
-    def activate(self, x: Tensor) -> Tensor:
-        """Applies the activation or gate to results of the first product by torch functions; rounds once."""
-        if self.usual_gate:
-            return (swiglu if self.activation == "swiglu" else geglu)(x)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return gate_by_torch(wide, self.activation, self.gate).to(x.dtype)
 
 
 def experts_forward(
@@ -131,31 +77,18 @@ def experts_forward(
         torch.Size([3, 8])
     """
     net = Network(activation, glu_layout, glu_alpha, glu_beta, glu_limit, stacked, recompute, backend, batch_invariant)
-    check_pairs(x, index, weights)
     return run_experts(net, x, index, weights, up, down, up_bias, down_bias)
-
-
-def check_pairs(x: Tensor, index: Tensor, weights: Tensor) -> None:
-    """Refuses an index or weights that do not fit the tokens."""
-    shape = index.shape
-    if len(shape) != 2 or weights.shape != shape or shape[0] != x.shape[0]:
-        raise InvalidProblem(
-            f"x {tuple(x.shape)}, index {tuple(index.shape)}, weights {tuple(weights.shape)}: index and weights must "
-            "be [tokens, k] for x [tokens, H]"
-        )
 
 
 def run_experts(
     net: Network, x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
     down_bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Runs the layer for arguments whose shapes fit: as one bound sequence, or operator by operator."""
-    nets = layer_call.Networks(
-        up, down, up_bias, down_bias, net.stacked, backend=net.backend, batch_invariant=net.batch_invariant, fused=net
-    )
-    bound = layer_call.call(x, index, weights, nets)
+    """Runs the layer: as one bound list of launches, or operator by operator."""
+    bound = run_bound(net, True, x, index, weights, up, down, up_bias, down_bias)
     if bound is not None:
         return bound
+    check_routing(x, index, weights)
     x, up, down, up_bias, down_bias = in_autocast(x, up, down, up_bias, down_bias)
     if torch.compiler.is_compiling():
         return _in_graph(net, x, index, weights, up, down, up_bias, down_bias)
@@ -175,23 +108,6 @@ def in_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple(x if x is None or x.dtype is torch.float64 else x.to(dtype) for x in tensors)
 
 
-def experts_in_steps(
-    x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Any, down_bias: Any, net: Network
-) -> Tensor:
-    """The layer by operators that have gradients of every order: sort, rows, product, gate, product, sum."""
-    routing = route(index, up.shape[0])
-
-    def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-        return torch_op.grouped_gemm(
-            rows, weight if net.stacked else weight.transpose(1, 2), ends=routing.ends, bias=bias,
-            activation=activation, backend=net.backend, batch_invariant=net.batch_invariant,
-        )  # fmt: skip
-
-    hidden = linear(dispatch(x, routing), up, up_bias, None if net.gate is not None else net.activation)
-    hidden = hidden if net.gate is None else net.activate(hidden)
-    return combine(linear(hidden, down, down_bias, None), weights, routing)
-
-
 # --- the fused way ------------------------------------------------------------------------------------
 
 
@@ -206,12 +122,7 @@ class Pairs:
 
 
 def pairs_of(net: Network, index: Tensor, up: Tensor) -> Pairs:
-    kernels, experts = triton_kernels() if index.is_cuda else None, up.shape[0]
-    if kernels is not None and kernels.can_sort(index.numel(), experts):
-        return Pairs(*kernels.sort_pairs(index, experts, up=up.detach(), stacked=net.stacked))
-    top_k = index.shape[1]
-    order, inverse, ends = sort_by_expert(index.reshape(-1), experts)
-    return Pairs((order // max(top_k, 1)).int(), inverse.int().view(index.shape), ends)
+    return Pairs(*sort_pairs(index, up.shape[0], up=up.detach(), stacked=net.stacked)[:3])
 
 
 def product(net: Network, a: Tensor, b: Tensor, ends: Tensor | None, **keywords: Any) -> Tensor:
@@ -223,11 +134,6 @@ def product(net: Network, a: Tensor, b: Tensor, ends: Tensor | None, **keywords:
         a, b, ends=ends, batch_invariant=net.batch_invariant, backend=torch_op.names(net.backend), **keywords
     )
     return found
-
-
-def by_rows(weight: Tensor, stacked: bool) -> Tensor:
-    """The weights as the second operand of rows @ weight."""
-    return weight if stacked else weight.transpose(1, 2)
 
 
 def first_product(net: Network, x: Tensor, pairs: Pairs, up: Tensor, up_bias: Any, preact: Tensor | None) -> Tensor:
@@ -283,13 +189,13 @@ class _Experts(torch.autograd.Function):
 def _through_steps(net: Network, saved: Any, wanted: Any, grad: Tensor) -> list[Tensor | None]:
     """Gradients that are differentiable themselves."""
     index, *given = saved[:7]
-    inputs = [None if x is None else x.view_as(x) for x in given]
-    x, weights, up, down, up_bias, down_bias = inputs
-    assert x is not None and weights is not None and up is not None and down is not None
-    out = experts_in_steps(x, index, weights, up, down, up_bias, down_bias, net)
-    asked = [x for x, want in zip(inputs, wanted, strict=True) if want and x is not None]
-    found = iter(torch.autograd.grad(out, asked, grad, create_graph=True, materialize_grads=True))
-    return [next(found) if want else None for want in wanted]
+
+    def results(inputs: list[Any]) -> list[Tensor]:
+        x, weights, *parameters = inputs
+        experts = parameters[0].shape[0]
+        return [through_experts(x, index, weights, experts, lambda *sorted: net.in_steps(*sorted, *parameters))]
+
+    return differentiated(given, wanted, results, [grad])
 
 
 class _Backward:

@@ -7,6 +7,7 @@ with torch's clamp. Rows that no group owns, and indices that mean "no row", giv
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -60,24 +61,29 @@ class _SolveFused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         given, needs = ctx.saved_tensors[: sum(ctx.counts)], ctx.needs_input_grad[5:]
-        twice = torch.is_grad_enabled()
-        with torch.enable_grad():
-            inputs = [apart(x, twice) if need else x for x, need in zip(given, needs, strict=True)]
-            outs = _steps(ctx.problem, ctx.gemm, split(inputs, ctx.counts))
-        wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
-        live = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
-        found = [torch.zeros_like(x) for x in wanted]
-        if live:
-            roots, flows = zip(*live, strict=True)
-            found = list(torch.autograd.grad(roots, wanted, flows, create_graph=twice, materialize_grads=True))
-        slots = iter(found)
-        return (None, None, None, None, None, *(next(slots) if need else None for need in needs))
+        found = differentiated(given, needs, lambda flat: _steps(ctx.problem, ctx.gemm, split(flat, ctx.counts)), grads)
+        return (None, None, None, None, None, *found)
 
 
-def apart(x: Tensor, twice: bool) -> Tensor:
-    """An input as a separate node of the graph, because two inputs may be the same tensor, or one derived from the
-    other."""
-    return x.view_as(x) if twice else x.detach().requires_grad_()
+def differentiated(
+    given: Sequence[Any], needs: Sequence[bool], results_of: Callable[[list[Any]], list[Tensor]], grads: Sequence[Any]
+) -> list[Tensor | None]:
+    """Gradients of the values in `given` that need one, by autograd through the differentiable operations of
+    `results_of`. They have gradients themselves where autograd records."""
+    twice = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # each input is a separate node of the graph: two may be the same tensor, or one derived from the other
+        nodes = [(x.view_as(x) if twice else x.detach().requires_grad_()) if need else x
+                 for x, need in zip(given, needs, strict=True)]  # fmt: skip
+        results = results_of(nodes)
+    wanted = [x for x, need in zip(nodes, needs, strict=True) if need]
+    live = [(result, grad) for result, grad in zip(results, grads, strict=True) if result.requires_grad]
+    found = [torch.zeros_like(x) for x in wanted]
+    if live:
+        roots, flows = zip(*live, strict=True)
+        found = list(torch.autograd.grad(roots, wanted, flows, create_graph=twice, materialize_grads=True))
+    slots = iter(found)
+    return [next(slots) if need else None for need in needs]
 
 
 def _steps(problem: GroupedGemmProblem, gemm: Gemm, parts: list[list[Tensor]]) -> list[Tensor]:

@@ -41,10 +41,9 @@ from torch import Tensor
 
 from multigemm.errors import InvalidProblem
 from multigemm.integrations import expert_parallel
+from multigemm.integrations.expert_network import Network, by_rows
 from multigemm.integrations.fused_experts import (
-    Network,
     Pairs,
-    by_rows,
     first_product,
     gate_backward,
     in_autocast,
@@ -53,7 +52,7 @@ from multigemm.integrations.fused_experts import (
     product,
     summed_by_expert,
 )
-from multigemm.integrations.layer_ops import add_returned, copy_rows, exchange_kernels, sort_by_expert, triton_kernels
+from multigemm.integrations.layer_ops import add_returned, copy_rows, exchange_kernels, sort_pairs
 from multigemm.integrations.rank_agreement import Input, agree, explained
 from multigemm.problem.spec import bucket
 from multigemm.torch_internals import no_dynamo, pause_stream
@@ -121,7 +120,7 @@ def run_fused(
 
 @dataclass(frozen=True, slots=True)
 class Journeys:
-    """Who goes where.
+    """Which tokens travel to which ranks, in chunks, and where arriving rows lie.
 
     `send[c]` and `receive[c]`: how many rows of chunk c go to and come from each rank. `tokens` [sent rows] says which
     token each row is of, and `place` [chunks, ranks, tokens of a chunk] which row carries a token to a rank, -1 where
@@ -295,7 +294,7 @@ class _Call:
         self.needs_grad = agreed.needs_grad
 
     def _check(self, x: Tensor, index: Tensor, weights: Tensor) -> None:
-        expert_parallel.check_routing(x, index, weights, self.device)
+        expert_parallel.check_routing_on(self.device, x, index, weights)
         dtype, shape = self.weight
         if not weights.dtype.is_floating_point:
             raise InvalidProblem(
@@ -308,14 +307,9 @@ class _Call:
 
     def sorted(self, index: Tensor) -> Sorted:
         """Pairs of token and expert by this rank's experts; pairs of other ranks' experts come last."""
-        index = index - self.group.rank() * self.each
-        kernels = triton_kernels() if index.is_cuda else None
-        if kernels is not None and kernels.can_sort(index.numel(), self.here):
-            order = torch.empty(index.numel(), dtype=torch.int64, device=index.device)
-            tokens, place, ends = kernels.sort_pairs(index, self.here, order)
-            return Sorted(tokens, place, ends, order)
-        order, inverse, ends = sort_by_expert(index.reshape(-1), self.here)
-        return Sorted((order // max(index.shape[1], 1)).int(), inverse.int().view(index.shape), ends, order)
+        tokens, place, ends, order = sort_pairs(index - self.group.rank() * self.each, self.here, ordered=True)
+        assert order is not None
+        return Sorted(tokens, place, ends, order)
 
 
 class Departures:

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from multigemm import quantize
 from multigemm.errors import InvalidProblem
+from multigemm.integrations.quantised_weights import turned
 from multigemm.planning import launch_cache
 from multigemm.problem import scales
 from multigemm.problem.problem import GroupedGemmProblem
@@ -211,8 +212,7 @@ def _transposed_b(call: Call) -> tuple[Tensor, dict[str, Any]]:
     if b.dim() == 2 and not cuts_b and scale is not None and scale.dim() == 1:  # shared, with a number for each group
         b = b.expand(scale.shape[0], -1, -1)
     if b.dim() == 3 and not packed and _turns(scale, b):
-        turned = {name: x if x is None or x.dim() < 2 else x.mT for name, x in (("scale_b", scale), ("zero_b", zero))}
-        return b.mT, turned
+        return b.mT, {name: None if x is None else turned(x) for name, x in (("scale_b", scale), ("zero_b", zero))}
     cut = call.cut if cuts_b else {}
     weights = quantize.dequantized(quantize.Quantized(b, scale, zero), "b", packed, **cut)
     return weights.to(call.a.dtype).mT, {}

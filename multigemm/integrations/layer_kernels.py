@@ -6,7 +6,7 @@ forward and some ten times backward. Here rows are read where they lie, once. Al
 order, so the same call gives the same bits.
 
 A step is (kernel, grid, warps, arguments). The functions of the operators run steps at once; a layer that is bound as a
-whole (layer_call.py) takes the same steps and binds them to its memory.
+whole (bound_layer.py) takes the same steps and binds them to its memory.
 """
 
 from __future__ import annotations
@@ -315,9 +315,8 @@ def sort_scratch(pairs, experts):
     return 8 * pairs, 2 * 4 * blocks * bins
 
 
-def arrival_steps(index, x, parts):
+def arrival_steps(index, x, rows, inverse, ends, order, counts):
     """Sorts the pairs of `index` [tokens, k] by expert and gathers their rows; few pairs take one kernel."""
-    rows, inverse, ends, order = parts.rows, parts.inverse, parts.ends, parts.order
     pairs, experts, top_k, width = index.numel(), ends.shape[0], index.shape[1], x.shape[1]
     block = columns_at_once(width, 16, MOST_COLUMNS)
     grid, common = (pairs, tiles_of(width, block)), {"width": width, "stride": x.stride(0), "K": top_k, "BLOCK": block}
@@ -326,7 +325,7 @@ def arrival_steps(index, x, parts):
         memory = {"pairs": index, "x": x, "rows": rows, "inverse": inverse, "ends": ends}
         return [(_place_kernel, grid, 4, {**memory, **known, **common})]
     gather = (_gather_kernel, grid, 4, {"x": x, "order": order, "rows": rows, **common})
-    return [*sort_steps(index, order, inverse, ends, parts.counts), gather]
+    return [*sort_steps(index, order, inverse, ends, counts), gather]
 
 
 # --- the gate ---------------------------------------------------------------------------------------

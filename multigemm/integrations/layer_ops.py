@@ -116,6 +116,23 @@ _library.impl("sort_by_expert", _sort_cuda, "CUDA")
 torch.library.register_fake("multigemm::sort_by_expert", _sort_like, lib=_library)
 
 
+def sort_pairs(
+    index: Tensor, experts: int, ordered: bool = False, up: Tensor | None = None, stacked: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """index [tokens, k] -> the tokens of the pairs by expert [S], where each pair went [tokens, k] and where experts
+    end, all int32; and, if `ordered`, which pair each one was [S].
+
+    `up`: the weights of the product behind the sort, `stacked` or not, which it may fetch ahead. No operator.
+    """
+    kernels = triton_kernels() if index.is_cuda else None
+    if kernels is not None and kernels.can_sort(index.numel(), experts):
+        order = torch.empty(index.numel(), dtype=torch.int64, device=index.device) if ordered else None
+        rows, place, ends = kernels.sort_pairs(index, experts, order, up, stacked)
+        return rows, place, ends, order
+    order, inverse, ends = sort_by_expert(index.reshape(-1), experts)
+    return (order // max(index.shape[1], 1)).int(), inverse.int().view(index.shape), ends, order
+
+
 # --- the weighted sum -------------------------------------------------------------------------------
 
 

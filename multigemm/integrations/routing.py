@@ -8,6 +8,7 @@ after the last group, where a grouped GEMM reads nothing and writes zeros.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,30 @@ from torch import Tensor
 
 from multigemm.errors import InvalidProblem
 from multigemm.integrations.layer_ops import sort_by_expert, weighted_sum
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""(rows [S, H] sorted by expert, ends [experts]) -> rows [S, H']."""
+
+
+def through_experts(x: Tensor, index: Tensor, weights: Tensor, experts: int, compute: Compute) -> Tensor:
+    """Runs a layer in steps: the weighted sum of the rows that `compute` makes for each token.
+
+    x [tokens, H], index and weights [tokens, k] -> [tokens, H'].
+    """
+    check_routing(x, index, weights)
+    routing = route(index, experts)
+    return combine(compute(dispatch(x, routing), routing.ends), weights, routing)
+
+
+def check_routing(x: Tensor, index: Tensor, weights: Tensor) -> None:
+    """Refuses an index or weights that are not [tokens, k] for tokens x [tokens, H]."""
+    if x.dim() != 2 or index.dim() != 2 or index.shape != weights.shape or index.shape[0] != x.shape[0]:
+        raise InvalidProblem(
+            f"x {tuple(x.shape)}, index {tuple(index.shape)}, weights {tuple(weights.shape)}: index and weights must "
+            "be [tokens, k] for x [tokens, H]"
+        )
+    if index.dtype is torch.bool or index.dtype.is_floating_point or index.dtype.is_complex:
+        raise InvalidProblem(f"top_k_index has dtype {index.dtype}; expert numbers are integers: call .long()")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +55,6 @@ class Routing:
 
 def route(top_k_index: Tensor, experts: int) -> Routing:
     """The routing of `top_k_index` [tokens, k]."""
-    dtype = top_k_index.dtype
-    if dtype is torch.bool or dtype.is_floating_point or dtype.is_complex:
-        raise InvalidProblem(f"top_k_index has dtype {dtype}; expert numbers are integers: call .long()")
-    if top_k_index.dim() != 2:
-        raise InvalidProblem(f"top_k_index has shape {tuple(top_k_index.shape)}; it must be [tokens, k]")
     order, inverse, ends = sort_by_expert(top_k_index.reshape(-1), experts)
     return Routing(order, inverse, ends, top_k_index.shape[-1])
 
@@ -56,9 +76,6 @@ class _Dispatch(torch.autograd.Function):
 
 def dispatch(x: Tensor, routing: Routing) -> Tensor:
     """[tokens, H] -> [S, H], sorted by expert."""
-    tokens = routing.order.shape[0] // routing.top_k if routing.top_k else x.shape[0]
-    if x.shape[0] != tokens:
-        raise InvalidProblem(f"experts are chosen for {tokens} tokens, and there are {x.shape[0]} rows: one for each")
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x.index_select(0, routing.order // routing.top_k)
     rows: Tensor = _Dispatch.apply(x, routing.order, routing.inverse, routing.top_k)  # type: ignore[no-untyped-call]
@@ -67,11 +84,6 @@ def dispatch(x: Tensor, routing: Routing) -> Tensor:
 
 def combine(y: Tensor, weights: Tensor, routing: Routing) -> Tensor:
     """[S, H] sorted by expert, and weights [tokens, k] -> the weighted sum of each token [tokens, H]."""
-    if weights.dim() != 2 or weights.shape[1] != routing.top_k or weights.numel() != routing.order.shape[0]:
-        wanted = (routing.order.shape[0] // max(routing.top_k, 1), routing.top_k)
-        raise InvalidProblem(
-            f"weights have shape {tuple(weights.shape)}; they must be {wanted}, as the experts' numbers"
-        )
     return weighted_sum(y, routing.inverse, weights, routing.top_k)
 
 

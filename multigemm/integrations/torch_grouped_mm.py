@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from multigemm.errors import InvalidProblem
+from multigemm.integrations.quantised_weights import turned
 from multigemm.integrations.torch_op import grouped_gemm
 
 
@@ -148,7 +149,7 @@ def scaled_grouped_mm(
     read_b = _Scale("b", mat_b.mT, scale_b, scale_recipe_b, swizzle_b, groups).read(offs)
     return grouped_gemm(
         mat_a, mat_b, ends=offs, bias=bias, out_dtype=output_dtype or torch.bfloat16, jagged=jagged,
-        batch_invariant=batch_invariant, scale_a=read_a, scale_b=read_b.mT if read_b.dim() > 1 else read_b,
+        batch_invariant=batch_invariant, scale_a=read_a, scale_b=turned(read_b),
         accumulate="fast" if use_fast_accum else "promoted",
     )  # fmt: skip
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_text
 from multigemm.integrations import eager
-from multigemm.integrations.fused_gradients import apart, fused_rows
-from multigemm.integrations.gradients import Call, gradients, stacked
+from multigemm.integrations.fused_gradients import differentiated, fused_rows
+from multigemm.integrations.gradients import NAMES, Call, gradients, stacked
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.launch_key import NO_SCALES, PLAIN_LENGTH, Key, key_of, one_cut
 from multigemm.planning.launch_key import Call as LaunchCall
@@ -298,87 +298,69 @@ def _count(groups: int | None, cuts: list[Tensor], head: bool) -> int:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], given: dict[str, Any], output: Tensor) -> None:
-    """Saves what the backward pass reads: the operands, and C and bias only to recompute a pre-activation."""
-    a, b, *cuts, c, bias, scale_a, scale_b, zero_b = inputs[: -len(FUSED)]
-    options = DEFAULTS | given  # the dispatcher drops what is at its default
-    ctx.fused = any(x is not None for x in inputs[-len(FUSED) :]) or options["activation"] in GATES
-    if ctx.fused:
-        options["beta"] = epilogue.default_beta(options["beta"], c)
-        ctx.save_for_backward(*inputs)
-        ctx.options = options
-        return
-    options["beta"] = epilogue.default_beta(options["beta"], c)
-    relu = options["activation"] == "relu"
-    again = options["activation"] is not None and not relu
-    extras = c if again else None, bias if again else None, output if relu else None
-    ctx.save_for_backward(a, b, *cuts, *extras, scale_a, scale_b, zero_b)
+    """Saves what the backward pass reads: the operands, and the result of relu. Without fused keywords C and bias are
+    saved only to recompute a pre-activation."""
+    kept, options = dict(zip(TENSORS, inputs, strict=True)), DEFAULTS | given  # the dispatcher drops defaults
+    options["beta"] = epilogue.default_beta(options["beta"], kept["c"])
+    ctx.fused = any(kept[name] is not None for name in FUSED) or options["activation"] in GATES
+    relu, ctx.like = options["activation"] == "relu", {}
+    if not ctx.fused and (relu or options["activation"] is None):
+        extras = {name: kept[name] for name in ("c", "bias") if kept[name] is not None}
+        ctx.like = {name: torch.empty_like(x, device="meta") for name, x in extras.items()}
+        kept |= dict.fromkeys(extras)
+    ctx.save_for_backward(*kept.values(), output if relu and not ctx.fused else None)
     ctx.options = options
-    ctx.like = [None if x is None else torch.empty_like(x, device="meta") for x in (c, bias)]
 
 
 def _backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
+    *inputs, out = ctx.saved_tensors
+    needs = ctx.needs_input_grad[2:]
     if ctx.fused:
-        return _fused_backward(ctx, grad)
-    a, b, *cuts, c, bias, out, scale_a, scale_b, zero_b = ctx.saved_tensors
-    c, bias = (like if x is None else x for x, like in zip((c, bias), ctx.like, strict=True))
-    cut, o = {name: x for name, x in zip(CUTS, cuts, strict=True) if x is not None}, ctx.options
-    squeezed = not cut and a.dim() == 2 and b.dim() == 2
+        return tuple(differentiated(inputs, needs, lambda given: [_fused_result(given, ctx.options, grad)], [grad]))
+    call, squeezed = _call_of(dict(zip(TENSORS, inputs, strict=True)) | ctx.like, ctx.options)
     if squeezed:
-        a, b, c, out, grad = (None if x is None else x.unsqueeze(0) for x in (a, b, c, out, grad))
-    form: Any = "masked" if "valid_rows" in cut else f"jagged_{o['jagged']}" if cut else "batched"
-    if form.startswith("jagged"):
-        cut["jagged"] = o["jagged"]
-    options = {name: o[name] for name in ("precision", "deterministic", "batch_invariant", "grad_backend")}
-    options["backend"] = o["grad_backend"]
-    quantised: dict[str, Any] = {}
-    narrow = a.dtype in FLOAT8 or b.dtype in (*FLOAT8, torch.uint8, scales.FLOAT4)
-    if narrow or scale_b is not None or o["b_format"] is not None:
-        quantised = {"scale_a": scale_a, "scale_b": scale_b, "zero_b": zero_b}
-        if squeezed:
-            quantised = {name: stacked(x) for name, x in quantised.items()}
-        quantised |= {"b_format": o["b_format"], "accumulate": o["accumulate"]}
-    call = Call(
-        form=form, gemm=grouped_gemm, a=a, b=b, c=c, bias=bias, cut=cut, options=options, alpha=o["alpha"],
-        beta=o["beta"], activation=o["activation"], quantised=quantised,
-    )  # fmt: skip
-    da, db, dc, dbias = gradients(call, grad, out, tuple(ctx.needs_input_grad[2 + i] for i in (0, 1, 6, 7)))
+        grad, out = grad.unsqueeze(0), None if out is None else out.unsqueeze(0)
+    named = dict(zip(TENSORS, needs, strict=True))
+    da, db, dc, dbias = gradients(call, grad, out, tuple(named[name] for name in NAMES))
     if squeezed:
         da, db, dc = (None if x is None else x[0] for x in (da, db, dc))
-    return (da, db, None, None, None, None, dc, dbias, *[None] * (len(SCALES) + len(FUSED)))
+    found = {"a": da, "b": db, "c": dc, "bias": dbias}
+    return tuple(found.get(name) for name in TENSORS)
 
 
-def _fused_backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
-    """The backward pass through the same steps as differentiable operations: rows picked, product, gate, row_scale,
-    sums."""
-    given: dict[str, Any] = dict(zip(TENSORS, ctx.saved_tensors, strict=True))
-    o, twice, squeezed = ctx.options, torch.is_grad_enabled(), False
-    names = [name for name, need in zip(TENSORS, ctx.needs_input_grad[2:], strict=True) if need]
-    cut: dict[str, Any] = {name: given[name] for name in CUTS if given[name] is not None}
+def _call_of(given: dict[str, Any], o: dict[str, Any]) -> tuple[Call, bool]:
+    """A call of the operator, and whether its two matrices became stacks of one."""
+    a, b, c, scales_given = given["a"], given["b"], given["c"], {name: given[name] for name in SCALES}
+    cut = {name: given[name] for name in CUTS if given[name] is not None}
+    squeezed = not cut and a.dim() == 2 and b.dim() == 2
+    if squeezed:
+        a, b, c = (None if x is None else x.unsqueeze(0) for x in (a, b, c))
+        scales_given = {name: stacked(x) for name, x in scales_given.items()}
     form: Any = "masked" if "valid_rows" in cut else f"jagged_{o['jagged']}" if cut else "batched"
     if form.startswith("jagged"):
         cut["jagged"] = o["jagged"]
     options = {name: o[name] for name in ("precision", "deterministic", "batch_invariant", "grad_backend")}
-    options["backend"] = o["grad_backend"]
+    narrow = a.dtype in FLOAT8 or b.dtype in (*FLOAT8, torch.uint8, scales.FLOAT4)
+    quantised = narrow or given["scale_b"] is not None or o["b_format"] is not None
+    words = {"b_format": o["b_format"], "accumulate": o["accumulate"]}
+    call = Call(
+        form=form, gemm=grouped_gemm, a=a, b=b, c=c, bias=given["bias"], cut=cut,
+        options={**options, "backend": o["grad_backend"]}, alpha=o["alpha"], beta=o["beta"], activation=o["activation"],
+        quantised={**scales_given, **words} if quantised else {},
+    )  # fmt: skip
+    return call, squeezed
+
+
+def _fused_result(inputs: list[Any], o: dict[str, Any], like: Tensor) -> Tensor:
+    """The result as differentiable operations: rows picked, product, gate, row_scale, sums."""
+    given: dict[str, Any] = dict(zip(TENSORS, inputs, strict=True))
+    call, squeezed = _call_of(given, o)
     gate = Gate(o["activation"], *(o[name] for name in GLU)) if o["activation"] in GATES else None
     indices = ("a_rows", "b_rows", "combine", "out_rows")
     at: dict[str, Any] = {name: Index(given[name], True) for name in indices if given[name] is not None}
     fused = Fused(gate, **at, rows=o["rows"] if given["combine"] is None else given["combine"].shape[0])
-    with torch.enable_grad():
-        inputs = {name: apart(given[name], twice) for name in names}
-        held = given | inputs
-        a, b, c = held["a"], held["b"], held["c"]
-        if not cut and a.dim() == 2 and b.dim() == 2:
-            squeezed = True
-            a, b, c = (None if x is None else x.unsqueeze(0) for x in (a, b, c))
-        call = Call(
-            form=form, gemm=grouped_gemm, a=a, b=b, c=c, bias=held["bias"], cut=cut, options=options, alpha=o["alpha"],
-            beta=o["beta"], activation=o["activation"],
-        )  # fmt: skip
-        out = fused_rows(call, fused, held["row_scale"], held["combine_weights"]).to(grad.dtype)
-        out = out[0] if squeezed else out
-    found = torch.autograd.grad(out, list(inputs.values()), grad, create_graph=twice, materialize_grads=True)
-    slots = dict(zip(names, found, strict=True))
-    return tuple(slots.get(name) for name in TENSORS)
+    out = fused_rows(call, fused, given["row_scale"], given["combine_weights"]).to(like.dtype)
+    return out[0] if squeezed else out
 
 
 _general = eager.differentiable(overload, _backward, _keep)

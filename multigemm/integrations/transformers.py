@@ -15,7 +15,7 @@ checkpoints in mxfp4 (`load_mxfp4_experts_`), and transformers' own `FP8Experts`
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,12 +25,13 @@ from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from multigemm.errors import InvalidProblem
-from multigemm.integrations import layer_call
-from multigemm.integrations.fused_experts import Network, run_experts
+from multigemm.integrations.bound_layer import run_bound
+from multigemm.integrations.expert_network import Network
+from multigemm.integrations.fused_experts import run_experts
 from multigemm.integrations.fused_gradients import gate_by_torch
 from multigemm.integrations.layer_ops import swiglu
 from multigemm.integrations.quantised_weights import quantize_stack, scale_keywords, turned
-from multigemm.integrations.routing import combine, dispatch, route
+from multigemm.integrations.routing import through_experts
 from multigemm.integrations.torch_op import grouped_gemm
 from multigemm.problem.spec import GATES, GLU_LAYOUTS, HALVES
 from multigemm.quantize import Format, Quantized, quantize
@@ -40,6 +41,7 @@ SILU = (type(ACT2FN["silu"]),)
 FORMAT = "_multigemm_weight_format"
 """The attribute of an experts module that holds the format of quantised weights. Their scales are buffers
 `<name>_scale` and `<name>_zero`."""
+SWIGLU, STACKED_SWIGLU = Network(), Network(stacked=True)
 GATE = "_multigemm_gate"
 """The attribute of a module that holds its gate as one of this package's gates, or None."""
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
@@ -52,24 +54,41 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     own = _own_gate(experts)
     if own is not None:
         x = hidden_states.to(experts.down_proj.dtype)
-        biases = (experts.gate_up_proj_bias, experts.down_proj_bias) if experts.has_bias else (None, None)
-        rows = run_experts(own, x, top_k_index, top_k_weights, experts.gate_up_proj, experts.down_proj, *biases)
+        rows = run_experts(own, x, top_k_index, top_k_weights, *_parameters(experts))
         return rows.to(hidden_states.dtype)
-    networks = _networks(experts)
-    if networks is not None:
-        y = layer_call.call(hidden_states, top_k_index, top_k_weights, networks)
+    if _is_plain(experts) and _is_swiglu(experts):
+        net = STACKED_SWIGLU if experts.is_transposed else SWIGLU
+        y = run_bound(net, False, hidden_states, top_k_index, top_k_weights, *_parameters(experts))
         if y is not None:
             return y
-    routing = route(top_k_index, experts.num_experts)
-    rows = dispatch(hidden_states, routing)
-    hidden = _linear(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, routing.ends)
-    hidden = _activated(experts, hidden)
-    rows = _linear(experts, "down_proj", hidden, routing.ends)
-    if getattr(experts, "has_post_expert_norm", False):
-        rows = experts.post_expert_norm(rows)
+    return _in_steps(experts, hidden_states, top_k_index, top_k_weights, _linear, _activated)
+
+
+def _in_steps(
+    experts: Any, x: Tensor, index: Tensor, weights: Tensor, linear: Callable[..., Tensor],
+    activate: Callable[[Any, Tensor], Tensor],
+) -> Tensor:  # fmt: skip
+    """The layer by `linear(experts, name of the weight, rows, ends)` and `activate(experts, rows)`."""
+
+    def compute(rows: Tensor, ends: Tensor) -> Tensor:
+        hidden = activate(experts, linear(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, ends))
+        rows = linear(experts, "down_proj", hidden, ends)
+        return experts.post_expert_norm(rows) if getattr(experts, "has_post_expert_norm", False) else rows
+
     if getattr(experts, "_is_expert_parallel", False):  # pairs that another rank computes
-        top_k_weights = top_k_weights.masked_fill(top_k_index >= experts.num_experts, 0)
-    return combine(rows, top_k_weights, routing).to(hidden_states.dtype)
+        weights = weights.masked_fill(index >= experts.num_experts, 0)
+    return through_experts(x, index, weights, experts.num_experts, compute).to(x.dtype)
+
+
+def _parameters(experts: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    biases = (experts.gate_up_proj_bias, experts.down_proj_bias) if experts.has_bias else (None, None)
+    return experts.gate_up_proj, experts.down_proj, *biases
+
+
+def _is_plain(experts: Any) -> bool:
+    """Whether the layer has no part of its own beside a gate, and weights that are not quantised."""
+    own = getattr(experts, "has_post_expert_norm", False) or getattr(experts, "_is_expert_parallel", False)
+    return not own and not hasattr(experts, FORMAT)
 
 
 def _is_swiglu(experts: Any) -> bool:
@@ -136,26 +155,9 @@ def _candidates(experts: Any) -> Iterator[Network]:
             yield Network(kind, layout, alpha, beta, limit)
 
 
-def _networks(experts: Any) -> layer_call.Networks | None:
-    """The layer as `Networks`, which can be bound; None for a module with parts of its own."""
-    if getattr(experts, "has_post_expert_norm", False) or getattr(experts, "_is_expert_parallel", False):
-        return None
-    if hasattr(experts, FORMAT):
-        return None
-    if not _is_swiglu(experts):
-        return None
-    up_bias, down_bias = (experts.gate_up_proj_bias, experts.down_proj_bias) if experts.has_bias else (None, None)
-    stacked = bool(experts.is_transposed)
-    return layer_call.Networks(experts.gate_up_proj, experts.down_proj, up_bias, down_bias, stacked, gelu=False)
-
-
 def _activated(experts: Any, hidden: Tensor) -> Tensor:
     """Applies the model's own gate, or for SwiGLU this package's kernel: one pass, one rounding."""
-    if _is_swiglu(experts):
-        return swiglu(hidden)
-    if not experts.has_gate:
-        return experts.act_fn(hidden)  # type: ignore[no-any-return]
-    return experts._apply_gate(hidden)  # type: ignore[no-any-return]
+    return swiglu(hidden) if _is_swiglu(experts) else _gated_or_activated(experts, hidden)
 
 
 def _linear(experts: Any, name: str, rows: Tensor, ends: Tensor) -> Tensor:
@@ -285,14 +287,13 @@ def fp8_experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor
             f"activation_scheme={experts.activation_scheme!r}: quantise activations dynamically, or use another "
             "experts_implementation"
         )
-    routing = route(top_k_index, experts.num_experts)
-    rows = dispatch(hidden_states, routing)
-    hidden = _float8_linear(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, routing.ends)
-    hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
-    rows = _float8_linear(experts, "down_proj", hidden, routing.ends)
-    if getattr(experts, "_is_expert_parallel", False):  # pairs that another rank computes
-        top_k_weights = top_k_weights.masked_fill(top_k_index >= experts.num_experts, 0)
-    return combine(rows, top_k_weights, routing).to(hidden_states.dtype)
+    return _in_steps(experts, hidden_states, top_k_index, top_k_weights, _float8_linear, _gated_or_activated)
+
+
+def _gated_or_activated(experts: Any, hidden: Tensor) -> Tensor:
+    """The model's own gate, or its activation."""
+    found: Tensor = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
+    return found
 
 
 def _float8_linear(experts: Any, name: str, rows: Tensor, ends: Tensor) -> Tensor:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from multigemm.errors import InvalidProblem
-from multigemm.integrations import layer_call
-from multigemm.integrations.fused_experts import Network, check_pairs, run_experts
+from multigemm.integrations.bound_layer import run_bound
+from multigemm.integrations.expert_network import Network
+from multigemm.integrations.fused_experts import run_experts
 from multigemm.integrations.quantised_weights import quantize_stack, scale_keywords
-from multigemm.integrations.routing import combine, dispatch, route
+from multigemm.integrations.routing import through_experts
 from multigemm.integrations.torch_op import grouped_gemm
 from multigemm.nn.linear import check_layer, init_linear_
 from multigemm.planning.launch_key import PLAIN as PLAIN_TENSORS
@@ -115,6 +116,8 @@ class Experts(nn.Module):
             activation, glu_layout, glu_alpha, glu_beta, glu_limit, stacked, recompute, backend, batch_invariant
         )
         self.network.check()
+        self._own_gate = activation in GATED and not self.network.usual_gate
+        """Whether the gate is one that layers in steps have no kernel for."""
         self.fused = fused
         extents = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
         check_layer(backend, dtype, num_experts=num_experts, **extents)
@@ -124,6 +127,7 @@ class Experts(nn.Module):
         self.mesh: Any = None
         self.chunks = 1
         self.first = "gate_up_proj" if activation in GATED else "up_proj"
+        self._names = self.first, "down_proj", f"{self.first}_bias", "down_proj_bias"
         self._register_weights(stacked, bias, device, dtype)
         self.reset_parameters()
 
@@ -177,7 +181,7 @@ class Experts(nn.Module):
             self.register_buffer(f"{name}_scale", quantised.scale)
             if quantised.zero is not None:
                 self.register_buffer(f"{name}_zero", quantised.zero)
-        self.weight_format = format
+        self.weight_format, self.network = format, self.network._replace(stacked=False)
         return self
 
     def forward(
@@ -209,27 +213,24 @@ class Experts(nn.Module):
 
     def _here(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The layer without a mesh."""
-        if self.fused or (self.fused is None and self._fuses(x)):
-            return self._fused(x, top_k_index, top_k_weights)
-        if self.weight_format is None and not self._own_gate:
-            y = layer_call.call(x, top_k_index, top_k_weights, self._networks())
+        fused = self.fused or (self.fused is None and self._own_gate and self._fuses(x))
+        if fused or (self.weight_format is None and not self._own_gate):
+            weights = self._weights()
+            if fused:
+                return run_experts(self.network, x, top_k_index, top_k_weights, *weights)
+            y = run_bound(self.network, False, x, top_k_index, top_k_weights, *weights)
             if y is not None:
                 return y
-        routing = route(top_k_index, self.num_experts)
-        return combine(self.apply_sorted(dispatch(x, routing), routing.ends), top_k_weights, routing)
+        return through_experts(x, top_k_index, top_k_weights, self.num_experts, self.apply_sorted)
 
     def apply_sorted(self, rows: Tensor, ends: Tensor) -> Tensor:
         """The networks alone, on rows [S, H] that are sorted by expert and cut by `ends` [E]."""
-        gated = self.activation in GATED
-        hidden = self._linear(self.first, rows, ends, None if gated else self.activation)
-        if gated:
-            hidden = self.network.activate(hidden)
-        return self._linear("down_proj", hidden, ends, None)
+        return self.network.in_steps(rows, ends, *self._weights(), *map(self._scales, (self.first, "down_proj")))
 
     def _fuses(self, x: Tensor) -> bool:
         """Whether a layer with fused=None runs fused. Decided by its gate alone: the number of tokens and wanted
         gradients must not change its bits."""
-        if not self._own_gate or self.weight_format is not None or torch.compiler.is_compiling():
+        if self.weight_format is not None or torch.compiler.is_compiling():
             return False
         if not has_fast_fused_products(x, self.backend):
             return False
@@ -239,31 +240,6 @@ class Experts(nn.Module):
         invariant = _invariant_unless_told() if self.batch_invariant is None else self.batch_invariant
         return not invariant and not in_transform()
 
-    @property
-    def _own_gate(self) -> bool:
-        """Whether the layer's steps have no kernel for its gate."""
-        return self.activation in GATED and not self.network.usual_gate
-
-    def _fused(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        check_pairs(x, index, weights)
-        held: Any = self._parameters  # looked up at once: an attribute of a module takes as long as a launch
-        biases = held[f"{self.first}_bias"], held["down_proj_bias"]
-        return run_experts(self.network, x, index, weights, held[self.first], held["down_proj"], *biases)
-
-    def _networks(self) -> layer_call.Networks:
-        gated, held = self.activation in GATED, self  # type: bool, Any
-        return layer_call.Networks(
-            getattr(held, self.first),
-            held.down_proj,
-            getattr(held, f"{self.first}_bias"),
-            held.down_proj_bias,
-            stacked=self.network.stacked,
-            gelu=self.activation == "geglu" if gated else None,
-            activation=None if gated else self.activation,
-            backend=self.backend,
-            batch_invariant=self.batch_invariant,
-        )
-
     def _spread(self, x: Tensor, index: Tensor, weights: Tensor, beside: Callable[[], Tensor] | None) -> Tensor:
         from multigemm.integrations import expert_parallel, fused_parallel  # torch.distributed is optional in torch
 
@@ -271,43 +247,29 @@ class Experts(nn.Module):
             return expert_parallel.run_experts(
                 x, index, weights, self.num_experts, self.apply_sorted, self.mesh, self.chunks, beside
             )
-        held = [self._held(name) for name in (self.first, "down_proj", f"{self.first}_bias", "down_proj_bias")]
-        up, down, up_bias, down_bias = held
-        assert up is not None and down is not None
-        if down_bias is not None:
-            down_bias = self._share(down_bias)
-        experts = fused_parallel.Held(up, down, up_bias, down_bias, self.num_experts)
-        return fused_parallel.run_fused(x, index, weights, experts, self.network, self.mesh, self.chunks, beside)
+        held = fused_parallel.Held(*self._weights(), self.num_experts)
+        return fused_parallel.run_fused(x, index, weights, held, self.network, self.mesh, self.chunks, beside)
 
-    def _share(self, bias: Tensor) -> Tensor:
-        """This slice's part of a bias that is added to the sum of all slices."""
+    def _weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The weights and biases, or over a mesh, where all of them are DTensors, this rank's part."""
+        held: Any = self._parameters  # an attribute of a module takes as long as a launch
+        found: list[Any] = [held[name] if name in held else getattr(self, name) for name in self._names]
+        if self.mesh is None:
+            return found[0], found[1], found[2], found[3]
         from multigemm.integrations.expert_parallel import groups_of, share
 
+        found = [x if x is None else x.to_local() for x in found]
         slices = groups_of(self.mesh)[1]
-        return bias if slices is None else share(bias, slices.size())
+        if found[3] is not None and slices is not None:
+            found[3] = share(found[3], slices.size())
+        return found[0], found[1], found[2], found[3]
 
-    def _held(self, name: str) -> Tensor | None:
-        """A parameter, or over a mesh this rank's part of it."""
-        parameter: Any = getattr(self, name)
-        part: Tensor | None = parameter if parameter is None or self.mesh is None else parameter.to_local()
-        return part
-
-    def _linear(self, name: str, rows: Tensor, ends: Tensor, activation: str | None) -> Tensor:
-        weight, bias = self._held(name), self._held(f"{name}_bias")
-        assert weight is not None
-        if bias is not None and name == "down_proj" and self.mesh is not None:
-            bias = self._share(bias)
-        scales: dict[str, Any] = {}
-        stacked = self.network.stacked and self.weight_format is None
-        if self.weight_format is not None:
-            held: Any = self
-            scales = scale_keywords(
-                self.weight_format, getattr(held, f"{name}_scale"), getattr(held, f"{name}_zero", None)
-            )
-        return grouped_gemm(
-            rows, weight if stacked else weight.transpose(1, 2), ends=ends, bias=bias, activation=activation,
-            backend=self.backend, batch_invariant=self.batch_invariant, **scales,
-        )  # fmt: skip
+    def _scales(self, name: str) -> dict[str, Any]:
+        """The keywords of a quantised weight."""
+        if self.weight_format is None:
+            return {}
+        held: Any = self._buffers
+        return scale_keywords(self.weight_format, held[f"{name}_scale"], held.get(f"{name}_zero"))
 
     def extra_repr(self) -> str:
         return (

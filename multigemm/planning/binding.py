@@ -15,7 +15,7 @@ from multigemm.cuda.device import capturing
 from multigemm.cuda.launch import NOTHING, in_turn
 from multigemm.errors import InvalidProblem, NotCapturable
 from multigemm.planning.operands import Operands, reach_bytes
-from multigemm.planning.staging import allocate, outline, stage
+from multigemm.planning.staging import allocate, shape_only_operands, stage
 from multigemm.problem.arrays import cupy_stream, give_back
 from multigemm.problem.operand_reader import Operand
 from multigemm.problem.problem import GroupedGemmProblem
@@ -41,7 +41,7 @@ def reasons(choice: Choice, problem: GroupedGemmProblem) -> str:
 def told(choice: Choice, problem: GroupedGemmProblem) -> str:
     """What a recipe that decides at bind would run for this problem; "" for other recipes."""
     tell = choice.recipe.tell
-    return "" if tell is None else tell(outline(problem, choice.spec))
+    return "" if tell is None else tell(shape_only_operands(problem, choice.spec))
 
 
 class Bound(NamedTuple):

@@ -157,14 +157,14 @@ def _scales(problem: GroupedGemmProblem) -> dict[str, Any]:
     return {} if q is None else {name: scale.grid for name, scale in q.each()}
 
 
-def outline(problem: GroupedGemmProblem, spec: ProblemSpec) -> Operands:
+def shape_only_operands(problem: GroupedGemmProblem, spec: ProblemSpec) -> Operands:
     """Operands for planning: extents, strides and host sizes as `stage` gives them, without memory for a result."""
     grouping, valid, out = problem.grouping, problem.valid_rows, problem.out
     if out is None:
         out = _fresh(problem, torch.device("meta"))
     a, b = problem.a, problem.b
     if problem.quantisation is None:
-        a, b = _outlined(a, spec.compute), _outlined(b, spec.compute)
+        a, b = _shape_only(a, spec.compute), _shape_only(b, spec.compute)
     return Operands(
         spec, a, b, out, problem.c, problem.bias, alpha=problem.alpha, beta=problem.beta, device=problem.device,
         host_offsets=None if grouping is None else grouping.host,
@@ -173,9 +173,9 @@ def outline(problem: GroupedGemmProblem, spec: ProblemSpec) -> Operands:
     )  # fmt: skip
 
 
-def _outlined(x: Operand, dtype: torch.dtype) -> Operand:
+def _shape_only(x: Operand, dtype: torch.dtype) -> Operand:
     if not isinstance(x, Tensor):
-        return [_outlined(t, dtype) for t in x]  # type: ignore[misc]
+        return [_shape_only(t, dtype) for t in x]  # type: ignore[misc]
     return x if x.dtype is dtype else torch.empty_like(x, dtype=dtype, device="meta")
 
 

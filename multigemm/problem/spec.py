@@ -93,7 +93,7 @@ class OperandSpec:
 
 @dataclass(frozen=True, slots=True)
 class FusedSpec:
-    """What stands before and after the products: rows picked by index, a gate, weights of rows, sums of rows.
+    """The fused steps before and after the products: rows picked by index, a gate, weights of rows, sums of rows.
 
     `a_rows`, `b_rows`, `out_rows` and `combine` hold the dtype of their indices, `row_scale` and `weights` that of
     their numbers; None is absent. `layout` is "" without a gate, whose word is `ProblemSpec.activation`; `alpha`,

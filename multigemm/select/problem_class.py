@@ -86,8 +86,8 @@ def tokens(problem: GroupedGemmProblem) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What a choice is made for: a problem with its staged spec and its class, the config that the caller gave, and
-    whether the call is eager, so that the host's time counts."""
+    """The input of a choice: a problem with its staged spec and its class, the config that the caller gave, and whether
+    the call is eager, so that the host's time counts."""
 
     problem: GroupedGemmProblem
     spec: ProblemSpec

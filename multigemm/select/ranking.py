@@ -144,8 +144,9 @@ def _is_batch(c: ProblemClass) -> bool:
 
 
 def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
-    """Those with kernels of their own. Numba takes 7 to 12 s to compile a 16-bit kernel for Hopper, and the trial waits
-    for it: it takes part where long tiles are so few that their shape decides, and was never the fastest elsewhere."""
+    """The backends with kernels of their own. Numba takes 7 to 12 s to compile a 16-bit kernel for Hopper, and
+    measuring waits for it. So it takes part where long tiles are so few that their shape decides; elsewhere it was
+    never the fastest."""
     if c.quantised:
         return ("cupy", "triton", "numba") if _of_hopper(c) else by_dtype(c)
     if "+gather" in c.precision or "+gate" in c.precision:
@@ -167,12 +168,14 @@ def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
 
 
 def _of_hopper(c: ProblemClass) -> bool:
-    """What cupy's kernels for Hopper take of quantised and of fused operands. For others its kernels are slower than
-    Triton's, for quantised ones 10 to 40 times (H200, 2026-11-22); weights by wgmma are not measured yet. A layer's
-    first product takes 0.93 and 0.98 of Triton's time at 64 tokens (Qwen3-30B, Mixtral); at 4096 the gate's kernel and
-    the step that gathers, measured apart, add up to 0.65 to 0.92 (gpt-oss-20b, Mixtral, Qwen3-30B; 2026-11-23). A
-    layer of 1 token takes with both products by cupy 0.76 (Mixtral) to 0.97 (DeepSeek-V3) of the time with Triton's,
-    one of 16 or 64 tokens 0.97 to 1.03 (four layers, 2026-11-23)."""
+    """Whether cupy's kernels for Hopper can run these quantised or fused operands. For others cupy is slower than
+    Triton, for quantised ones 10 to 40 times (H200, 2026-11-22); weights by wgmma are not measured yet.
+
+    A layer's first product takes 0.93 and 0.98 of Triton's time at 64 tokens (Qwen3-30B, Mixtral). At 4096 tokens the
+    gate's kernel and the step that gathers, measured apart, add up to 0.65 to 0.92 (gpt-oss-20b, Mixtral, Qwen3-30B;
+    2026-11-23). With both products by cupy a layer takes 0.76 (Mixtral) to 0.97 (DeepSeek-V3) of the time with Triton's
+    for 1 token, and 0.97 to 1.03 for 16 or 64 tokens (four layers, 2026-11-23).
+    """
     if c.unaligned or c.form == "per_group":
         return False
     if not c.quantised:

@@ -87,7 +87,7 @@ class _Access(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class _Mapped:
-    """What torch asks of foreign memory."""
+    """Mapped memory as an object with the interface by which torch takes foreign memory."""
 
     address: int
     size: int

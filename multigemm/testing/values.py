@@ -54,8 +54,8 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Of operands as they are stored; `scale_a` and `scale_b` are None where there is no scale. `products` have the
-    shape of the result but for gates and sums of rows."""
+    """The shapes of operands as they are stored. `scale_a` and `scale_b` are None without a scale. `products` have the
+    shape of the result, except for gates and sums of rows."""
 
     a: Any
     b: Any

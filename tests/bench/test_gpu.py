@@ -53,3 +53,19 @@ def test_tuning_keeps_what_auto_then_goes_by(tmp_path: Path) -> None:
     told = mg.explain(posed())
     assert "the fastest in the table" in told.why
     assert told.chosen == min(entries[0]["backends"].items(), key=lambda item: item[1]["us"])[0]
+
+
+def test_whole_layers_and_the_static_order_are_measured(tmp_path: Path) -> None:
+    words = ["--device", "cuda:0", "--budget-ms", "20", "--reps", "15", "--json-only", "--quiet", "--floor", "770,3.0"]
+    words += ["--backends", "triton,auto,auto-static", "--peers", "none", "--out", str(tmp_path)]
+    assert main(["bench", "--suite", "layers,small", "--only", "Qwen3-30B:512/,small_g16", *words]) == 0
+    timed = {(row.case, row.entry): row for row in reports.read(tmp_path).timed()}
+    for case in ("Qwen3-30B:512/forward/bf16", "Qwen3-30B:512/training/bf16"):
+        for entry in ("fused", "steps", "fused[triton]", "steps[triton]"):
+            assert timed[case, entry].graph is not None, timed[case, entry].notes
+    assert timed["small_g16/uniform/bf16", "auto-static"].kernel.partition(": ")[0] in (
+        "cupy",
+        "triton",
+        "numba",
+        "cublas",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import torch
 
 from multigemm.__main__ import main
 from multigemm.bench import machine, processes, reports, runner
-from multigemm.bench.entries import backend_entries, backend_entry
+from multigemm.bench.entries import Entry, Prepared, backend_entries, backend_entry
 from multigemm.bench.peers import peer_entries
 from multigemm.bench.reports import Report
 from multigemm.bench.runner import Options, Runner, new_report
-from multigemm.bench.workloads import Workload, parse_shape
+from multigemm.bench.workloads import Rates, Workload, parse_shape
 from multigemm.errors import MultigemmError
 from multigemm.select.timing import Timing
 from tests.support.bench_entries import CASE, CPU, ENTRIES, FAST, RATES, by_name, run
@@ -30,6 +31,24 @@ def test_every_outcome_is_a_row_with_its_reason() -> None:
     assert rows["breaks"].reason == "RuntimeError: kernel exploded"
     assert "instead of" in rows["idle"].reason
     assert rows["wrong"].us is None
+
+
+def test_a_result_that_cannot_be_read_is_a_failure() -> None:
+    """A layer's result is made by a second call, which may run out of memory."""
+
+    def gone(returned: object) -> Any:
+        raise MemoryError("no room")
+
+    spoilt = Entry("spoilt", "peer", lambda tensors: Prepared(lambda: None, None, unpack=gone))
+    rows = by_name(run([CASE], [spoilt, ENTRIES[0]]))
+    assert (rows["spoilt"].status, rows["spoilt"].reason) == ("failed", "MemoryError: no room")
+    assert rows["right"].status == "ok"
+
+
+def test_a_slow_call_has_a_fraction_of_its_floor_too() -> None:
+    """Kept in significant digits: rounded to places it would be 0, and left out of every mean."""
+    (row,) = run([CASE], ENTRIES[:1], options=replace(FAST, rates={"bf16": Rates(1e6, 1e6)})).rows
+    assert row.of_floor is not None and 0 < row.of_floor < 1e-4
 
 
 def test_a_backend_is_also_measured_under_batch_invariance() -> None:

@@ -18,7 +18,7 @@ from tests.source_mutants import __main__ as command
 from tests.source_mutants import compiled, emulated, hunt, mutations, problems
 from tests.source_mutants.compiled import Variant
 from tests.source_mutants.equivalents import EQUIVALENT, ON_GPU, becomes, excuse
-from tests.source_mutants.hunt import Hunt, Result
+from tests.source_mutants.hunt import Hunt, Result, Verdict
 from tests.source_mutants.mutations import Mutation, mutations_of
 from tests.source_mutants.variants import compile_variant, various
 from tests.source_mutants.variants import reached as reached_variants
@@ -212,7 +212,7 @@ def test_the_unchanged_kernel_survives(file: str, root: Path, monkeypatch: pytes
 
 def test_the_rate_leaves_out_what_does_not_compile() -> None:
     mutation = Mutation("f", 1, "o", "a", "b")
-    results = [Result(mutation, state) for state in ("killed", "killed", "killed", "survived", "stillborn")]
+    results = [Result(mutation, Verdict(state)) for state in ("killed", "killed", "killed", "survived", "stillborn")]
     assert command.summary("triton", results) == "triton: 3 of 4 killed (75 %), 0 are equivalent, 1 did not compile"
 
 
@@ -239,11 +239,11 @@ def speaks_of(entry: tuple[str, str, str, str], mutation: Mutation) -> bool:
 
 
 def test_results_are_kept_as_they_come(tmp_path: Path) -> None:
-    results = [Result(Mutation("f", line, "o", "a", "b"), state) for line, state in
+    results = [Result(Mutation("f", line, "o", "a", "b"), Verdict(state)) for line, state in
                ((1, "killed"), (2, "survived"), (3, "stillborn"), (4, "failed"))]  # fmt: skip
     command.write(results, str(tmp_path / "results.json"), {"backend": "triton"})
     kept = json.loads((tmp_path / "results.json").read_text())
-    assert kept["rate"] == 0.5 and kept["fates"][0]["state"] == "survived"
+    assert kept["rate"] == 0.5 and kept["fates"][0]["verdict"]["state"] == "survived"
 
 
 def test_the_unchanged_kernels_are_hunted_among_their_mutants() -> None:
@@ -254,12 +254,13 @@ def test_the_unchanged_kernels_are_hunted_among_their_mutants() -> None:
 
 
 def test_a_hang_is_tried_once_more(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[Any] = [(None, hunt.HUNG), ({"state": "survived", "oracle": "", "text": ""}, 0)]
+    hangs = Verdict("killed", "hang")
+    answers = [hangs, Verdict("survived")]
     monkeypatch.setattr(hunt, "_attempt", lambda *asked: answers.pop(0))
     mutation = mutations_of("triton", root)[0]
     assert hunt.run_one(replace(mutation, after=mutation.before + " "), Hunt("triton"), root).state == "survived"
-    answers += [(None, hunt.HUNG), (None, hunt.HUNG)]
-    assert hunt.run_one(mutation, Hunt("triton"), root).oracle == "hang"
+    answers += [hangs, hangs]
+    assert hunt.run_one(mutation, Hunt("triton"), root).verdict == hangs
 
 
 class _Compiled:
@@ -274,11 +275,11 @@ class _Compiled:
     def compiles(self) -> bool:
         return True
 
-    def run_burst(self, first: int, say: Any) -> tuple[int, Any]:
-        return 1, {"state": "killed", "oracle": "value", "text": ""} if self.case.get("dies") else None
+    def run_burst(self, first: int, say: Any) -> tuple[int, Verdict | None]:
+        return 1, Verdict("killed", "value") if self.case.get("dies") else None
 
 
-def hunted(monkeypatch: pytest.MonkeyPatch, *cases: dict[str, Any]) -> tuple[dict[str, str], int]:
+def hunted(monkeypatch: pytest.MonkeyPatch, *cases: dict[str, Any]) -> tuple[Verdict, int]:
     """What a hunt finds, and how often it opened the device."""
     opened: list[Any] = []
     monkeypatch.setattr(hunt, "CompiledVariant", _Compiled)
@@ -290,12 +291,12 @@ def hunted(monkeypatch: pytest.MonkeyPatch, *cases: dict[str, Any]) -> tuple[dic
 def test_only_variants_whose_machine_code_changes_meet_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     old, new, broken = {"code": "old", "dies": True}, {"code": "new"}, {"code": ""}
     said, opened = hunted(monkeypatch, old, old)
-    assert said["state"] == "same" and not opened
+    assert said.state == "same" and not opened
     said, opened = hunted(monkeypatch, old, new, new)
-    assert said["state"] == "survived" and "2 variants, 1 others are the same" in said["text"] and opened == 1
-    assert hunted(monkeypatch, old, new | {"dies": True})[0]["state"] == "killed"
+    assert said.state == "survived" and "2 variants, 1 others are the same" in said.text and opened == 1
+    assert hunted(monkeypatch, old, new | {"dies": True})[0].state == "killed"
     said, opened = hunted(monkeypatch, old, broken)
-    assert said["state"] == "stillborn" and not opened
+    assert said.state == "stillborn" and not opened
 
 
 def test_the_sample_outlives_edits_elsewhere() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 from torch import Tensor
 
 import multigemm as mg
+from multigemm.integrations import fused_experts
+from multigemm.integrations.expert_network import Network
 from multigemm.nn import Experts, MoE, experts_forward, moe
 
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -24,6 +28,8 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "recompute": {"recompute": True},
 }  # fmt: skip
 HERE, TOKENS, TOP_K, HIDDEN, INNER = 5, 11, 2, 8, 6
+EXAMPLE = Path(__file__).parents[2] / "examples" / "moe_language_model.py"
+STEPS = 40
 
 
 def layer(dtype: torch.dtype = torch.float64, **options: Any) -> Experts:
@@ -265,8 +271,6 @@ def test_a_compiled_function() -> None:
 
 def test_nothing_is_kept_where_no_gradient_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters ask for gradients always: what counts is whether autograd records."""
-    from multigemm.integrations import fused_experts
-
     asked: list[bool] = []
     original = fused_experts.first_product
 
@@ -286,11 +290,11 @@ def test_a_layer_that_was_not_told_is_fused_where_steps_have_no_gate(monkeypatch
     """Not for other backends, batch invariance, weights of another dtype, quantised ones."""
     asked: list[str] = []
 
-    def fused(self: Experts, x: Tensor, *rest: Tensor) -> Tensor:
-        asked.append(self.backend)
+    def fused(net: Network, x: Tensor, *rest: Tensor) -> Tensor:
+        asked.append(net.backend)
         return torch.zeros_like(x)
 
-    monkeypatch.setattr(Experts, "_fused", fused)
+    monkeypatch.setattr(moe, "run_experts", fused)
     x, index, weights = (t.detach() for t in drawn(torch.bfloat16))
     index = index.clamp(max=HERE - 1)
 
@@ -330,3 +334,45 @@ def test_where_fused_products_are_the_faster_ones(monkeypatch: pytest.MonkeyPatc
     assert not moe.has_fast_fused_products(x, "auto")
     monkeypatch.setattr(OnGpu, "dtype", torch.float32)
     assert not moe.has_fast_fused_products(x, "auto")
+
+
+# --- a language model learns what it learns with a plain loop over the experts -------------------------------
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """The example as a module."""
+    spec = importlib.util.spec_from_file_location("moe_language_model", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def plain(model: Any) -> Any:
+    """Loss curves of the plain layer, of two seeds."""
+    return [model.curve(model.PlainMoE, STEPS, seed) for seed in (0, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
+def test_the_loss_curve_is_that_of_a_plain_layer(options: dict[str, Any], model: Any, plain: Any) -> None:
+    fused, (same, other) = model.curve(MoE, STEPS, fused=True, **options), plain
+    assert fused[-1] < 0.6 * fused[0]
+    assert model.apart(fused, same) < 0.01 * model.apart(other, same), "within the noise of two seeds, by far"
+
+
+@pytest.mark.slow
+def test_a_lost_gradient_is_seen(model: Any, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The distance of two seeds is no blind measure: routers that do not learn give another curve."""
+    monkeypatch.setattr(fused_experts._Backward, "_of_weights", lambda self, dots: torch.zeros_like(self._weights))
+    wrong = model.curve(MoE, STEPS, fused=True)
+    assert model.apart(wrong, plain[0]) > 0.01 * model.apart(plain[1], plain[0])
+
+
+@pytest.mark.gpu
+def test_the_loss_curve_on_a_gpu(model: Any) -> None:
+    asked = {"device": "cuda", "width": 128, "experts": 16}
+    fused, same = model.curve(MoE, STEPS, fused=True, **asked), model.curve(model.PlainMoE, STEPS, **asked)
+    assert model.apart(fused, same) < 0.2 * model.apart(model.curve(model.PlainMoE, STEPS, seed=1, **asked), same)

@@ -14,6 +14,7 @@ import multigemm as mg
 from multigemm.integrations.layer_ops import geglu, swiglu
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.nn import Experts, GroupedLinear, MoE
+from tests.support.layer_cases import EXPERTS, TOKENS, VARIANTS, layer_of
 
 
 def test_grouped_linear_is_a_stack_of_linears() -> None:
@@ -92,14 +93,17 @@ def test_cuts_on_the_host_are_checked_and_may_be_empty() -> None:
     [
         (torch.zeros(6, 2), None, "torch.float32; expert numbers are integers"),
         (torch.zeros(6, 2, dtype=torch.bool), None, "torch.bool; expert numbers are integers"),
-        (torch.zeros(6, dtype=torch.int64), None, r"shape \(6,\); it must be \[tokens, k\]"),
-        (torch.zeros(7, 2, dtype=torch.int64), None, "7 tokens.*6 rows"),
-        (None, torch.ones(6, 1), r"weights have shape \(6, 1\); they must be \(6, 2\)"),
-        (None, torch.ones(2, 6), r"weights have shape \(2, 6\); they must be \(6, 2\)"),
+        (torch.zeros(6, dtype=torch.int64), torch.ones(6), r"index \(6,\), weights \(6,\): .* must be \[tokens, k\]"),
+        (torch.zeros(7, 2, dtype=torch.int64), torch.ones(7, 2), r"x \(6, 4\), index \(7, 2\)"),
+        (None, torch.ones(6, 1), r"index \(6, 2\), weights \(6, 1\)"),
+        (None, torch.ones(2, 6), r"index \(6, 2\), weights \(2, 6\)"),
     ],
 )
-def test_experts_refuse_what_is_no_routing(index: Tensor | None, weights: Tensor | None, words: str) -> None:
-    layer, right = Experts(3, 4, 5), torch.zeros(6, 2, dtype=torch.int64)
+@pytest.mark.parametrize("fused", [False, True])
+def test_experts_refuse_what_is_no_routing(
+    index: Tensor | None, weights: Tensor | None, words: str, fused: bool
+) -> None:
+    layer, right = Experts(3, 4, 5, fused=fused), torch.zeros(6, 2, dtype=torch.int64)
     given = (right if index is None else index, torch.ones(6, 2) if weights is None else weights)
     with pytest.raises(mg.InvalidProblem, match=words):
         layer(torch.randn(6, 4), *given)
@@ -188,3 +192,72 @@ def test_gates(gate: Any, plain: Any) -> None:
     half = torch.randn(50, 64, dtype=torch.bfloat16)
     exact = plain(half[:, :32].double()) * half[:, 32:].double()
     assert torch.equal(gate(half), exact.to(torch.bfloat16)) or (gate(half) - exact).abs().max() < 0.05
+
+
+# --- zeros and NaN ------------------------------------------------------------------------------------
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def gradients(layer: Experts, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    leaves = {"x": x.detach().requires_grad_(), "weights": weights.detach().requires_grad_()}
+    y = layer(leaves["x"], index, leaves["weights"])
+    named = {**leaves, **dict(layer.named_parameters())}
+    found = torch.autograd.grad(y, list(named.values()), torch.ones_like(y))
+    return y.detach(), dict(zip(named, found, strict=True))
+
+
+def without_gradients(layer: Experts, *given: Tensor) -> Tensor:
+    """The layer's result; on a GPU, the one of a bound layer that was met before."""
+    with torch.no_grad():
+        results: list[Tensor] = [layer(*given) for _ in range(4)]
+    assert all(torch.equal(y.nan_to_num(), results[0].nan_to_num()) for y in results)
+    return results[-1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("activation", "dtype", "bias"), VARIANTS)
+@pytest.mark.parametrize("used", [(0, 3), (5, 5)])
+def test_experts_without_tokens_have_gradients_of_zero(
+    activation: str, dtype: torch.dtype, bias: bool, used: tuple[int, int], device: str
+) -> None:
+    layer, x, weights = layer_of(activation, dtype, bias, device)
+    index = torch.tensor(used, device=device).expand(TOKENS, 2).contiguous()
+    index[7] = EXPERTS  # a token that nobody here serves
+    y, found = gradients(layer, x, index, weights)
+    assert torch.equal(without_gradients(layer, x, index, weights), y)
+    assert all(g.isfinite().all() for g in (y, *found.values()))
+    idle = [e for e in range(EXPERTS) if e not in used]
+    for name, gradient in found.items():
+        if name in ("x", "weights"):
+            assert not gradient[7].any()
+            assert gradient.any()
+        else:
+            assert not gradient[idle].any()
+            assert all(gradient[e].any() for e in used)
+    assert not y[7].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("activation", "dtype", "bias"), VARIANTS)
+def test_a_nan_stays_with_its_token_and_its_experts(
+    activation: str, dtype: torch.dtype, bias: bool, device: str
+) -> None:
+    layer, x, weights = layer_of(activation, dtype, bias, device)
+    index = torch.rand(TOKENS, EXPERTS - 1, device=device).topk(2).indices
+    index[11] = torch.tensor([0, 1], device=device)
+    clean, found = gradients(layer, x, index, weights)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter[EXPERTS - 1] = torch.nan  # of an expert that serves nobody
+    x[11] = torch.nan
+    dirty, after = gradients(layer, x, index, weights)
+    assert torch.equal(without_gradients(layer, x, index, weights).nan_to_num(), dirty.nan_to_num())
+    others = torch.arange(TOKENS, device=device) != 11
+    assert dirty[11].isnan().all()
+    assert torch.equal(dirty[others], clean[others])
+    for name in ("x", "weights"):
+        assert torch.equal(after[name][others], found[name][others])
+    for name, _ in layer.named_parameters():
+        assert torch.equal(after[name][2:], found[name][2:])
+        assert not after[name][EXPERTS - 1].any()

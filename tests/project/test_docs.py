@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import chart
-from multigemm.bench import reports
+from multigemm.bench import plots, reports
 from multigemm.bench.workloads import geomean
 
 ROOT = Path(__file__).parents[2]
@@ -99,16 +98,23 @@ def test_anchors_and_addresses_of_the_repository_exist(page: Path) -> None:
     assert [x for x in addresses if not x.startswith((URLS["Homepage"], URLS["Documentation"].rstrip("/")))] == []
 
 
-def test_the_chart_is_drawn_from_the_kept_report() -> None:
-    report = reports.read(chart.REPORT)
-    for name, colours in chart.LOOKS.items():
-        kept = (chart.FOLDER / f"moe-{name}.svg").read_text()
-        assert chart.draw(report, colours) == kept, "run: python benchmarks/chart.py"
+REPORT = ROOT / "benchmarks" / "results" / "h200" / "rested.json"
+
+
+def test_the_chart_is_drawn_from_the_kept_report(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for drawn in plots.charts(reports.read(REPORT), tmp_path / "moe"):
+        kept = ROOT / "docs" / "assets" / drawn.name
+        words, marks = (
+            [re.findall(what, x.read_text()) for x in (drawn, kept)] for what in (">([^<>]+)</text>", "<use ")
+        )
+        command = "multigemm bench render benchmarks/results/h200/rested.json --chart docs/assets/moe"
+        assert words[0] == words[1] and "0.927" in words[0] and len(marks[0]) == len(marks[1]), f"run: {command}"
 
 
 def test_the_numbers_of_the_readme_are_those_of_the_kept_files() -> None:
     text = (ROOT / "README.md").read_text()
-    shares = {entry: geomean(values) for entry, values in chart.shares(reports.read(chart.REPORT)).items()}
+    shares = {entry: geomean(values) for entry, values in plots.shares(reports.read(REPORT), "moe").items()}
     host = json.loads((ROOT / "benchmarks" / "results" / "h200" / "host-time.json").read_text())["us"]
     ours, peers = ("cupy", "triton", "numba"), ("quack", "triton_kernels", "deep_gemm", "torch_grouped")
     device_row = [f"{shares[entry]:.3f}" for entry in (*ours, *peers)]

@@ -95,15 +95,19 @@ def test_a_program_that_prints_something_else_is_found(tmp_path: Path, monkeypat
         run(page)
 
 
+def parser_of(name: str) -> Parser:
+    parser = Parser(prog=name)
+    importlib.import_module(f"multigemm.{COMMANDS[name][1]}").add_arguments(parser)
+    return parser
+
+
 def parse(line: str) -> None:
     """Give a command line of multigemm to the parser of its command, which raises SystemExit if it is wrong."""
     name, *rest = shlex.split(line)[1:]
     if name in ("--version", "--help"):
         return
     assert name in COMMANDS, f"there is no command {name}"
-    parser = Parser(prog=name)
-    importlib.import_module(f"multigemm.{COMMANDS[name][1]}").add_arguments(parser)
-    parser.parse_args(rest)
+    parser_of(name).parse_args(rest)
 
 
 def check_command(line: str) -> None:
@@ -137,6 +141,17 @@ def test_a_command_line_of_a_page_can_be_given(snippet: Snippet, line: str) -> N
     check_command(line)
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_says_what_it_does(name: str) -> None:
+    parsers = [parser_of(name)]
+    for parser in parsers:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += {id(found): found for found in action.choices.values()}.values()
+            elif action.choices is None or action.option_strings:
+                assert action.help, f"{parser.prog} {'/'.join(action.option_strings) or action.dest}"
+
+
 INLINE = [
     (page, text) for page in PAGES for text in re.findall(r"`(multigemm [a-z]+[^`\n]* --[^`\n]*)`", page.read_text())
 ]
@@ -145,9 +160,7 @@ INLINE = [
 @pytest.mark.parametrize(("page", "text"), INLINE, ids=[f"{page.name} {text[:40]}" for page, text in INLINE])
 def test_an_option_that_a_sentence_names_exists(page: Path, text: str) -> None:
     """In a sentence a command may be cut short or hold placeholders, so its options alone are looked up."""
-    name = text.split()[1]
-    parser = Parser(prog=name)
-    importlib.import_module(f"multigemm.{COMMANDS[name][1]}").add_arguments(parser)
+    parser = parser_of(text.split()[1])
     helped = [parser]
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

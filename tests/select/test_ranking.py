@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as group
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import multigemm as mg
 from multigemm.select import choose, ranking, registry
@@ -152,16 +151,13 @@ def test_ranks_of_a_process_group_choose_alike(
     assert len(trials) == 1
 
 
-@pytest.mark.slow
-def test_a_process_group_of_two_is_seen(tmp_path: Path) -> None:
-    code = (
-        "import sys, torch.distributed as d; from multigemm.select.measure_once import ranks_of_group as ranks;"
-        "print(ranks()); d.init_process_group('gloo', init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2);"
-        "print(ranks()); d.barrier(); d.destroy_process_group()"
-    )
-    command = [sys.executable, "-c", code, f"file://{tmp_path / 'meet'}"]
-    both = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in (0, 1)]
-    assert [child.communicate(timeout=120)[0].split() for child in both] == [["1", "2"]] * 2
+def test_a_process_group_of_two_is_seen() -> None:
+    assert trial.ranks_of_group() == 1
+    group.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        assert trial.ranks_of_group() == 2
+    finally:
+        group.destroy_process_group()
 
 
 def test_a_choice_that_was_made_unmeasured_stays_in_its_process(

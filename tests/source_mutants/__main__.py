@@ -36,7 +36,7 @@ from tests.source_mutants.variants import reached, survey
 
 EXCUSED_SECONDS = 4.0
 """For a change that is said to be none."""
-UNCHANGED = "nothing"
+UNCHANGED = "unchanged"
 """The operator of a mutation that changes nothing."""
 EMULATORS = ("triton", "numba")
 CONTROL = 25

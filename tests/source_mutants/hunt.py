@@ -43,8 +43,6 @@ from tests.source_mutants.problems import SPAN, compiled_problem
 
 DOES_NOT_COMPILE = ("CompilationError", "CompileError", "SyntaxError", "NameError", "TypingError", "CompileException",
           "IndentationError", "UnsupportedLanguageConstruct", "AttributeError", "LoweringError")  # fmt: skip
-SURVIVED = {"state": "survived", "oracle": "", "text": ""}
-STILLBORN = SURVIVED | {"state": "stillborn"}
 DEEP = 4
 """One problem in so many meets the expensive oracles in emulation, the others the edge of memory."""
 DEEP_GROUPS = 100
@@ -52,8 +50,6 @@ DEEP_GROUPS = 100
 COMPILE_LIMIT, RUN_LIMIT, EMULATED_RUN_LIMIT = 100.0, 15.0, 90.0
 """Seconds without a message after which a mutant counts as hanging: while it compiles, and while a problem runs on a
 GPU, or in an emulator."""
-HUNG = 1000
-"""Instead of an exit code."""
 LIBRARIES = {"triton": ("triton", "triton.language"), "cupy": ("cupy",), "numba": ("numba", "numba.cuda")}
 VARIANTS, TRIED = 6, 14
 """Variants whose machine code a mutant changes, that meet problems in turn; and how many are compiled to find them."""
@@ -85,20 +81,32 @@ class Hunt:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class Verdict:
     """What became of a mutant: "killed", "stillborn" (does not compile), "survived", "equivalent" (it
     survived, and `text` says why no oracle could see it), "same" (no variant's machine code differs), or
     "failed" (its process could not hunt)."""
 
-    mutation: Mutation
     state: str
     oracle: str = ""
-    seconds: float = 0.0
     text: str = ""
 
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The verdict on a mutant, and what it took."""
+
+    mutation: Mutation
+    verdict: Verdict
+    seconds: float = 0.0
+
+    @property
+    def state(self) -> str:
+        return self.verdict.state
+
     def __str__(self) -> str:
-        note = f"  [{self.text[:160]}]" if self.oracle == "exception" or self.state == "survived" else ""
-        return f"{self.state:10} {self.seconds:5.1f} s  {self.oracle:12} {self.mutation}{note}"
+        oracle, text = self.verdict.oracle, self.verdict.text
+        note = f"  [{text[:160]}]" if oracle == "exception" or self.state == "survived" else ""
+        return f"{self.state:10} {self.seconds:5.1f} s  {oracle:12} {self.mutation}{note}"
 
 
 def prepare_processes(hunt: Hunt) -> None:
@@ -114,43 +122,44 @@ def run_one(mutation: Mutation, hunt: Hunt, root: Path, variants: Sequence[Varia
     begin, hunt = time.monotonic(), replace(hunt, kernels=kernels_of(mutation, hunt.backend))
     with tempfile.TemporaryDirectory() as name:
         plant(mutation, Path(name), root)
-        data, code = _attempt(hunt, name, variants)
-        if code == HUNG or (data and data["oracle"] == "hang"):
+        verdict = _attempt(hunt, name, variants)
+        if verdict.oracle == "hang":
             with _hang_retries:  # with few others that may hang: they share a device, or cores
-                data, code = _attempt(hunt, name, variants)
-    spent = time.monotonic() - begin
-    if data is None:
-        if code == 1:  # an exception outside the hunt: nothing was learnt
-            return Result(mutation, "failed", "", spent)
-        return Result(mutation, "killed", "hang" if code == HUNG else "crash", spent, f"exit code {code}")
-    if data["state"] in ("survived", "same") and (reason := excuse(mutation, emulated=hunt.emulated)):
-        return Result(mutation, "equivalent", "", spent, reason)
-    return Result(mutation, data["state"], data["oracle"], spent, data["text"])
+                verdict = _attempt(hunt, name, variants)
+    if verdict.state in ("survived", "same") and (reason := excuse(mutation, emulated=hunt.emulated)):
+        verdict = Verdict("equivalent", "", reason)
+    return Result(mutation, verdict, time.monotonic() - begin)
 
 
-def _attempt(hunt: Hunt, folder: str, variants: Sequence[Variant]) -> tuple[dict[str, Any] | None, int]:
-    """What one process finds, and its exit code; no answer if it ends before, or HUNG."""
+def _attempt(hunt: Hunt, folder: str, variants: Sequence[Variant]) -> Verdict:
+    """What one process finds, or what its end says of the mutant."""
     context = mp.get_context("forkserver")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_hunt_in_process, args=(hunt, folder, list(variants), sender), daemon=True)
     process.start()
     sender.close()
-    data, hangs = _answer(receiver, hunt)
+    verdict, hangs = _answer(receiver, hunt)
     if not hangs:
         process.join(5)
     process.kill()
     process.join()
-    return data, HUNG if hangs else int(process.exitcode or 0)
+    if verdict is not None:
+        return verdict
+    if hangs:
+        return Verdict("killed", "hang")
+    if process.exitcode == 1:  # an exception outside the hunt: nothing was learnt
+        return Verdict("failed")
+    return Verdict("killed", "crash", f"exit code {process.exitcode}")
 
 
-def _answer(pipe: Any, hunt: Hunt) -> tuple[dict[str, Any] | None, bool]:
+def _answer(pipe: Any, hunt: Hunt) -> tuple[Verdict | None, bool]:
     """What a mutant's process finds, and whether it hangs. On the way it says whether it compiles or runs."""
     run_limit = EMULATED_RUN_LIMIT if hunt.emulated else RUN_LIMIT
     said: Any = ""
     try:
         while pipe.poll(run_limit if said == "runs" else COMPILE_LIMIT):
             said = pipe.recv()
-            if isinstance(said, dict):
+            if isinstance(said, Verdict):
                 return said, False
     except (EOFError, OSError):
         return None, False
@@ -181,20 +190,20 @@ def _hunt_in_process(hunt: Hunt, folder: str, variants: list[Variant], pipe: Any
             found = GpuHunt(hunt, device, pipe.send).search(variants)
     except Exception as error:  # a lost device shows wherever the host waits for it next; all else is our own fault
         text = short_text(error)
-        found = {"state": "killed" if "CUDA" in text else "failed", "oracle": "exception", "text": text[:300]}
+        found = Verdict("killed" if "CUDA" in text else "failed", "exception", text[:300])
     pipe.send(found)
     pipe.close()
     os._exit(0)  # a mutant may have left a context in which an ordinary end waits for ever
 
 
-def verdict(outcome: Outcome) -> dict[str, str]:
+def verdict_of(outcome: Outcome) -> Verdict:
     """What the first finding of an outcome says about the mutant."""
     found = outcome.findings[0]
     no_code = found.oracle == "exception" and any(word in found.text for word in DOES_NOT_COMPILE)
-    return {"state": "stillborn" if no_code else "killed", "oracle": found.oracle, "text": found.text[:200]}
+    return Verdict("stillborn" if no_code else "killed", found.oracle, found.text[:200])
 
 
-def hunt_emulated(hunt: Hunt, device: torch.device, variants: list[Variant], report: Report) -> dict[str, str]:
+def hunt_emulated(hunt: Hunt, device: torch.device, variants: list[Variant], report: Report) -> Verdict:
     """Problems that reach the changed line, then others like them and random ones, until something is seen. For half
     of the time, those that reach it meet the oracles of values and of foreign memory alone, which are quick."""
     begin, subjects = time.monotonic(), emulated.subjects_of(hunt.backend)
@@ -216,9 +225,9 @@ def hunt_emulated(hunt: Hunt, device: torch.device, variants: list[Variant], rep
         if outcome.ok and outcome.ran and further:
             _look_further(device_case, subject, outcome, chosen, None if deep else number)
         if outcome.findings:
-            return verdict(outcome)
+            return verdict_of(outcome)
         met += 1
-    return SURVIVED | {"text": f"{met} problems, {len(variants)} of which reach the line"}
+    return Verdict("survived", text=f"{met} problems, {len(variants)} of which reach the line")
 
 
 def _look_further(device_case: DeviceCase, subject: Subject, outcome: Outcome, chosen: int, number: int | None) -> None:
@@ -293,7 +302,7 @@ class CompiledVariant:
     def problem(self, number: int) -> Case:
         return compiled_problem(self.backend, self.case, self.config, number)
 
-    def run_burst(self, first: int, report: Report) -> tuple[int, dict[str, str] | None]:
+    def run_burst(self, first: int, report: Report) -> tuple[int, Verdict | None]:
         """A burst of problems; how many ran, and what the first finding says."""
         emulated.choose_listing(self.backend, listing_of(first))
         drawn = ((number, self.problem(number)) for number in shuffled(first))
@@ -306,13 +315,13 @@ class CompiledVariant:
         try:
             outcomes = check_pairs(pairs, wait=partial(wait_for, self.device))
         except TimeoutError as error:
-            return len(device_cases), {"state": "killed", "oracle": "hang", "text": str(error)}
+            return len(device_cases), Verdict("killed", "hang", str(error))
         for (number, _), device_case, outcome in zip(chosen, device_cases, outcomes, strict=True):
             report("runs")
             if outcome.ok and outcome.ran:
                 self.look_deeper(device_case, outcome, number)
             if outcome.findings:
-                return len(device_cases), verdict(outcome)
+                return len(device_cases), verdict_of(outcome)
         report("compiles")
         return len(device_cases), None
 
@@ -335,7 +344,7 @@ class GpuHunt:
     def is_over(self, times: float = 1.0) -> bool:
         return time.monotonic() - self.begin > times * self.hunt.seconds
 
-    def burst_of(self, run: CompiledVariant) -> dict[str, str] | None:
+    def burst_of(self, run: CompiledVariant) -> Verdict | None:
         count, found = run.run_burst(self.number, self.report)
         self.number, self.ran = self.number + SPAN, self.ran + count
         return found
@@ -344,7 +353,7 @@ class GpuHunt:
         """Opens the device, which may take longer than all else where many do it at once."""
         torch.zeros(1, device=self.device)
 
-    def search(self, variants: list[Variant]) -> dict[str, str]:
+    def search(self, variants: list[Variant]) -> Verdict:
         """Variants whose machine code is another than that of the unchanged sources, each for as long as the next
         compilation may take; then all of them in turn."""
         for variant in variants:
@@ -356,16 +365,17 @@ class GpuHunt:
             if found := self.burst_of(self.runs[self.number // SPAN % len(self.runs)]):
                 return found
         if variants and self.same == len(variants):
-            return SURVIVED | {"state": "same", "text": f"the machine code of {self.same} variants"}
-        return SURVIVED | {"text": f"{self.ran} problems of {len(self.runs)} variants, {self.same} others are the same"}
+            return Verdict("same", text=f"the machine code of {self.same} variants")
+        met = f"{self.ran} problems of {len(self.runs)} variants, {self.same} others are the same"
+        return Verdict("survived", text=met)
 
-    def first_look(self, variant: Variant) -> dict[str, str] | None:
+    def first_look(self, variant: Variant) -> Verdict | None:
         """Compiles for a variant and, where that gives other machine code, lets it meet problems."""
         started = time.monotonic()
         run = CompiledVariant(self.hunt, variant, self.device)
         codes = run.codes()
         if codes is None:
-            return STILLBORN
+            return Verdict("stillborn")
         if codes == variant.codes:
             self.same += 1
             return None
@@ -374,7 +384,7 @@ class GpuHunt:
             self.open_device()
             self.begin = time.monotonic()
         if not run.compiles():
-            return STILLBORN
+            return Verdict("stillborn")
         self.runs.append(run)
         compiled = time.monotonic()
         while True:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigemm.integrations import grouped_gemm, layer_call
-from multigemm.integrations.fused_experts import experts_forward
-from multigemm.integrations.layer_call import Networks
-from multigemm.integrations.layer_ops import geglu, swiglu
-from multigemm.integrations.routing import combine, dispatch, route
+from multigemm.integrations import bound_layer
+from multigemm.integrations.bound_layer import run_bound
+from multigemm.integrations.expert_network import Network
+from multigemm.integrations.fused_experts import run_experts
+from multigemm.integrations.routing import through_experts
 from multigemm.nn import Experts
 from multigemm.planning.launch_cache import LAUNCHES
 
@@ -38,29 +38,25 @@ def layer_of(activation: str, dtype: torch.dtype, bias: bool, device: str) -> tu
     return layer, x, torch.rand(TOKENS, 2, device=device) + 0.1
 
 
-def in_steps(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor:
-    routing = route(index, nets.up.shape[0])
-    up, down = (w if nets.stacked else w.transpose(1, 2) for w in (nets.up, nets.down))
-    options: Any = {} if nets.activation is None else {"activation": nets.activation}
-    hidden = grouped_gemm(dispatch(x, routing), up, ends=routing.ends, bias=nets.up_bias, **options)
-    if nets.gelu is not None:
-        hidden = (geglu if nets.gelu else swiglu)(hidden)
-    rows = grouped_gemm(hidden, down, ends=routing.ends, bias=nets.down_bias)
-    return combine(rows, weights, routing)
+Parameters = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
-def networks(experts: int, hidden: int, inner: int, dtype: torch.dtype, device: str) -> Iterator[Networks]:
-    for gelu, activation, bias, stacked in (
-        (False, None, False, False),
-        (True, None, True, True),
-        (None, "gelu", True, False),
-    ):
-        width = inner if gelu is None else 2 * inner
+def in_steps(net: Network, x: Tensor, index: Tensor, weights: Tensor, *parameters: Any) -> Tensor:
+    experts = parameters[0].shape[0]
+    return through_experts(x, index, weights, experts, lambda rows, ends: net.in_steps(rows, ends, *parameters))
+
+
+def networks(
+    experts: int, hidden: int, inner: int, dtype: torch.dtype, device: str
+) -> Iterator[tuple[Network, Parameters]]:
+    for net, bias in ((Network(), False), (Network("geglu", stacked=True), True), (Network("gelu"), True)):
+        width = 2 * inner if net.gate else inner
         made: list[Any] = []
         for out, deep in ((width, hidden), (hidden, inner)):
-            made.append(torch.randn(experts, *((deep, out) if stacked else (out, deep)), device=device, dtype=dtype))
+            shape = (deep, out) if net.stacked else (out, deep)
+            made.append(torch.randn(experts, *shape, device=device, dtype=dtype))
         vectors = [torch.randn(experts, n, device=device, dtype=dtype) if bias else None for n in (width, hidden)]
-        yield Networks(made[0], made[1], vectors[0], vectors[1], stacked=stacked, gelu=gelu, activation=activation)
+        yield net, (made[0], made[1], vectors[0], vectors[1])
 
 
 def _interpreted(device: int, kernel: Any, grid: tuple[int, ...], warps: int, values: Any) -> Callable[[], None]:
@@ -70,9 +66,9 @@ def _interpreted(device: int, kernel: Any, grid: tuple[int, ...], warps: int, va
 
 
 def _without_a_gpu() -> None:
-    stand_ins: Any = layer_call
+    stand_ins: Any = bound_layer
     stand_ins.bound = _interpreted
-    stand_ins._bindable = lambda x: True
+    stand_ins._on_current_device = lambda x: True
     stand_ins.current_raw_stream = lambda device: 0
     stand_ins.empty_cuda = lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype)
 
@@ -81,26 +77,26 @@ def main() -> None:
     _without_a_gpu()
     torch.manual_seed(0)
     experts, top_k, hidden, inner = 5, 2, 22, 14
-    for nets in networks(experts, hidden, inner, torch.float32, "cpu"):
-        for tokens in (1, 9) if nets.stacked else (129,):
+    for net, parameters in networks(experts, hidden, inner, torch.float32, "cpu"):
+        for tokens in (1, 9) if net.stacked else (129,):
             x, weights = torch.randn(tokens, hidden), torch.rand(tokens, top_k)
             index = torch.rand(tokens, experts).topk(top_k).indices
             index[tokens // 2, -1] = experts  # a pair of nobody's
+            given = (x, index, weights, *parameters)
             with torch.no_grad():
-                want = [in_steps(x, index, weights, nets) for _ in range(2)][1]
-                assert layer_call.call(x, index, weights, nets) is None  # once in steps, which choose
+                want = [in_steps(net, *given) for _ in range(2)][1]
+                assert run_bound(net, False, *given) is None  # once in steps, which choose
                 for _ in range(3 if tokens < 9 else 2):
-                    got = layer_call.call(x, index, weights, nets)
+                    got = run_bound(net, False, *given)
                     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
             print(tokens)
-    for nets in networks(experts, hidden, inner, torch.float32, "cpu"):
-        fused_as_in_steps(nets, 129 if nets.stacked else 9)
+    for net, parameters in networks(experts, hidden, inner, torch.float32, "cpu"):
+        fused_as_in_steps(net, parameters, 129 if net.stacked else 9)
 
 
-def fused_as_in_steps(nets: Networks, tokens: int) -> None:
+def fused_as_in_steps(net: Network, parameters: Parameters, tokens: int) -> None:
     """A layer by fused products, whose launches come again, beside the same in steps."""
-    experts, hidden, top_k = nets.up.shape[0], nets.down.shape[2 if nets.stacked else 1], 2
-    kind = nets.activation or ("geglu" if nets.gelu else "swiglu")
+    experts, hidden, top_k = parameters[0].shape[0], parameters[1].shape[2 if net.stacked else 1], 2
     x, weights = torch.empty(tokens, hidden), torch.rand(tokens, top_k)
     index = torch.empty(tokens, top_k, dtype=torch.int64)
     served = []
@@ -109,11 +105,8 @@ def fused_as_in_steps(nets: Networks, tokens: int) -> None:
             torch.manual_seed(seed)
             x.copy_(torch.randn(tokens, hidden))
             index.copy_(torch.rand(tokens, experts + 1).topk(top_k).indices)
-            got = experts_forward(
-                x, index, weights, nets.up, nets.down, nets.up_bias, nets.down_bias, activation=kind,
-                stacked=nets.stacked,
-            )  # fmt: skip
-            want = in_steps(x, index, weights, nets)
+            got = run_experts(net, x, index, weights, *parameters)
+            want = in_steps(net, x, index, weights, *parameters)
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
             served.append(len(LAUNCHES))
     assert served[1] > served[0], "the second call binds"

@@ -17,7 +17,7 @@ from multigemm.backends.cublas.support import EXTENT
 from multigemm.cuda import nvrtc
 from multigemm.cuda.arguments import ACTIVATION_CODES
 from multigemm.errors import CompileError
-from multigemm.planning.staging import outline, staged_spec
+from multigemm.planning.staging import shape_only_operands, staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ProblemSpec
 from tests.support.nvrtc_here import nvrtc_here
@@ -104,7 +104,7 @@ def test_the_grouped_call_gets_no_packed_copies() -> None:
 
 
 def _told(problem: GroupedGemmProblem, variant: Any = "auto") -> str:
-    ops = replace(outline(problem, staged_spec(problem)), device=CUDA)
+    ops = replace(shape_only_operands(problem, staged_spec(problem)), device=CUDA)
     tell = launch.plan(ops.spec, Config(variant), CUDA).tell
     return "" if tell is None else tell(ops)
 
@@ -125,7 +125,7 @@ def test_sizes_on_the_device_are_told() -> None:
     a, b = torch.zeros(1200, 64, dtype=torch.bfloat16), torch.zeros(3, 64, 64, dtype=torch.bfloat16)
     problem = GroupedGemmProblem(a, b, sizes=[400, 400, 400])
     spec = replace(problem.spec, device_sizes=True)
-    live = replace(outline(problem, spec), device=CUDA, host_offsets=None)
+    live = replace(shape_only_operands(problem, spec), device=CUDA, host_offsets=None)
     assert "on the device" in cast(Any, launch.plan(spec, Config("auto"), CUDA).tell)(live)
     halves = replace(spec, compute=torch.float16)
     assert "at each launch" in cast(Any, launch.plan(halves, Config("auto"), CUDA).tell)(replace(live, spec=halves))

@@ -173,7 +173,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "odd K": ("needs K to be a multiple of 16, got 24", {"a": whole(T, 32)[:, :24], "b": whole(G, N, 32)[..., :24].mT}),
     "off 16 bytes": ("multiples of 16 bytes", {"a": whole(T, K + 8)[:, 8:]}),
     "out by columns": ("output by rows", {"out": torch.empty(N, T, dtype=torch.bfloat16).t()}),
-    "batched": ("runs jagged m and jagged k here, not batched", {"a": whole(G, T, K), "sizes": None}),
+    "batched": ("runs jagged m and jagged k, not batched", {"a": whole(G, T, K), "sizes": None}),
     "no groups": ("takes 1 to 1023 groups, got 0", {"b": whole(0, N, K).mT, "sizes": []}),
 }
 

@@ -19,7 +19,8 @@ from multigemm import quantize as q
 from multigemm.backends.triton import BACKEND, Config, choice
 from multigemm.backends.triton.config import problem_with
 from multigemm.integrations import eager, fused_parallel
-from multigemm.integrations.fused_experts import Network, experts_forward, gate_backward
+from multigemm.integrations.expert_network import Network
+from multigemm.integrations.fused_experts import experts_forward, gate_backward
 from multigemm.integrations.layer_ops import add_returned, copy_rows
 from multigemm.problem.spec import GATES, GLU_LAYOUTS
 from multigemm.testing.model_mutants import FUSED_HUNTING
