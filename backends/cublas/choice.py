@@ -49,6 +49,8 @@ GROUPED_MM_US = 19.5
 """Microseconds of torch's grouped_mm without work."""
 GROUPED_US = 9.0
 """Microseconds of cublasGemmGroupedBatchedEx without work."""
+MEMBER_US = 0.025
+"""Microseconds of that call for each product."""
 LARGE_TILE = 128, 256, 11.6, 11.6, 1.0
 SMALL_TILE = 64, 128, 4.45, 3.5, 0.8
 """grouped_mm's tiles: rows, columns, nanoseconds per step of K among others and alone, microseconds per tile."""
@@ -72,8 +74,8 @@ LONG_ROWS = 2048
 """k from which the batched call reads transposed weights of few rows more slowly (0.98) than the grouped one does."""
 NARROW = 64 * 128
 """Columns up to which a product of at most 2 x FEW_ROWS rows does not reach the memory's speed by itself."""
-SLOWER = 1.15
-"""How many times as long such a product takes."""
+SLOWER, SLOWER_TRANSPOSED = 1.05, 1.15
+"""How many times as long such a product takes, with weights by rows and with transposed ones."""
 
 ALLOCATES = "takes two small pieces of memory from torch's allocator at each call, which no argument spares"
 EVERY = (Config("auto"), Config("grouped_mm"), Config("batched"), Config("grouped"), Config("streams", 4),
@@ -136,9 +138,9 @@ class Work:
     __slots__ = ("itemsize", "k", "longest", "m", "n", "rate", "traffic", "transposed")
 
     def __init__(self, spec: ProblemSpec, products: Products) -> None:
-        m, n, k = np.array([shape[2:5] for shape in products.shapes], dtype=np.float64)[products.kinds].T
+        op_first, _, m, n, k, *_ = np.array(products.shapes, dtype=np.float64)[products.kinds].T
         self.m, self.n, self.k, self.longest = m, n, k, float(k.max())
-        self.transposed = products.shapes[0].op_first == TRANSPOSE
+        self.transposed = op_first == TRANSPOSE
         tf32 = spec.compute is torch.float32 and spec.precision == "tf32"
         self.rate = TF32_FLOPS_PER_US if tf32 else FLOPS_PER_US.get(spec.compute, TENSOR_FLOPS_PER_US)
         self.itemsize = spec.compute.itemsize
@@ -190,7 +192,8 @@ def separately(work: Work) -> float:
     """The time of one call per product, on several streams."""
     rows, columns = TILE
     area = _tiles(work.m, columns) * columns * (_tiles(work.n, rows) * rows)
-    slowness = np.where((work.n <= 2 * FEW_ROWS) & (work.m <= NARROW), SLOWER, 1.0)
+    slow = (work.n <= 2 * FEW_ROWS) & (work.m <= NARROW)
+    slowness = np.where(slow, np.where(work.transposed, SLOWER_TRANSPOSED, SLOWER), 1.0)
     busy = 2.0 * area * work.k / work.rate + CALL_US
     return STREAMS_US + float(_together(busy, work.traffic * slowness, 6).sum())
 
@@ -210,7 +213,7 @@ def by_grouped(work: Work) -> float:
     """The time of cublasGemmGroupedBatchedEx."""
     rate = work.rate / (GROUPED_SLOWDOWN if work.itemsize == 2 else GROUPED_SLOWDOWN_WIDE)
     cols, rows = GROUPED_TILE
-    step = 2.0 * cols * rows * PROCESSORS / rate * (GROUPED_TRANSPOSED if work.transposed else 1.0)
+    step = 2.0 * cols * rows * PROCESSORS / rate * (GROUPED_TRANSPOSED if work.transposed[0] else 1.0)
     busy = (_tiles(work.m, cols) * _tiles(work.n, rows) * (work.k * step + GROUPED_TILE_US)).sum() / PROCESSORS
     longest = work.longest * step + GROUPED_TILE_US
-    return float(max(_together(busy, 0.95 * work.traffic.sum(), 4), longest)) + GROUPED_US
+    return float(max(_together(busy, 0.95 * work.traffic.sum(), 4), longest)) + GROUPED_US + MEMBER_US * len(work.k)
