@@ -147,7 +147,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
      "behind the end of k: zeros for a stage that nobody reads"),
     ("hopper.py", "write(acc, staging, warpgroup + 1,", "write(acc, staging, warpgroup,",
      "other numbers of barriers, of which no other is in use then"),
-    ("generic.py", "blocks * threads)", "blocks)", "elements are zeroed more than once"),
+    ("plain_cores.py", "blocks * threads)", "blocks)", "elements are zeroed more than once"),
     *(("schedule.py", "uint32(LANES - 1)) // uint32(LANES)", f"uint32({new})) // uint32(LANES)",
        "longer runs of groups for each lane, which hold all groups as well") for new in ("LANES", "LANES + 1")),
 )  # fmt: skip
