@@ -7,8 +7,8 @@ it is read in full before `out` is written.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -105,8 +105,6 @@ def store(acc: Tensor, out: Tensor) -> None:
 
 # --- over whole operands: one pass for all groups where the form allows it --------------------------
 
-Finisher = Callable[[Sizes], None]
-
 
 def accumulator(product: Tensor, integer: bool) -> Tensor:
     """Converts products of int8, which come as exact floats, to int32 sums, which wrap."""
@@ -115,72 +113,38 @@ def accumulator(product: Tensor, integer: bool) -> Tensor:
     return (product.to(torch.int64) if product.dtype == torch.float64 else product).to(torch.int32)
 
 
-def _apply(ops: Operands, acc: Tensor, c: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
-    if out.numel():
-        acc = accumulator(acc, ops.spec.compute == torch.int8)
-        store(finish(acc, ops.spec, ops.alpha, ops.beta, c, bias), out)
+def finisher(ops: Operands, target: Any) -> Callable[[Sizes], None]:
+    """The function that turns the products in `target`, which has the layout of `ops.out`, into `ops.out`."""
+    form, out, c, bias = ops.spec.form, cast(Any, ops.out), cast(Any, ops.c), cast(Any, ops.bias)
+    by_group = isinstance(bias, Tensor) and bias.dim() == 2
+    if by_group and form in ("batched", "jagged_k"):
+        bias = bias[:, None]
 
-
-def _tensors(ops: Operands) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """out, c and bias of a packed form, which has no lists."""
-    return cast(Tensor, ops.out), cast("Tensor | None", ops.c), cast("Tensor | None", ops.bias)
-
-
-def _finish_list(ops: Operands, target: list[Tensor]) -> Finisher:
-    none = [None] * len(target)
-    out, c, bias = (none if x is None else x for x in (ops.out, ops.c, ops.bias))
-
-    def run(sizes: Sizes) -> None:
-        for acc, *rest in zip(target, c, bias, out, strict=True):
-            _apply(ops, acc, *rest)
-
-    return run
-
-
-def _finish_jagged(ops: Operands, target: Tensor) -> Finisher:
-    """Owned rows (or columns) are one range; a bias per group is spread over its rows first."""
-    out, c, bias = _tensors(ops)
-    by_row = ops.spec.form == "jagged_m"
-    spread = by_row and bias is not None and bias.dim() == 2
-
-    def run(sizes: Sizes) -> None:
-        lo, hi = sizes.owned
-        cut = (slice(lo, hi),) if by_row else (slice(None), slice(lo, hi))
-        row = bias
-        if spread:
-            row = torch.index_select(cast(Tensor, bias), 0, rows_of(sizes))
-        elif bias is not None and not by_row:
-            row = bias[lo:hi]
-        _apply(ops, target[cut], None if c is None else c[cut], row, out[cut])
-
-    return run
-
-
-def _finish_stack(ops: Operands, target: Tensor) -> Finisher:
-    out, c, bias = _tensors(ops)
-    row = bias[:, None] if bias is not None and bias.dim() == 2 else bias
+    def parts(sizes: Sizes) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None, Tensor]]:
+        """The products, c, bias and out that one pass of the epilogue takes."""
+        if form == "per_group":
+            none = [None] * len(target)
+            yield from zip(target, c or none, bias or none, out, strict=True)
+        elif form == "masked":
+            for g, rows in enumerate(cast(Index, sizes.end).tolist()):
+                row = bias[g] if by_group else bias
+                yield target[g, :rows], None if c is None else c[g, :rows], row, out[g, :rows]
+        elif form in ("jagged_m", "jagged_n"):  # owned rows (or columns) are one range
+            lo, hi = sizes.owned
+            cut = (slice(lo, hi),) if form == "jagged_m" else (slice(None), slice(lo, hi))
+            row = bias
+            if form == "jagged_m" and by_group:
+                row = torch.index_select(bias, 0, rows_of(sizes))
+            elif form == "jagged_n" and bias is not None:
+                row = bias[lo:hi]
+            yield target[cut], None if c is None else c[cut], row, out[cut]
+        else:
+            yield target, c, bias, out
 
     def run(sizes: Sizes) -> None:
-        _apply(ops, target, c, row, out)
+        for acc, old, row, to in parts(sizes):
+            if to.numel():
+                acc = accumulator(acc, ops.spec.compute == torch.int8)
+                store(finish(acc, ops.spec, ops.alpha, ops.beta, old, row), to)
 
     return run
-
-
-def _finish_masked(ops: Operands, target: Tensor) -> Finisher:
-    out, c, bias = _tensors(ops)
-
-    def run(sizes: Sizes) -> None:
-        for g, rows in enumerate(cast(Index, sizes.end).tolist()):
-            row = bias[g] if bias is not None and bias.dim() == 2 else bias
-            _apply(ops, target[g, :rows], None if c is None else c[g, :rows], row, out[g, :rows])
-
-    return run
-
-
-def finisher(ops: Operands, target: Tensor | list[Tensor]) -> Finisher:
-    """The function that turns the products in `target` into `ops.out`."""
-    if isinstance(target, list):
-        return _finish_list(ops, target)
-    if ops.spec.form == "masked":
-        return _finish_masked(ops, target)
-    return _finish_jagged(ops, target) if ops.spec.form in ("jagged_m", "jagged_n") else _finish_stack(ops, target)

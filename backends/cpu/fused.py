@@ -20,7 +20,7 @@ from torch import Tensor
 from multigemm.backend import Launch
 from multigemm.backends.cpu.epilogue import PICKS, activate, store
 from multigemm.backends.cpu.groups import Sizes, bare, owned
-from multigemm.backends.cpu.ordered import in_pieces
+from multigemm.backends.cpu.loop import in_pieces
 from multigemm.planning.operands import Operands
 from multigemm.problem.fused import PICKED, Fused, Gate, Index
 from multigemm.problem.spec import Activation, classify, classify_list

@@ -163,10 +163,7 @@ def unowned(ops: Operands, start: Index | None, end: Index | None) -> list[Tenso
     if not len(first) or bool((first[1:] == last[:-1]).all()):
         lo, hi = (int(first[0]), int(last[-1])) if len(first) else (0, 0)
         return [part for part in (flat[:lo], flat[hi:]) if part.shape[0]]
-    edges = np.zeros(flat.shape[0] + 1, np.int64)
-    np.add.at(edges, cast(Index, start), 1)
-    np.add.at(edges, cast(Index, end), -1)
-    return [flat[lo:hi] for lo, hi in _runs_of_zero(np.cumsum(edges)[:-1])]
+    return [flat[lo:hi] for lo, hi in _runs_of_zero(_owners(flat.shape[0], first, last))]
 
 
 def owned(ops: Operands, sizes: Sizes) -> list[Any]:
@@ -178,11 +175,17 @@ def owned(ops: Operands, sizes: Sizes) -> list[Any]:
         return [(g, slice(0, rows)) for g, rows in enumerate(cast(Index, end).tolist())]
     if form not in ("jagged_m", "jagged_n"):
         return [...]
-    edges = np.zeros(jagged_extent(ops) + 1, np.int64)
-    np.add.at(edges, cast(Index, start), 1)
-    np.add.at(edges, cast(Index, end), -1)
-    runs = [slice(lo, hi) for lo, hi in _runs_of_zero((np.cumsum(edges)[:-1] == 0).astype(np.int64))]
+    unowned_ones = _owners(jagged_extent(ops), cast(Index, start), cast(Index, end)) == 0
+    runs = [slice(lo, hi) for lo, hi in _runs_of_zero(unowned_ones.astype(np.int64))]
     return runs if form == "jagged_m" else [(slice(None), run) for run in runs]
+
+
+def _owners(extent: int, start: Index, end: Index) -> Index:
+    """How many groups own each row (or column)."""
+    edges = np.zeros(extent + 1, np.int64)
+    np.add.at(edges, start, 1)
+    np.add.at(edges, end, -1)
+    return np.cumsum(edges)[:-1]
 
 
 def _runs_of_zero(cover: Index) -> Iterator[tuple[int, int]]:

@@ -12,82 +12,22 @@ from torch import Tensor
 
 from multigemm.backend import Launch, Recipe
 from multigemm.backends.cpu.config import Config, invalid_reasons
-from multigemm.backends.cpu.epilogue import finish, finisher, is_plain, store
+from multigemm.backends.cpu.epilogue import finisher, is_plain
 from multigemm.backends.cpu.fused import FusedLaunch, bare_fused
-from multigemm.backends.cpu.groups import Sizes, bare, each_group, empty_products, is_inference, unowned
-from multigemm.backends.cpu.ordered import finish_in_pieces, ordered_product
-from multigemm.backends.cpu.quantised import QuantisedProducts
+from multigemm.backends.cpu.groups import Sizes, bare, empty_products, is_inference, unowned
+from multigemm.backends.cpu.loop import INT8_EXACT_K, bind_loop
 from multigemm.backends.cpu.stacks import STEP, Call, ProductCalls, reads_into_next_row
 from multigemm.errors import InvalidSetting
 from multigemm.planning.operands import Operands
-from multigemm.problem.arrays import numpy_view
 from multigemm.problem.spec import ProblemSpec
 
-INT8_EXACT_K = 1024
-"""Products of int8 are at most 2^14, so float32 sums of 2^10 of them are exact integers."""
 _MAGNITUDE, _INFINITY = 0x7FFF, 0x7F80
-
-
-# --- one product after another ----------------------------------------------------------------------
-
-
-def _matmul32(a: Tensor, b: Tensor) -> Tensor:
-    """A float32 product by NumPy, which does not obey torch's switches of lower precision."""
-    out = torch.empty((a.shape[0], b.shape[1]), dtype=torch.float32, device="cpu")
-    with np.errstate(all="ignore"):
-        np.matmul(numpy_view(a.contiguous()), numpy_view(b.contiguous()), out=out.numpy())
-    return out
-
-
-def _matmul8(a: Tensor, b: Tensor) -> Tensor:
-    out = torch.zeros((a.shape[0], b.shape[1]), dtype=torch.int32, device="cpu")
-    for k in range(0, a.shape[1], INT8_EXACT_K):
-        part = _matmul32(a[:, k : k + INT8_EXACT_K].float(), b[k : k + INT8_EXACT_K].float())
-        out.add_(part.to(torch.int32))
-    return out
-
-
-def product(a: Tensor, b: Tensor, acc: torch.dtype) -> Tensor:
-    """a @ b in the accumulator's precision, in a fresh tensor; zeros where K is 0."""
-    if a.shape[1] == 0 or a.shape[0] == 0 or b.shape[1] == 0:
-        return torch.zeros((a.shape[0], b.shape[1]), dtype=acc, device="cpu")
-    if acc == torch.int32:
-        return _matmul8(a, b)
-    if acc == torch.float64:
-        return torch.mm(a, b, out=torch.empty((a.shape[0], b.shape[1]), dtype=acc, device="cpu"))
-    return _matmul32(a.float(), b.float())
-
-
-def bind_loop(ops: Operands, ordered: bool = False) -> Launch:
-    """The loop over groups, right for every strided, empty or overlapping operand. `ordered`: a row's bits do not
-    depend on its neighbours."""
-    spec, sizes = ops.spec, Sizes(ops)
-    quantised = QuantisedProducts(ops) if spec.quantised else None
-
-    def launch() -> None:
-        sizes.changed()
-        start, end = sizes.start, sizes.end
-        if spec.zero_unowned:
-            for part in unowned(ops, start, end):
-                part.zero_()
-        for g, group in enumerate(each_group(ops, start, end)):
-            a, b = (group.a[:, :0], group.b[:0]) if spec.alpha == "zero" else (group.a, group.b)
-            if quantised is not None:
-                acc = quantised.product(g, group, start, end, ordered)
-            else:
-                acc = ordered_product(a, b, spec.acc) if ordered else product(a, b, spec.acc)
-            if ordered:
-                finish_in_pieces(acc, group, ops)
-            else:
-                store(finish(acc, spec, ops.alpha, ops.beta, group.c, group.bias), group.out)
-
-    return launch
 
 
 # --- few calls for all products ---------------------------------------------------------------------
 
 
-def _each(operand: Any) -> list[Tensor]:
+def _as_list(operand: Any) -> list[Tensor]:
     return operand if isinstance(operand, list) else [operand]
 
 
@@ -97,7 +37,7 @@ def _product_dtype(ops: Operands, native: bool) -> torch.dtype:
     if native:
         return spec.compute
     if spec.compute == torch.int8:
-        depth = max((x.shape[-1] for x in _each(ops.a)), default=0)
+        depth = max((x.shape[-1] for x in _as_list(ops.a)), default=0)
         return torch.float32 if depth <= INT8_EXACT_K else torch.float64
     return torch.float64 if spec.compute == torch.float64 else torch.float32
 
@@ -154,7 +94,7 @@ class ProductLaunch:
         self._zeros: list[Tensor] = []
 
     def _accumulators(self, dtype: torch.dtype) -> Any:
-        made = [torch.empty(x.shape, dtype=dtype, device="cpu") for x in _each(self._ops.out)]
+        made = [torch.empty(x.shape, dtype=dtype, device="cpu") for x in _as_list(self._ops.out)]
         return made if isinstance(self._ops.out, list) else made[0]
 
     def _widened(self, operand: Any, dtype: torch.dtype) -> Any:
@@ -191,7 +131,7 @@ class ProductLaunch:
     def _prepare(self) -> None:
         start, end = self._sizes.start, self._sizes.end
         if self._ops.spec.alpha == "zero":
-            self._zeros = list(_each(self._products.out))
+            self._zeros = list(_as_list(self._products.out))
         else:
             self._calls = self._calls_of.make(start, end)
             self._zeros = empty_products(self._products, start, end)

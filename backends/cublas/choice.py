@@ -19,7 +19,6 @@ import numpy.typing as npt
 import torch
 
 from multigemm.backends.cublas.config import (
-    SIXTEEN_BIT,
     VARIANTS,
     Config,
     grouped_mm_reasons,
@@ -35,8 +34,8 @@ from multigemm.problem.spec import ProblemSpec
 # H200 (20 of other models; it has the same processors). `multigemm bench --suite moe,wgrad --backends cublas --configs
 # 12` times every variant of such cases, which is how to fit them anew; docs/notes/cublas.md has tables.
 
-TILES = np.array([(64, 128), (128, 128), (64, 256), (128, 256), (256, 128), (192, 128)], dtype=np.float64).T[:, :, None]
-"""Rows and columns of the tiles among which the library picks for a single product."""
+TILE = 64, 128
+"""Rows and columns of the tiles that the library's kernels for a single product are made of."""
 BYTES_PER_US = 2.9e6
 FLOPS_PER_US = {torch.float64: 50e6, torch.float32: 45e6, torch.int8: 700e6}
 TENSOR_FLOPS_PER_US = 742e6
@@ -136,38 +135,29 @@ Column = npt.NDArray[np.float64]
 class Work:
     """The extents of products as columns with one number per product, and the rate and bytes of their spec."""
 
-    __slots__ = ("count", "equal", "first", "itemsize", "k", "longest", "m", "n", "rate", "traffic", "transposed")
+    __slots__ = ("itemsize", "k", "longest", "m", "n", "rate", "traffic", "transposed")
 
     def __init__(self, spec: ProblemSpec, products: Products) -> None:
-        self.first, self.equal, self.count = products.shapes[0], len(products.shapes) == 1, len(products.kinds)
         op_first, _, m, n, k, *_ = np.array(products.shapes, dtype=np.float64)[products.kinds].T
-        self.transposed, self.m, self.n, self.k, self.longest = op_first == TRANSPOSE, m, n, k, float(k.max())
+        self.m, self.n, self.k, self.longest = m, n, k, float(k.max())
+        self.transposed = op_first == TRANSPOSE
         tf32 = spec.compute is torch.float32 and spec.precision == "tf32"
         self.rate = TF32_FLOPS_PER_US if tf32 else FLOPS_PER_US.get(spec.compute, TENSOR_FLOPS_PER_US)
         self.itemsize = spec.compute.itemsize
         self.traffic = (m * k + k * n + m * n) * (self.itemsize / BYTES_PER_US)
 
 
-def work_of(spec: ProblemSpec, products: Products) -> Work | None:
-    """The work of products; None for fewer than two."""
-    return Work(spec, products) if len(products.kinds) > 1 else None
-
-
-def able(spec: ProblemSpec, device: torch.device, written: torch.dtype) -> tuple[bool, bool]:
-    """Whether the spec allows the library's grouped call, and whether it allows torch's grouped_mm."""
-    grouped = not grouped_reasons(spec) and (spec.compute not in SIXTEEN_BIT or written is spec.compute)
-    return grouped, not grouped_mm_reasons(spec, device)
-
-
-def choose(spec: ProblemSpec, work: Work | None, grouped: bool, grouped_mm: bool) -> Config:
-    """The variant expected to be fastest for these products. The flags are those of `able`."""
-    if work is None:
+def choose(spec: ProblemSpec, products: Products, grouped: bool, grouped_mm: bool) -> Config:
+    """The variant expected to be fastest for these products. The flags say which grouped calls can run them."""
+    if len(products) < 2:
         return Config("loop")
-    if work.equal:
-        if grouped and slow_to_read(work.first) and work.first.k >= LONG_ROWS:
+    if len(products.shapes) == 1:
+        (shape,) = products.shapes
+        if grouped and slow_to_read(shape) and shape.k >= LONG_ROWS:
             return Config("grouped")
         return Config("loop" if spec.compute is torch.int8 else "batched")
-    fastest, least = Config("streams", 4), max(separately(work), HOST_US * work.count)
+    work = Work(spec, products)
+    fastest, least = Config("streams", 4), max(separately(work), HOST_US * len(products))
     if grouped_mm and (us := by_grouped_mm(spec, work)) < least:
         fastest, least = Config("grouped_mm"), us
     return Config("grouped") if grouped and by_grouped(work) < least else fastest
@@ -178,8 +168,10 @@ def apart_in_a_graph(spec: ProblemSpec, products: Products) -> bool:
 
     In a graph calls cost the host nothing, and the library's best kernel for each product outweighs their number.
     """
-    work = work_of(spec, products) if len(products) <= MOST_APART else None
-    return work is not None and separately(work) - STREAMS_US < by_grouped(work)
+    if not 2 <= len(products) <= MOST_APART:
+        return False
+    work = Work(spec, products)
+    return separately(work) - STREAMS_US < by_grouped(work)
 
 
 def _together(work: Any, traffic: Any, power: int) -> Any:
@@ -198,8 +190,8 @@ def slow_to_read(s: Shape) -> bool:
 
 def separately(work: Work) -> float:
     """The time of one call per product, on several streams."""
-    rows, columns = TILES
-    area = (np.ceil(work.m / columns) * columns * (np.ceil(work.n / rows) * rows)).min(axis=0)
+    rows, columns = TILE
+    area = _tiles(work.m, columns) * columns * (_tiles(work.n, rows) * rows)
     slow = (work.n <= 2 * FEW_ROWS) & (work.m <= NARROW)
     slowness = np.where(slow, np.where(work.transposed, SLOWER_TRANSPOSED, SLOWER), 1.0)
     busy = 2.0 * area * work.k / work.rate + CALL_US
@@ -224,4 +216,4 @@ def by_grouped(work: Work) -> float:
     step = 2.0 * cols * rows * PROCESSORS / rate * (GROUPED_TRANSPOSED if work.transposed[0] else 1.0)
     busy = (_tiles(work.m, cols) * _tiles(work.n, rows) * (work.k * step + GROUPED_TILE_US)).sum() / PROCESSORS
     longest = work.longest * step + GROUPED_TILE_US
-    return float(max(_together(busy, 0.95 * work.traffic.sum(), 4), longest)) + GROUPED_US + MEMBER_US * work.count
+    return float(max(_together(busy, 0.95 * work.traffic.sum(), 4), longest)) + GROUPED_US + MEMBER_US * len(work.k)

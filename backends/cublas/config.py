@@ -63,11 +63,9 @@ def whole(spec: ProblemSpec) -> bool:
     return (spec.form == "jagged_m" and spec.b.shared) or (spec.form == "jagged_n" and spec.a.shared)
 
 
-def reads_sizes(spec: ProblemSpec, variant: Variant, device: torch.device) -> bool:
-    """Whether a variant has to read sizes back from the device."""
+def reads_sizes(spec: ProblemSpec, variant: Variant) -> bool:
+    """Whether the library's own calls have to read sizes back from the device."""
     if not spec.device_sizes or spec.alpha == "zero":
-        return False
-    if variant == "grouped_mm" or (variant == "auto" and not grouped_mm_reasons(spec, device)):
         return False
     everything = spec.form == "masked" or whole(spec)
     return not (everything and variant in ("auto", "loop", "batched"))

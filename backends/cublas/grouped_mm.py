@@ -52,24 +52,29 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_mm_into(a: Tensor, b: Tensor, ends: Tensor, out: Tensor) -> None:
-    """torch's grouped_mm, written into `out`.
+    """torch's grouped_mm, written into `out`."""
+    if redispatched_grouped_mm is None:
+        copy_result(grouped_mm(a, b, ends), out)
+    else:
+        call_into(out, redispatched_grouped_mm, a, b, ends, None, None)
+
+
+def call_into(out: Tensor, operation: tuple[Any, ...], *given: Any) -> None:
+    """Calls an operation of torch below autograd, and has it write into `out`.
 
     The operation has no `out`: it asks torch's dispatcher for memory for its result. For the length of the call, a mode
     of this thread answers with `out`. If a torch version allocates in another way, its result is copied.
     """
-    if redispatched_grouped_mm is None:
-        result = grouped_mm(a, b, ends)
-    else:
-        call, keys, push, pop = redispatched_grouped_mm
-        modes = torch_internals.dispatch_modes()
-        try:
-            push(Into(out))
-            result = call(keys, a, b, ends, None, None)
-        finally:
-            if torch_internals.dispatch_modes() > modes:  # not so where Ctrl-C came before the push
-                pop(None)
+    call, keys, push, pop = operation
+    modes = torch_internals.dispatch_modes()
+    try:
+        push(Into(out))
+        result = call(keys, *given)
+    finally:
+        if torch_internals.dispatch_modes() > modes:  # not so where Ctrl-C came before the push
+            pop(None)
     if result.data_ptr() != out.data_ptr():
-        _copy(result, out)
+        copy_result(result, out)
 
 
 class Into:
@@ -92,8 +97,9 @@ class Into:
         return func(*args, **(kwargs or {}))
 
 
-def _copy(source: Tensor, to: Tensor) -> None:
-    Copies((to, source.detach()))(0)
+def copy_result(result: Tensor, out: Tensor) -> None:
+    """Copies a result that torch wrote elsewhere."""
+    Copies((out, result.detach()))(0)
 
 
 # --- a problem -------------------------------------------------------------------------------------
@@ -282,7 +288,7 @@ class _FromDevice:
             pair = grouped_mm(a, b, self._cut.first_two)
         else:
             grouped_mm_into(a, b, self._cut.first_two, pair)
-        _copy(pair[1], out[0])
+        copy_result(pair[1], out[0])
 
 
 def _guarded(ops: Operands, a: Tensor, b: Tensor, out: Tensor, aside: bool, steps: list[Step]) -> Steps:

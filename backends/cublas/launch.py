@@ -18,10 +18,11 @@ from torch import Tensor
 from multigemm import torch_internals
 from multigemm.backend import Launch, Recipe
 from multigemm.backends.cublas import library, scaled_grouped_mm
-from multigemm.backends.cublas.choice import able, apart_in_a_graph, choose, problem_with, why, work_of
+from multigemm.backends.cublas.choice import apart_in_a_graph, choose, problem_with, why
 from multigemm.backends.cublas.config import (
     Config,
     grouped_mm_reasons,
+    grouped_reasons,
     plain,
     reads_sizes,
     result_type,
@@ -56,31 +57,32 @@ FEW_ZEROS = 8
 class Method:
     """What a spec and a config decide for every problem.
 
-    `grouped_mm`: torch's grouped_mm takes sizes that only the device knows; `cut`: sizes cut the groups; `plain`: the
-    library alone can finish the answer, given a result that it can write; `compute` is the library's compute type,
-    `written` the type that it writes; `size` has the bytes of an element; `able` is what `choose` has to know.
+    `grouped`, `grouped_mm`: the library's grouped call and torch's may be chosen; torch's takes sizes that only the
+    device knows; `cut`: sizes cut the groups; `plain`: the library alone can finish the answer, given a result that it
+    can write; `compute` is the library's compute type, `written` the type that it writes; `size` has the bytes of an
+    element.
     """
 
     config: Config
     syncs: bool
+    grouped: bool
     grouped_mm: bool
     cut: bool
     plain: bool
     compute: int
     written: torch.dtype
     size: Bytes
-    able: tuple[bool, bool]
 
 
 def method(spec: ProblemSpec, config: Config, device: torch.device) -> Method:
     """Makes the `Method` for all problems of the spec."""
-    written = result_type(spec)
-    grouped_mm = config.variant == "grouped_mm" or (config.variant == "auto" and not grouped_mm_reasons(spec, device))
+    auto, written = config.variant == "auto", result_type(spec)
+    grouped = auto and not grouped_reasons(spec)
+    grouped_mm = config.variant == "grouped_mm" or (auto and not grouped_mm_reasons(spec, device))
     size = Bytes(spec.compute.itemsize, written.itemsize)
     cut = spec.jagged is not None or spec.form == "masked"
-    syncs, compute = reads_sizes(spec, config.variant, device), library.compute_type(spec)
-    choices = able(spec, device, written) if config.variant == "auto" else (False, False)
-    return Method(config, syncs, grouped_mm, cut, plain(spec), compute, written, size, choices)
+    syncs, compute = not grouped_mm and reads_sizes(spec, config.variant), library.compute_type(spec)
+    return Method(config, syncs, grouped, grouped_mm, cut, plain(spec), compute, written, size)
 
 
 def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
@@ -109,7 +111,7 @@ def _tell(ops: Operands, how: Method) -> str:
         return "bound: grouped_mm, with the sizes on the device"
     a, b, out = (expressible(x) for x in (ops.a, ops.b, ops.out))
     products = _products(replace(ops, a=a, b=b, out=out), how, offsets, valid)
-    return f"bound: {choose(ops.spec, work_of(ops.spec, products), *how.able)} for {len(products)} products"
+    return f"bound: {choose(ops.spec, products, how.grouped, how.grouped_mm)} for {len(products)} products"
 
 
 def _bind(ops: Operands, how: Method) -> Launch:
@@ -167,7 +169,7 @@ def _general(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | Non
     unknown = how.cut and offsets is None and valid is None  # so the library writes what no group owns, too
     products, target, steps = _laid_out(ops, how, offsets, valid, how.plain and (spec.zero_unowned or not unknown))
     if config.variant == "auto":
-        config = choose(spec, work_of(spec, products), *how.able)
+        config = choose(spec, products, how.grouped, how.grouped_mm)
         if config.variant == "grouped_mm":
             return bind_grouped_mm(ops, offsets)
     direct = target is ops.out

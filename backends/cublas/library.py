@@ -132,9 +132,9 @@ class ExactMath:
 
 def aim(library: Cublas, blas: ctypes.c_void_p, stream: ctypes.c_void_p, space: Tensor) -> None:
     """Sets a handle's stream and workspace. The library forgets the workspace whenever the stream is set."""
-    check(library.set_stream(blas, stream), "cublasSetStream")
-    size = ctypes.c_size_t(space.numel())
-    check(library.set_workspace(blas, ctypes.c_void_p(space.data_ptr()), size), "cublasSetWorkspace")
+    at, size = ctypes.c_void_p(space.data_ptr()), ctypes.c_size_t(space.numel())
+    if status := library.set_stream(blas, stream) or library.set_workspace(blas, at, size):
+        check(status, "cublasSetStream or cublasSetWorkspace")
 
 
 def scalar(compute: int, value: float) -> Any:

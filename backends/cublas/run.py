@@ -172,7 +172,8 @@ def zero_lines(device: int, stream: int, address: int, step: int, width: int, li
     else:
         size = (ctypes.c_size_t(x) for x in (width, lines))
         fill = partial(cuda.cuMemsetD2D8Async, at, ctypes.c_size_t(step), 0, *size, ctypes.c_void_p(stream))
-    driver.settle(fill(), device, fill, "cuMemset")
+    if status := fill():
+        driver.settle(status, device, fill, "cuMemset")
 
 
 # --- side streams ---
@@ -205,15 +206,14 @@ class Event:
 
     def record(self, stream: ctypes.c_void_p) -> None:
         """Marks the work that is enqueued on the stream so far."""
-        status = driver.library().cuEventRecord(self._raw, stream)
-        if status == driver.NO_CONTEXT:
-            driver.use_context(self._device)
-            status = driver.library().cuEventRecord(self._raw, stream)
-        driver.check(status, "cuEventRecord")
+        mark = partial(driver.library().cuEventRecord, self._raw, stream)
+        if status := mark():
+            driver.settle(status, self._device, mark, "cuEventRecord")
 
     def hold(self, stream: ctypes.c_void_p) -> None:
         """Makes later work on the stream wait for the marked work."""
-        driver.check(driver.library().cuStreamWaitEvent(stream, self._raw, 0), "cuStreamWaitEvent")
+        if status := driver.library().cuStreamWaitEvent(stream, self._raw, 0):
+            driver.check(status, "cuStreamWaitEvent")
 
 
 class Side:

@@ -19,7 +19,7 @@ from multigemm import torch_internals
 from multigemm.backend import Launch, Recipe
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.epilogue import ClampedEnds, Finish, Need
-from multigemm.backends.cublas.grouped_mm import Into, legal
+from multigemm.backends.cublas.grouped_mm import call_into, copy_result, legal
 from multigemm.backends.cublas.run import Function, Step, Steps
 from multigemm.backends.cublas.staging import Copies, compact
 from multigemm.backends.cublas.support import FLOAT8_STEP
@@ -32,22 +32,13 @@ from multigemm.torch_internals import redispatched_scaled_grouped_mm
 def scaled_grouped_mm_into(
     a: Tensor, b: Tensor, scales: Sequence[Tensor], ends: Tensor, fast: bool, out: Tensor
 ) -> None:
-    """torch's operation, written into `out` in the way of `grouped_mm.grouped_mm_into`."""
+    """torch's scaled_grouped_mm, written into `out`."""
     given: tuple[Any, ...] = (a, b, *scales, ends, None, None, torch.bfloat16, fast)
     if redispatched_scaled_grouped_mm is None:
         with torch.no_grad():
-            result: Tensor = torch._scaled_grouped_mm(*given)
+            copy_result(torch._scaled_grouped_mm(*given), out)
     else:
-        call, keys, push, pop = redispatched_scaled_grouped_mm
-        modes = torch_internals.dispatch_modes()
-        try:
-            push(Into(out))
-            result = call(keys, *given)
-        finally:
-            if torch_internals.dispatch_modes() > modes:  # not so where Ctrl-C came before the push
-                pop(None)
-    if result.data_ptr() != out.data_ptr():
-        Copies((out, result.detach()))(0)
+        call_into(out, redispatched_scaled_grouped_mm, *given)
 
 
 # --- a problem --------------------------------------------------------------------------------------

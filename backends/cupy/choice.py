@@ -84,7 +84,7 @@ from multigemm.backends.cupy.support import (
 from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
 from multigemm.planning.fused import products_spec
 from multigemm.planning.tiles import Number, TileCost, longest_time, typical_extent
-from multigemm.problem.spec import ProblemSpec
+from multigemm.problem.spec import HALVES, ProblemSpec
 
 # Fitted numbers, last changed on 2026-11-22: times in bfloat16 on an H100 or H200 (docs/notes/cupy-hopper.md).
 # `multigemm tune` times every config of a class of problems, which is how to fit them anew.
@@ -147,7 +147,6 @@ GENERIC_US = (11.0, 4.0)
 of 64: it waits for memory each time."""
 CLEARLY = 0.8
 """The fraction of the other estimate below which an estimate is trusted."""
-HALVES = (torch.float16, torch.bfloat16)
 TOTALS = (0, *(1 << i for i in range(21)))
 GROUPS = (*(1 << i for i in range(10)), MAX_GROUPS)
 """The numbers of tokens and groups for which kernels are compiled in advance."""

@@ -90,27 +90,36 @@ class Config:
 
     def shared_bytes(self, plain: bool) -> int:
         """The dynamic shared memory of the Hopper kernel and of `hopper_shift_b`, in bytes."""
-        line = CODE_LINE if self.kernel == "hopper_weights" else 128
-        weights = self.stages * self.columns * line
-        if self.kernel == "hopper_shift_b":
-            weights = self.weight_stages * ODD_WEIGHTS
         staging = 2 * (8192 if plain else 9216) * (1 if self.columns == COLUMNS else self.columns // 64)
-        return self.stages * self.rows * 128 + weights + staging + self._scales + self._bookkeeping
+        return self.ring_bytes + staging + self._scales + self._bookkeeping
+
+    @property
+    def ring_bytes(self) -> int:
+        """The bytes of all stages: 128 of k of each row, and as many, or fewer of codes, of each column."""
+        if self.kernel == "hopper_shift_b":
+            return self.stages * self.rows * 128 + self.weight_stages * ODD_WEIGHTS
+        line = CODE_LINE if self.kernel == "hopper_weights" else 128
+        return self.stages * (self.rows * 128 + self.columns * line)
 
     @property
     def _scales(self) -> int:
         """The bytes of the scales of all stages, of which the lowest tile has the most (pipeline.cuh)."""
-        if self.kernel != "hopper_fp8":
-            return 0
-        places = self.stages * (self.rows + self.columns) // (self.columns + self.step) + 1
-        return places * (self.rows + self.columns) * 4
+        return self._places * (self.rows + self.columns) * 4 if self.kernel == "hopper_fp8" else 0
+
+    @property
+    def _places(self) -> int:
+        """The number of stages of the lowest tiles for which there is room (PLACES in pipeline.cuh)."""
+        return self.stages * (self.rows + self.columns) // (self.columns + self.step) + 1
 
     @property
     def _bookkeeping(self) -> int:
-        """The bytes of schedule, tiles and barriers."""
+        """The bytes of the schedule, of tiles, barriers, and what alignment may cost (Shared in pipeline.cuh)."""
         picked = 4 * self.rows if self.kernel == "hopper_gather" else 0
-        more = 256 if self.kernel == "hopper_weights" else picked  # of more stages, which are smaller
-        return 16 * self.groups_at_most + 1024 + 768 + more
+        loaders = 3 if self.kernel in ("hopper_gather", "hopper_fp8") else 2
+        tiles = max(768, 376 + (16 + 4 * loaders) * self._places)
+        if self.kernel == "hopper_weights":  # whose stages are smaller
+            tiles = 1024
+        return 16 * self.groups_at_most + 1024 + tiles + picked
 
     @property
     def weight_stages(self) -> int:
@@ -266,6 +275,8 @@ REASONS = {
 }
 FOR_FUSED = ("generic", "hopper", "hopper_gather", "gathered")
 """Kernels that take picked rows, gates, preact_out and row_scale."""
+TAKE_TURNS = ("hopper", "packed", "hopper_gather", "gathered")
+"""Kernels whose warpgroups may multiply a tile each (`pingpong`)."""
 FOR_QUANTISED = ("quantised", "hopper_fp8", "hopper_weights")
 """Kernels that take quantised operands, and no others."""
 
@@ -327,7 +338,9 @@ def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -
     broad = config.kernel == "hopper_fp8" and config.rows == 128 and trades_sides(spec)
     if config.columns != COLUMNS and not (config.columns == 192 and broad):
         return False
-    if config.kernel == "hopper_weights" and (config.pingpong or config.rows > most_weight_rows(spec)):
+    if config.kernel == "hopper_fp8" and config.step > 16:  # the widths of low tiles (consume_fp8.cuh)
+        return False
+    if config.kernel == "hopper_weights" and config.rows > most_weight_rows(spec):
         return False
     if capability != (9, 0) or config.kernel == "small_list":
         return capability == (9, 0) and config in SMALL_LISTS
@@ -377,7 +390,7 @@ def _runs_clusters(config: Config, plain: bool) -> bool:
     shifts = config.kernel == "hopper_shift_b"
     stages = config.weight_stages if shifts else config.stages
     least = 3 if config.rows > 128 and not shifts else 2
-    turns = not config.pingpong or (config.rows <= 192 and plain)
+    turns = not config.pingpong or (config.kernel in TAKE_TURNS and config.rows <= 192 and plain)
     known = config.rows in (64, 128, 192, 256) and config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64)
     return turns and known and stages >= least and config.shared_bytes(plain) <= SHARED_LIMIT
 

@@ -34,11 +34,6 @@ def source(spec: ProblemSpec, config: Config) -> Source:
     return Source("generic.cu", "generic", defines, generic_bytes(spec, config.tile))
 
 
-def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
-    """All kernels that problems of the spec may launch under this config."""
-    return (source(spec, config),)
-
-
 class ResidentBlocks:
     """Launches a kernel whose resident thread blocks process one square tile after another."""
 

@@ -122,11 +122,6 @@ def _fused_defines(fused: FusedLayout | None) -> tuple[tuple[str, int], ...]:
     )  # fmt: skip
 
 
-def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
-    """All kernels that problems of the spec may launch under this config."""
-    return (source(spec, config),)
-
-
 class Layout(NamedTuple):
     """The compile-time facts of a kernel besides its config."""
 

@@ -20,7 +20,7 @@ from multigemm.backend import Launch
 from multigemm.backends.cupy import arguments, generic, hopper
 from multigemm.backends.cupy.arguments import Lines
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import COLUMNS, GENERIC, Config
+from multigemm.backends.cupy.config import BLOCK_K, COLUMNS, GENERIC, Config
 from multigemm.backends.cupy.hopper import NO_MAPS, Clusters, Layout, Roles
 from multigemm.backends.cupy.support import shift_b_spec, weights_of
 from multigemm.cuda.arguments import Fields, join
@@ -32,8 +32,8 @@ from multigemm.planning.operands import Operands, Packed, strides_of, view_of
 from multigemm.problem.spec import ProblemSpec
 
 EIGHTHS = struct.Struct("<q2I2i")
-BLOCK_K, SKEW = 64, 32
-"""As in pipeline.cuh and weights.cuh, in elements."""
+SKEW = 32
+"""Elements that lines of a stage are apart beside their own, so that lanes meet other banks (hopper_shift_b.cu)."""
 NO_WEIGHT_MAPS = join([BLANK] * 8)
 """The placeholder for a packed form's eight maps."""
 

@@ -10,7 +10,7 @@ import torch
 from multigemm.backend import Launch
 from multigemm.backends.cupy.arguments import Side, result_map, row_maps
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import CODE_LINE, COLUMNS, Config
+from multigemm.backends.cupy.config import BLOCK_K, CODE_LINE, COLUMNS, Config
 from multigemm.backends.cupy.hopper import Clusters, results_of
 from multigemm.backends.cupy.quantised import CODES, grid_bytes
 from multigemm.backends.cupy.support import folds_scales, plain_kind, sends
@@ -19,9 +19,6 @@ from multigemm.cuda.driver import on_device
 from multigemm.cuda.tensor_map import BLANK, NO_SWIZZLE, SWIZZLE_64B, encode_together
 from multigemm.planning.operands import Operands, Packed, view_of
 from multigemm.problem.spec import OperandSpec, ProblemSpec, ScaleSpec
-
-BLOCK_K = 64
-"""k of a piece of a stage."""
 
 
 def deep_of(b: OperandSpec, config: Config) -> int:
@@ -43,8 +40,7 @@ def _source(b: OperandSpec, even: bool, bfloat: bool, plain: int, sent: bool, fo
     zero = -1 if scale.zero is None else CODES[scale.zero]
     pairs = even and scale.dtype is torch.float8_e8m0fnu and scale.k == 32 and scale.order == "col" and scale.align >= 2
     deep = deep_of(b, config)
-    ring = config.stages * (config.rows * 128 + COLUMNS * CODE_LINE)
-    stages = config.stages if deep == 1 else ring // (deep * config.rows * 128 + COLUMNS * CODE_LINE)
+    stages = config.stages if deep == 1 else config.ring_bytes // (deep * config.rows * 128 + COLUMNS * CODE_LINE)
     defines = (
         ("W_CODE", CODES[b.packed or b.dtype]), ("BFLOAT", int(bfloat)), ("SCALE_K", scale.k),
         ("SCALE_CODE", CODES[scale.dtype]), ("ZERO_CODE", zero), ("FOLD", int(folds)), ("PAIRS", int(pairs)),
@@ -52,11 +48,6 @@ def _source(b: OperandSpec, even: bool, bfloat: bool, plain: int, sent: bool, fo
         ("CLUSTER", config.cluster), ("STEP", config.step), ("SHARED", shared),
     )  # fmt: skip
     return Source("hopper_weights.cu", "hopper_weights", defines, shared)
-
-
-def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
-    """All kernels that the spec's problems may launch under this config."""
-    return (source(spec, config),)
 
 
 def code_map(view: Packed, packed: bool, deep: int) -> Fields:

@@ -48,18 +48,25 @@ class KernelFamily(NamedTuple):
     loaded: type[LoadedKernel]
 
 
+def _alone(
+    source: Callable[[ProblemSpec, Config], Source],
+) -> Callable[[ProblemSpec, Config], tuple[Source, ...]]:
+    """The sources of a kernel that is launched without any other."""
+    return lambda spec, config: (source(spec, config),)
+
+
 KERNELS: dict[str, KernelFamily] = {
-    "hopper": KernelFamily(hopper.sources, hopper.Hopper),
+    "hopper": KernelFamily(_alone(hopper.source), hopper.Hopper),
     "packed": KernelFamily(hopper.copied_sources, hopper.CopiedHopper),
     "hopper_shift_b": KernelFamily(hopper_shift_b.sources, hopper_shift_b.HopperShiftB),
-    "small": KernelFamily(small.sources, small.Small),
+    "small": KernelFamily(_alone(small.source), small.Small),
     "small_list": KernelFamily(small_list.sources, small_list.SmallList),
-    "generic": KernelFamily(generic.sources, generic.Generic),
-    "quantised": KernelFamily(quantised.sources, quantised.Quantised),
-    "hopper_gather": KernelFamily(hopper.sources, hopper.Hopper),
+    "generic": KernelFamily(_alone(generic.source), generic.Generic),
+    "quantised": KernelFamily(_alone(quantised.source), quantised.Quantised),
+    "hopper_gather": KernelFamily(_alone(hopper.source), hopper.Hopper),
     "gathered": KernelFamily(hopper.gathered_sources, hopper.GatheredHopper),
     "hopper_fp8": KernelFamily(hopper_fp8.sources, hopper_fp8.HopperFp8),
-    "hopper_weights": KernelFamily(hopper_weights.sources, hopper_weights.HopperWeights),
+    "hopper_weights": KernelFamily(_alone(hopper_weights.source), hopper_weights.HopperWeights),
 }
 
 

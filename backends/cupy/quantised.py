@@ -83,11 +83,6 @@ def source(spec: ProblemSpec, config: Config) -> Source:
     return Source("quantised.cu", "quantised", defines)
 
 
-def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
-    """All kernels that the spec's problems may launch under this config."""
-    return (source(spec, config),)
-
-
 class Quantised:
     """The kernel for quantised operands of any kind, loaded for the problems of one spec."""
 

@@ -49,11 +49,6 @@ def source(spec: ProblemSpec, config: Config) -> Source:
     return Source("small.cu", "small", defines, shared_bytes(spec, config))
 
 
-def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
-    """All kernels that the spec's problems may launch under this config."""
-    return (source(spec, config),)
-
-
 def _listed(ops: Operands, side: int) -> tuple[bytes, int]:
     """A list's groups as the kernel's second argument, and the number of tiles."""
     a_line, b_line, tiles = int(ops.spec.a.order == "col"), int(ops.spec.b.order == "col"), 0

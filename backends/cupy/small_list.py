@@ -16,7 +16,7 @@ from multigemm.backend import Launch
 from multigemm.backends.cupy import arguments, hopper
 from multigemm.backends.cupy.arguments import Side
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import COLUMNS, SHARED_LIMIT, SMALL_LISTS, Config
+from multigemm.backends.cupy.config import BLOCK_K, COLUMNS, SHARED_LIMIT, SMALL_LISTS, Config
 from multigemm.backends.cupy.hopper import Copied
 from multigemm.backends.cupy.support import MAX_LISTED_GROUPS, packed_spec
 from multigemm.cuda.arguments import along, fields, slot_of
@@ -27,7 +27,7 @@ from multigemm.cuda.tensor_map import SIZE
 from multigemm.planning.operands import Operands, Packed, strides_of, view_of
 from multigemm.problem.spec import ProblemSpec
 
-THREADS, BLOCK_K = 288, 64
+THREADS = 288
 SLOTS = (4, MAX_LISTED_GROUPS)
 """The groups that an argument holds; a short argument arrives sooner."""
 LISTED = 160

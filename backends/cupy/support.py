@@ -170,6 +170,25 @@ def _words_reasons(spec: ProblemSpec, padded: bool) -> list[str]:
     return reasons
 
 
+def _cluster_reasons(spec: ProblemSpec) -> list[str]:
+    """What all kernels of resident clusters have against a spec."""
+    reasons = []
+    if not 0 < spec.groups <= MAX_GROUPS:
+        reasons.append(f"{spec.groups} groups: its schedule holds 1 to {MAX_GROUPS}")
+    if spec.form == "masked" and spec.out.order == "col":
+        reasons.append("a masked result stored by columns")
+    return reasons
+
+
+def _across_k_reasons(spec: ProblemSpec) -> list[str]:
+    """What kernels of quantised operands have against those that TMA does not read along k."""
+    return [
+        f"{name} is {x.order}, aligned to {x.align} bytes: TMA and wgmma need contiguous k and 16"
+        for name, x, order in (("a", spec.a, "row"), ("b", spec.b, "col"))
+        if x.order != order or x.align < 16 or not x.dense
+    ]
+
+
 def hopper_reasons(spec: ProblemSpec, padded: bool = False) -> list[str]:
     """Why the Hopper kernel cannot run a spec. The generic one can. `padded`: rows of a jagged k are a copy."""
     reasons = list[str]()
@@ -180,12 +199,9 @@ def hopper_reasons(spec: ProblemSpec, padded: bool = False) -> list[str]:
             reasons.append(
                 f"{name} is {operand.order}, aligned to {operand.align} bytes: TMA needs a contiguous direction and 16"
             )
-    if spec.groups > MAX_GROUPS or spec.groups == 0:
-        reasons.append(f"{spec.groups} groups: its schedule holds 1 to {MAX_GROUPS}")
+    reasons += _cluster_reasons(spec)
     if spec.form == "jagged_k" and not padded and not (spec.a.order == "col" and spec.b.order == "row"):
         reasons.append("jagged k is the contiguous direction of an operand, where a group may start at any address")
-    if spec.form == "masked" and spec.out.order == "col":
-        reasons.append("a masked result stored by columns")
     return reasons if spec.fused is None else reasons + _hopper_fused_reasons(spec, spec.fused)
 
 
@@ -258,12 +274,9 @@ def trades_sides(spec: ProblemSpec) -> bool:
 def fp8_reasons(spec: ProblemSpec) -> list[str]:
     """Why the Hopper kernel for float8 cannot run a spec. The kernel `quantised` can."""
     reasons = [] if spec.quantised == "float8" else [f"{spec.a.dtype} x {spec.b.dtype}: it takes float8 on both sides"]
-    for name, operand, order in (("a", spec.a, "row"), ("b", spec.b, "col")):
-        readable = operand.order == order and operand.align >= 16 and operand.dense
-        if not readable and spec.form != "jagged_k":  # whose operands are copied
-            reasons.append(
-                f"{name} is {operand.order}, aligned to {operand.align} bytes: TMA and wgmma need contiguous k and 16"
-            )
+    if spec.form != "jagged_k":  # whose operands are copied
+        reasons += _across_k_reasons(spec)
+    for name, operand in (("a", spec.a), ("b", spec.b)):
         scale = operand.scale
         if scale is None:
             continue
@@ -271,12 +284,9 @@ def fp8_reasons(spec: ProblemSpec) -> list[str]:
             reasons.append(f"scale_{name} in {scale.dtype}, aligned to {scale.align} bytes: it takes aligned float32")
         if scale.k not in (0, 128):
             reasons.append(f"scale_{name} covers {scale.k} of k: it promotes after 128")
-    if spec.groups > MAX_GROUPS or spec.groups == 0:
-        reasons.append(f"{spec.groups} groups: its schedule holds 1 to {MAX_GROUPS}")
+    reasons += _cluster_reasons(spec)
     if spec.form == "per_group":
         reasons.append(f"the form {spec.form}: it takes jagged m, n and k, batched and masked")
-    if spec.form == "masked" and spec.out.order == "col":
-        reasons.append("a masked result stored by columns")
     return reasons
 
 
@@ -289,24 +299,17 @@ def folds_scales(spec: ProblemSpec) -> bool:
 def weights_reasons(spec: ProblemSpec) -> list[str]:
     """Why the Hopper kernel for quantised weights cannot run a spec. The kernel `quantised` can."""
     reasons = [] if spec.quantised == "weights" else [f"{spec.a.dtype} x {spec.b.dtype}: it takes quantised weights"]
-    for name, operand, order in (("a", spec.a, "row"), ("b", spec.b, "col")):
-        if operand.order != order or operand.align < 16 or not operand.dense:
-            reasons.append(
-                f"{name} is {operand.order}, aligned to {operand.align} bytes: TMA and wgmma need contiguous k and 16"
-            )
+    reasons += _across_k_reasons(spec)
     scale = spec.b.scale
     if scale is not None and scale.k not in (0, 32, 64, 128):
         reasons.append("scale_b covers unlike parts of k")
     if scale is not None and scale.align < scale.dtype.itemsize:
         reasons.append(f"scale_b in {scale.dtype}, aligned to {scale.align} bytes")
-    if spec.groups > MAX_GROUPS or spec.groups == 0:
-        reasons.append(f"{spec.groups} groups: its schedule holds 1 to {MAX_GROUPS}")
+    reasons += _cluster_reasons(spec)
     if spec.form not in ("jagged_m", "batched", "masked") or is_swapped(spec):
         reasons.append(
             f"the form {spec.form}, result by {spec.out.order}: it takes jagged m, batched and masked by rows"
         )
-    if spec.form == "masked" and spec.out.order == "col":
-        reasons.append("a masked result stored by columns")
     return reasons
 
 
@@ -334,9 +337,11 @@ def small_reasons(spec: ProblemSpec) -> list[str]:
 
 def _copy_reasons(spec: ProblemSpec, copied: ProblemSpec) -> list[str]:
     """Why the operands that differ from their copies cannot be copied."""
-    pairs = (("a", spec.a, copied.a), ("b", spec.b, copied.b))
-    wide = [name for name, old, new in pairs if old.wide and old != new]
-    return [f"{name} has 2^31 elements or more, which are not copied: kernel='generic' reads it" for name in wide]
+    return [
+        f"{name} has 2^31 elements or more, which are not copied: kernel='generic' reads it"
+        for name, given, copy in (("a", spec.a, copied.a), ("b", spec.b, copied.b))
+        if given.wide and given != copy
+    ]
 
 
 def small_list_reasons(spec: ProblemSpec) -> list[str]:

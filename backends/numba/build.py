@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from multigemm.backends.numba.config import Config, HopperConfig, MmaConfig, QuantisedConfig, QuantisedSignature
+from multigemm.backends.numba.config import Config, HopperConfig, MmaConfig, QuantisedSignature
 from multigemm.backends.numba.config import Signature as PlainSignature
 from multigemm.cuda.disk_cache import DiskCache, fingerprint
 from multigemm.errors import CompileError
@@ -95,13 +95,9 @@ def kernel_function(config: Config, signature: Signature, capability: Capability
         from multigemm.backends.numba.kernels import mma
 
         return mma.make_kernel(config, signature, capability >= OVERLAP_MINIMUM)  # type: ignore[no-any-return]
-    if isinstance(config, QuantisedConfig):
-        from multigemm.backends.numba.kernels import quantised
+    from multigemm.backends.numba.kernels import plain_cores
 
-        return quantised.make_kernel(config, signature)  # type: ignore[no-any-return]
-    from multigemm.backends.numba.kernels import generic
-
-    return generic.make_kernel(config, signature)  # type: ignore[no-any-return]
+    return plain_cores.make_kernel(config, signature)  # type: ignore[no-any-return]
 
 
 def to_ptx(config: Config, signature: Signature, capability: Capability) -> str:

@@ -80,17 +80,11 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
         raise InvalidSetting(
             f"{config} cannot run this problem: {reason}; leave config out for the backend's own choice"
         )
-    bind: Bind
-    if isinstance(config, QuantisedConfig):
-        bind = (
-            _emulated_quantised(config, spec)
-            if device.type == "cpu"
-            else bind_quantised(config, spec, index_of(device))
-        )
-    elif isinstance(config, GenericConfig) and device.type == "cpu":
-        bind = _emulated(config, spec)
-    else:
+    if device.type == "cuda":
         bind = bind_for(config, spec, index_of(device))
+    else:
+        assert isinstance(config, GenericConfig | QuantisedConfig)  # problem_with lets no other through
+        bind = _emulated(config, spec)
     return Recipe(kernel=config.kernel, config=config, bind=bind, why=why(config, spec, device))
 
 
@@ -100,16 +94,20 @@ def bind_for(config: Config, spec: ProblemSpec, index: int) -> Bind:
     The Hopper kernel's tensor maps are uploaded in front of a launch that may overlap with the kernel before it. An
     upload is no kernel, so what overlaps is the kernel behind it at most, and the maps of a copy never change.
     """
-    signature, style = effective(config, signature_of(spec)), epilogue_words(spec)
-    shared, cluster, maps = 0, 1, None
+    style, shared, cluster, maps = epilogue_words(spec), 0, 1, None
+    signature: Signature | QuantisedSignature
+    codes = quantised_signature_of(spec) if isinstance(config, QuantisedConfig) else None
     if isinstance(config, HopperConfig):
-        shared, cluster, maps = Layout(config, signature).bytes, config.cluster, MapEncoder(config, signature)
+        signature = of_tiles = effective(config, signature_of(spec))
+        shared, cluster, maps = Layout(config, of_tiles).bytes, config.cluster, MapEncoder(config, of_tiles)
         rows, columns = config.n_max, COLUMNS * cluster
     else:
         rows, columns = config.bm, config.bn
+        signature = effective(config, signature_of(spec)) if codes is None else codes
         shared = shared_bytes(config) if isinstance(config, MmaConfig) else 0
     kernel, most_blocks = kernel_of(config, signature, index, shared), processors(index)
-    overlap = not isinstance(config, GenericConfig) and capability_of(torch.device("cuda", index)) >= OVERLAP_MINIMUM
+    waits = isinstance(config, MmaConfig | HopperConfig)
+    overlap = waits and capability_of(torch.device("cuda", index)) >= OVERLAP_MINIMUM
     if maps is None:
         most_blocks *= kernel.blocks_per_processor(config.threads, shared)
 
@@ -125,15 +123,19 @@ def bind_for(config: Config, spec: ProblemSpec, index: int) -> Bind:
         grid = grid_for(call.m)
         if grid == 0:
             return NOTHING
+        scales, kept = list[int](), list[torch.Tensor]()
+        if codes is not None:
+            scales, kept = _scale_words(ops, tables_on(codes, ops.device))
         uploaded, places = None, tuple[int, ...]()
         if maps is not None:
             content = _maps(maps, call, table, index)
             uploaded = DeviceFields(content, ops.device)
             places = uploaded.address, uploaded.address.at(uploaded.address + len(content) - len(COUNTERS))
+        # Strides of scales may be the number of tokens: such a launch is for one number of them.
         launch = kernel.bound(
-            words(*call, float(ops.alpha), float(ops.beta), *places), grid=grid, threads=config.threads, shared=shared,
-            cluster=cluster, overlap=overlap, fields=uploaded, keep=() if on_device is None else (on_device,),
-            grid_for=grid_for,
+            words(*call, *scales, float(ops.alpha), float(ops.beta), *places), grid=grid, threads=config.threads,
+            shared=shared, cluster=cluster, overlap=overlap, fields=uploaded, keep=(on_device, *kept),
+            grid_for=None if scales else grid_for,
         )  # fmt: skip
         # The table of a list, which is in device memory, holds the operands' addresses.
         return launch if table is None else without_move(launch)
@@ -147,30 +149,12 @@ def tables_on(signature: QuantisedSignature, device: torch.device) -> torch.Tens
     return to_device(code_tables(signature).view(np.int64), device)
 
 
-def bind_quantised(config: QuantisedConfig, spec: ProblemSpec, index: int) -> Bind:
-    """The bind of the kernel of quantised operands on a GPU."""
-    signature, style = quantised_signature_of(spec), epilogue_words(spec)
-    kernel = kernel_of(config, signature, index, 0)
-    most_blocks = processors(index) * kernel.blocks_per_processor(config.threads, 0)
-
-    def bind(ops: Operands) -> Launch:
-        listed, view = spec.form == "per_group", view_of(ops)
-        table = to_device(list_table(ops), ops.device) if listed else None
-        scales, of_list = grids_of(ops)
-        grids = None if of_list is None else to_device(of_list, ops.device)
-        call = call_of(ops, view, style, table)
-        tiles = most_tiles_by_rows(ops, view, config.bm, config.bn)(call.m)
-        grid = min(max(tiles, zeroing_blocks(call, call.m)), most_blocks)
-        if grid == 0:
-            return NOTHING
-        at, tables = 0 if grids is None else grids.data_ptr(), tables_on(signature, ops.device)
-        launch = kernel.bound(
-            words(*call, *scales, at, tables.data_ptr(), float(ops.alpha), float(ops.beta)), grid=grid,
-            threads=config.threads, keep=(tables, table, grids),
-        )  # fmt: skip  # for one number of tokens: strides of scales may be that
-        return without_move(launch) if listed else launch
-
-    return bind
+def _scale_words(ops: Operands, tables: torch.Tensor) -> tuple[list[int], list[torch.Tensor]]:
+    """The words of `Grids`, and what has to outlive the launch."""
+    found, of_list = grids_of(ops)
+    listed = None if of_list is None else to_device(of_list, ops.device)
+    found += [0 if listed is None else listed.data_ptr(), tables.data_ptr()]
+    return found, [x for x in (listed, tables) if x is not None]
 
 
 def _maps(maps: MapEncoder, call: Call, table: Table | None, index: int) -> Fields:
@@ -179,48 +163,26 @@ def _maps(maps: MapEncoder, call: Call, table: Table | None, index: int) -> Fiel
         return join([*(maps.of_call(call) if table is None else maps.of_list(table)), COUNTERS])
 
 
-def _emulated(config: GenericConfig, spec: ProblemSpec) -> Bind:
-    from multigemm.backends.numba.kernels.generic import make_kernel
+def _emulated(config: GenericConfig | QuantisedConfig, spec: ProblemSpec) -> Bind:
+    """The bind of a config in Numba's simulator, on CPU tensors."""
+    from multigemm.backends.numba.kernels.plain_cores import make_kernel
     from multigemm.backends.numba.kernels.runtime import simulating
 
-    kernel: Any = make_kernel(config, signature_of(spec))
-    style = epilogue_words(spec)
-
-    def bind(ops: Operands) -> Launch:
-        host, view = torch.from_numpy(list_table(ops)) if ops.spec.form == "per_group" else None, view_of(ops)
-        call = call_of(ops, view, style, host)
-        tiles = most_tiles_by_rows(ops, view, config.bm, config.bn)(call.m)
-        # Two blocks at most: enough to walk tiles in strides, cheap enough for many checks.
-        grid = max(1, min(tiles, 2))
-
-        def launch(_table: torch.Tensor | None = host) -> None:
-            with simulating():
-                kernel[grid, config.threads](call, ops.alpha, ops.beta)
-
-        return launch
-
-    return bind
-
-
-def _emulated_quantised(config: QuantisedConfig, spec: ProblemSpec) -> Bind:
-    from multigemm.backends.numba.kernels.quantised import make_kernel
-    from multigemm.backends.numba.kernels.runtime import simulating
-
-    signature, style = quantised_signature_of(spec), epilogue_words(spec)
-    kernel: Any = make_kernel(config, signature)
-    tables = code_tables(signature)
+    codes, style = quantised_signature_of(spec) if isinstance(config, QuantisedConfig) else None, epilogue_words(spec)
+    kernel: Any = make_kernel(config, codes or signature_of(spec))
+    tables = None if codes is None else torch.from_numpy(code_tables(codes))
 
     def bind(ops: Operands) -> Launch:
         table, view = torch.from_numpy(list_table(ops)) if ops.spec.form == "per_group" else None, view_of(ops)
         call = call_of(ops, view, style, table)
-        scales, of_list = grids_of(ops)
-        listed = 0 if of_list is None else of_list.ctypes.data
-        words_of_grids = Grids._make([*scales, listed, tables.ctypes.data])
+        # Two blocks at most: enough to walk tiles in strides, cheap enough for many checks.
         grid = max(1, min(most_tiles_by_rows(ops, view, config.bm, config.bn)(call.m), 2))
+        scales, kept = ([], []) if tables is None else _scale_words(ops, tables)
+        grids = (Grids._make(scales),) if scales else ()
 
-        def launch(_kept: Any = (table, of_list)) -> None:
+        def launch(_kept: Any = (table, kept)) -> None:
             with simulating():
-                kernel[grid, config.threads](call, words_of_grids, ops.alpha, ops.beta)
+                kernel[grid, config.threads](call, *grids, ops.alpha, ops.beta)
 
         return launch
 

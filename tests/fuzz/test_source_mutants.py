@@ -167,7 +167,7 @@ def test_problems_that_reach_a_line_are_known(name: str, monkeypatch: pytest.Mon
     simple = [Case(form=form, n=5, k=4, lengths=(3, 2), m=4) for form in ("jagged_m", "jagged_n")]
     offered = [Variant(case.to_dict(), "emulated", "0") for case in simple]
     traced = emulated.trace(name, offered, torch.device("cpu"))
-    file, start = {"triton": ("generic.py", 'elif FORM == "jagged_n":'), "numba": ("generic.py", "acc")}[name]
+    file, start = {"triton": ("generic.py", 'elif FORM == "jagged_n":'), "numba": ("plain_cores.py", "acc")}[name]
     text = (mutations.device_code(name) / file).read_text().splitlines()
     reached = {line for variant in traced for line in variant.lines.get(file, ())}
     assert len(reached) > 20 and all(text[line - 1].strip() for line in reached)

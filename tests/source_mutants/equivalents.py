@@ -92,7 +92,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
       for more in ("rows + STEP", "rows + STEP + 1")),
     ("announce.cuh", "s.schedule.total <= clusters", "s.schedule.total < clusters",
      "the counter is asked, and answers that no tile is left"),
-    ("hopper.cu", "i < (X_K && !GATHER ? 16 : 1)", "i <= (X_K && !GATHER ? 16 : 1)", "a prefetch changes no result"),
+    ("announce.cuh", "i < (X_K && !GATHER ? 16 : 1)", "i <= (X_K && !GATHER ? 16 : 1)", "a prefetch changes no result"),
     ("schedule.cuh", "if (rows <= most)", "if (rows < most)", "one piece of as many rows either way"),
     ("schedule.cuh", "rows <= height ? rows > 0", "rows < height ? rows > 0", "one piece either way"),
     *(("schedule.cuh", "(e.cols + columns - 1)", f"({more})", "a tile behind the last column, which stores nothing")
@@ -148,7 +148,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
      "behind the end of k: zeros for a stage that nobody reads"),
     ("hopper.py", "write(acc, staging, warpgroup + 1,", "write(acc, staging, warpgroup,",
      "other numbers of barriers, of which no other is in use then"),
-    ("generic.py", "blocks * threads)", "blocks)", "elements are zeroed more than once"),
+    ("plain_cores.py", "blocks * threads)", "blocks)", "elements are zeroed more than once"),
     *(("schedule.py", "uint32(LANES - 1)) // uint32(LANES)", f"uint32({new})) // uint32(LANES)",
        "longer runs of groups for each lane, which hold all groups as well") for new in ("LANES", "LANES + 1")),
 )  # fmt: skip

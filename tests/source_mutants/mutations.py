@@ -26,9 +26,8 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "cupy": {},
     "numba": {
-        "generic.py": ("generic",), "schedule.py": ("generic", "quantised", "mma", "hopper"),
+        "plain_cores.py": ("generic", "quantised"), "schedule.py": ("generic", "quantised", "mma", "hopper"),
         "epilogue.py": ("generic", "quantised", "mma"), "memory.py": ("generic", "quantised"),
-        "quantised.py": ("quantised",),
         "mma.py": ("mma",), "mma_fragments.py": ("mma",), "tensor_epilogue.py": ("hopper", "mma"),
         "hopper.py": ("hopper",),
     },

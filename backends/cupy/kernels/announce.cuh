@@ -1,6 +1,38 @@
-// Who tells all roles of a cluster which tile comes next: hopper.cu, hopper_fp8.cu.
+// How a resident cluster starts, and who tells all its roles which tile comes next: hopper.cu, hopper_fp8.cu, hopper_weights.cu.
 #pragma once
 #include "pipeline.cuh"
+
+// By one thread, as one after the other is faster than side by side: their addresses are the same for a whole warp.
+__device__ __forceinline__ void make_barriers(Shared& s, int arrivals) {
+    for (int i = 0; i < PLACES; ++i) {
+#if ARRANGED
+        barrier_init(shared_address(&s.rows_full[i]), DEEP);
+#endif
+        barrier_init(shared_address(&s.full[i]), arrivals);
+        barrier_init(shared_address(&s.empty[i]), CLUSTER * (PINGPONG ? 1 : CONSUMERS) * 4);   // one arrival per warp that reads it
+    }
+    for (int i = 0; i < SLOTS; ++i) {
+        barrier_init(shared_address(&s.tile_full[i]), 1);
+        // Warps that multiply, those that load or arrange, and the threads that expect.
+        barrier_init(shared_address(&s.tile_empty[i]), CLUSTER * (CONSUMERS * 4 + LOADERS + ARRANGED) + CLUSTER - 1);
+    }
+    barrier_init(shared_address(&s.ask), 1);
+    barrier_init_fence();
+}
+
+// `arrivals`: how many fill a stage. The last warps do it, so that the first ones come to the sizes at once: those are what the
+// first load waits for.
+__device__ __forceinline__ void make_ready(Shared& s, const Maps& maps, int warp, int arrivals) {
+    if (warp == THREADS / 32 - 1) {
+        if (elected()) make_barriers(s, arrivals);
+    } else if (warp == THREADS / 32 - 2 && !LISTED) {
+        if (elected()) {
+            prefetch_map(&maps.w);
+#pragma unroll
+            for (int i = 0; i < (X_K && !GATHER ? 16 : 1); ++i) prefetch_map(&maps.x[i]);
+        }
+    }
+}
 
 // One thread of the cluster's first block takes tiles from the counter and announces them: apart from those who load,
 // because the counter's answer and the search for the group take as long as several blocks of k. Its counterpart in the

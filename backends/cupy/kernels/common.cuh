@@ -98,6 +98,10 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
     return y;
 }
+#ifdef BFLOAT
+// In the operands' type, of a kernel that names one of 16 bits.
+__device__ __forceinline__ u32 pack_pair(float low, float high) { return BFLOAT ? pack_bf16(low, high) : pack_f16(low, high); }
+#endif
 
 // 16 bytes from `bytes` (0 to 15) past the start of `low`, of which `high` is the continuation.
 __device__ __forceinline__ uint4 shifted(uint4 low, uint4 high, int bytes) {
@@ -144,6 +148,19 @@ __device__ __forceinline__ void copy_async_if(u32 flags, u32 one, u32 to, const 
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
+// ---- programmatic launches, from sm_90 on: set up while the launch before still runs, then wait until it is over ----
+
+__device__ __forceinline__ void start_next_launch() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_last_launch() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 // ---- Groups: which rows, columns and tiles belong to which one ----
 //

@@ -140,7 +140,7 @@ __device__ __forceinline__ void send_tile(const Problem& p, const Maps& maps, co
 // alpha * acc of 64 rows in the operands' type, two neighbouring rows of a column in each word.
 __device__ __forceinline__ void pack_rows(u32* pair, const float* v, float alpha) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) pair[i] = BFLOAT ? pack_bf16(v[i * 2] * alpha, v[i * 2 + 1] * alpha) : pack_f16(v[i * 2] * alpha, v[i * 2 + 1] * alpha);
+    for (int i = 0; i < 16; ++i) pair[i] = pack_pair(v[i * 2] * alpha, v[i * 2 + 1] * alpha);
 }
 
 // They turn in the staging, from columns per thread to rows.
@@ -228,7 +228,7 @@ __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, c
             const float* v = d + q * 32 + j * 8;
             u32 pair[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) pair[i] = BFLOAT ? pack_bf16(v[i * 2] * alpha, v[i * 2 + 1] * alpha) : pack_f16(v[i * 2] * alpha, v[i * 2 + 1] * alpha);
+            for (int i = 0; i < 4; ++i) pair[i] = pack_pair(v[i * 2] * alpha, v[i * 2 + 1] * alpha);
             if (ALONG_ROWS) store_blocks(straight + (((j * 2 + high) ^ line) << 4), pair[0], pair[1], pair[2], pair[3]);
             else store_transposed(turn + j * 16 * 128, pair[0], pair[1], pair[2], pair[3]);
         }
@@ -431,6 +431,13 @@ template <int COUNT> __device__ __forceinline__ void clear(int (&d)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) asm volatile("mov.s32 %0, 0;" : "=r"(d[i]));
 }
 
+// From here on the compiler may use the first `count` registers, which products have been written to, or must have done with them.
+template <int COUNT> __device__ __forceinline__ void settle(float (&d)[COUNT], int count) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+        if (i < count) asm volatile("" : "+f"(d[i])::"memory");
+}
+
 // A tile's products by the narrowest instruction that covers its rows.
 #define BY_WIDTH(rows, ...) \
     switch (((rows) + STEP - 1) / STEP) { CASES((__VA_ARGS__)) }
@@ -454,9 +461,8 @@ __device__ __forceinline__ void consume(const Given& p, const Launch& l, const M
     for (int number = 0;; ++number) {
         const Tile t = take_tile(s, number, ~0u);
         if (t.n == STOP) break;
-        const int blocks = t.n > 0 ? k_blocks(t) : 0;
-        const u32 bytes = stage_bytes(t);
-        if (blocks > 0) ring.fit(bytes);
+        const int blocks = k_blocks(t);
+        const u32 bytes = ring.begin(t, blocks);
         if (PINGPONG && (number & 1) != half) {
 #pragma unroll 1
             for (int kb = 0; kb < blocks; ++kb) ring.next(bytes);

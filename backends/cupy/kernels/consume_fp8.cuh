@@ -25,13 +25,6 @@ __device__ __forceinline__ float4 load_shared_scales(u32 address) {
 __device__ __forceinline__ u32 low_descriptor(u32 address) { return __shfl_sync(~0u, u32(smem_descriptor(address, BLOCK, 1024)), 0); }
 __device__ __forceinline__ u64 descriptor(u32 low) { return smem_descriptor(0, 0, 1024) | low; }
 
-// From here on the compiler may use registers that products have been written to, or must have done with them.
-template <int COUNT> __device__ __forceinline__ void settle(float (&d)[COUNT], int count) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i)
-        if (i < count) asm volatile("" : "+f"(d[i])::"memory");
-}
-
 // Registers j * 4 + i hold row j * 8 + (lane % 4) * 2 + i % 2 and column (i / 2) * 8 + lane / 4 of a warp's 16: `scales` are
 // this thread's own, `column` those of its two columns.
 template <int N> struct RowScales {
@@ -241,9 +234,8 @@ __device__ __forceinline__ void consume_fp8(const Problem& p, const Launch& l, c
     for (int number = 0;; ++number) {
         const Tile t = take_tile(s, number, ~0u);
         if (t.n == STOP) break;
-        const int blocks = t.n > 0 ? k_blocks(t) : 0;
-        const u32 bytes = stage_bytes(t);
-        if (blocks > 0) ring.fit(bytes);
+        const int blocks = k_blocks(t);
+        const u32 bytes = ring.begin(t, blocks);
         float total[SUMS];
         clear(total);
         const bool trades = TRADES_SIDES && t.n > MOST_UNTRADED;

@@ -46,9 +46,8 @@ __device__ __forceinline__ void arrange_rows(Shared& s, u32 stages) {
     for (int number = 0;; ++number) {
         const Tile t = take_tile(s, number, ~0u);
         if (t.n == STOP) break;
-        const int blocks = t.n > 0 ? k_blocks(t) : 0;
-        const u32 bytes = stage_bytes(t);
-        if (blocks > 0) ring.fit(bytes);
+        const int blocks = k_blocks(t);
+        const u32 bytes = ring.begin(t, blocks);
 #pragma unroll 1
         for (int kb = 0; kb < blocks; ++kb, ring.next(bytes)) {
             barrier_wait(shared_address(&s.rows_full[ring.place]), ring.parity);
@@ -158,7 +157,7 @@ __device__ __forceinline__ void multiply_words(const uint4 (&line)[2 * HALVES_HE
         if (LARGE) rest[i] = rest_of(code);
         if (ZEROS) {
             const float z = decode<ZEROS ? ZERO_CODE : CODE_U8>(numbers.zero[i].held[slot]);
-            zero[i] = pair_of(z, z);
+            zero[i] = pack_pair(z, z);
         }
     }
 #pragma unroll

@@ -63,8 +63,6 @@ struct Lines {
     }
 };
 
-__device__ __forceinline__ u32 pack_pair(float low, float high) { return BFLOAT ? pack_bf16(low, high) : pack_f16(low, high); }
-
 __device__ __forceinline__ void finish_gated(const Given& p, const Tile& t, u32 rank, int half, u32 staging, float (&d)[ACCUMULATORS]) {
     const Fused& f = p.fused;
     const int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5;

@@ -22,31 +22,6 @@
 
 static_assert(SHARED_BYTES <= SHARED, "a launch asks for less shared memory than the layout takes");
 
-// By one thread, as one after the other is faster than side by side: their addresses are the same for a whole warp.
-__device__ __forceinline__ void make_barriers(Shared& s) {
-    for (int i = 0; i < PLACES; ++i) {
-#if GATHER
-        barrier_init(shared_address(&s.full[i]), 1 + 2 * 32);                   // weights, and each lane that copies rows
-#else
-        barrier_init(shared_address(&s.full[i]), 2);                            // weights, rows
-#endif
-        barrier_init(shared_address(&s.empty[i]), CLUSTER * (PINGPONG ? 1 : CONSUMERS) * 4);   // one arrival per warp that reads it
-    }
-    for (int i = 0; i < SLOTS; ++i) {
-        barrier_init(shared_address(&s.tile_full[i]), 1);
-        // Warps that multiply, those that load, and the threads that expect.
-        barrier_init(shared_address(&s.tile_empty[i]), CLUSTER * (CONSUMERS * 4 + LOADERS) + CLUSTER - 1);
-    }
-    barrier_init(shared_address(&s.ask), 1);
-    barrier_init_fence();
-}
-
-__device__ __forceinline__ void prefetch_maps(const Maps& maps) {
-    prefetch_map(&maps.w);
-#pragma unroll
-    for (int i = 0; i < (X_K && !GATHER ? 16 : 1); ++i) prefetch_map(&maps.x[i]);
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 hopper(const __grid_constant__ Given p, const __grid_constant__ Launch l, const __grid_constant__ Maps maps) {
     extern __shared__ char raw[];
@@ -56,12 +31,7 @@ hopper(const __grid_constant__ Given p, const __grid_constant__ Launch l, const 
     const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), warpgroup = warp >> 2;      // known to be the same for a whole warp
 
-    // The last warps, so that the first ones come to the sizes at once: those are what the first load waits for.
-    if (warp == THREADS / 32 - 1) {
-        if (elected()) make_barriers(s);
-    } else if (warp == THREADS / 32 - 2 && !LISTED) {
-        if (elected()) prefetch_maps(maps);
-    }
+    make_ready(s, maps, warp, GATHER ? 1 + 2 * 32 : 2);        // weights, and rows or each lane that copies them
     __syncwarp();
     start_next_launch();
     wait_for_last_launch();

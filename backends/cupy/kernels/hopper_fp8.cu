@@ -66,7 +66,7 @@ __device__ __forceinline__ void load_scales(const SideGrids& grids, Shared& s, u
     for (int number = 0;; ++number) {
         const Tile t = take_tile(s, number, ~0u);
         if (t.n == STOP) break;
-        const int blocks = t.n > 0 ? k_blocks(t) : 0;
+        const int blocks = k_blocks(t);
         const u32 bytes = stage_bytes(t);
         const i64 col = first_column(t, rank, 0);
         ScaleLines<ROWS> x;
@@ -90,19 +90,6 @@ __device__ __forceinline__ void load_scales(const SideGrids& grids, Shared& s, u
     if (CLUSTER > 1) room.wait_for_all(s, ring);
 }
 
-__device__ __forceinline__ void make_barriers(Shared& s) {
-    for (int i = 0; i < PLACES; ++i) {
-        barrier_init(shared_address(&s.full[i]), 2 + 32);                       // weights, rows, each lane that copies scales
-        barrier_init(shared_address(&s.empty[i]), CLUSTER * CONSUMERS * 4);
-    }
-    for (int i = 0; i < SLOTS; ++i) {
-        barrier_init(shared_address(&s.tile_full[i]), 1);
-        barrier_init(shared_address(&s.tile_empty[i]), CLUSTER * (CONSUMERS * 4 + LOADERS) + CLUSTER - 1);
-    }
-    barrier_init(shared_address(&s.ask), 1);
-    barrier_init_fence();
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 hopper_fp8(const __grid_constant__ Problem p, const __grid_constant__ Launch l, const __grid_constant__ SideGrids grids, const __grid_constant__ Maps maps) {
     extern __shared__ char raw[];
@@ -112,21 +99,13 @@ hopper_fp8(const __grid_constant__ Problem p, const __grid_constant__ Launch l, 
     const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), warpgroup = warp >> 2;      // known to be the same for a whole warp
 
-    if (warp == THREADS / 32 - 1) {
-        if (elected()) make_barriers(s);
-    } else if (warp == THREADS / 32 - 2) {
-        if (elected()) {
-            prefetch_map(&maps.w);
-#pragma unroll
-            for (int i = 0; i < 16; ++i) prefetch_map(&maps.x[i]);
-        }
-    }
+    make_ready(s, maps, warp, 2 + 32);          // weights, rows, each lane that copies scales
     for (int i = threadIdx.x; i < SCALES_BYTES / 4; i += THREADS) store_shared(scales + i * 4, 1.0f);
     __syncwarp();
     start_next_launch();
     wait_for_last_launch();
     if (CLUSTER > 1) cluster_arrive();
-    build_schedule(p, s.schedule, l.swapped, ROWS, COLUMNS * CLUSTER, l.busy_rows);
+    build_schedule(p, s.schedule, l.swapped, CLUSTER_ROWS, CLUSTER_COLUMNS, l.busy_rows);
     __syncthreads();
     if (CLUSTER > 1) cluster_wait();
 

@@ -97,24 +97,13 @@ __device__ __forceinline__ Place place_of(const Lines& lines, int col, int half)
     return r;
 }
 
-__device__ __forceinline__ u32 load_word(u32 address) {
-    u32 v;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
-    return v;
-}
-__device__ __forceinline__ u32 load_half(u32 address) {
-    u16 v;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
-    return v;
-}
-
 // 64 columns by 64 k, of which `left` exist: lines after them may be another group's.
 __device__ __forceinline__ void read_fragment(u32 (&w)[FRAGMENT], const Place& place, u32 stage, int left) {
 #pragma unroll
     for (int i = 0; i < FRAGMENT; ++i) {
         const int eight = i >> 1, more = (i & 1) * (W_K ? W_PITCH : 16) + eight * (W_K ? 16 : W_PITCH);      // which 8 of k
-        if (W_K) w[i] = __funnelshift_r(load_word(stage + place.at[0] + more), load_word(stage + place.at[0] + more + 4), place.bits);
-        else w[i] = __byte_perm(load_half(stage + place.at[0] + more), load_half(stage + place.at[1] + more), 0x5410);
+        if (W_K) w[i] = __funnelshift_r(load_shared_word(stage + place.at[0] + more), load_shared_word(stage + place.at[0] + more + 4), place.bits);
+        else w[i] = __byte_perm(load_shared_half(stage + place.at[0] + more), load_shared_half(stage + place.at[1] + more), 0x5410);
     }
     if (W_K || left >= BK) return;
 #pragma unroll
@@ -164,7 +153,7 @@ __device__ __forceinline__ void feed_rows(const Problem& p, const Launch& l, con
         __syncwarp();
         const Tile t = take_tile(s, number, ~0u);
         if (t.n == STOP) break;
-        const int blocks = t.n > 0 ? k_blocks(t) : 0;
+        const int blocks = k_blocks(t);
         RowBoxes x;
         x.begin(p, l, maps, t, rank);
         if (LISTED && blocks > 0 && lane == 0) refresh_map(x.map);
@@ -193,7 +182,7 @@ __device__ __forceinline__ void feed_weights(const Problem& p, const Launch& l, 
     for (int number = 0;; ++number) {
         const Tile t = take_tile(s, number, ~0u);
         if (t.n == STOP) break;
-        const int blocks = t.n > 0 ? k_blocks(t) : 0;
+        const int blocks = k_blocks(t);
         WeightBox w;
         if (blocks > 0) w.begin(lines_of(p, l, e, maps, t), int(first_column(t, rank, 0)));
 #pragma unroll 1

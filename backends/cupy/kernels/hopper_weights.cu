@@ -36,12 +36,6 @@ template <int N, class Change> __device__ __forceinline__ void for_columns(float
     for (int i = 0; i < N / 2; ++i) change(i, i & 2 ? high : low);
 }
 
-// From here on the compiler may use registers that products have been written to.
-template <int N, int COUNT> __device__ __forceinline__ void settle(float (&d)[COUNT]) {
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
-
 // Which of a stage's numbers belong to a quarter of a piece of 64 of k.
 __device__ __forceinline__ constexpr int block_of(int piece, int quarter) {
     return SCALE_K == 32 ? piece * 2 + quarter / 2 : SCALE_K == 64 ? piece : 0;
@@ -94,7 +88,7 @@ __device__ __forceinline__ void multiply_stage(u32 stage, int half, u32 place, c
                 wgmma_commit();
                 if constexpr (PARTS) {
                     wgmma_wait<0>();
-                    settle<N>(part);
+                    settle(part, N / 2);
                     const int block = block_of(piece, k);
                     if (SCALE_K <= 64 || !first_half || (DEEP == 1 && last))
                         for_columns<N>(numbers.factor(slot, 0, block), numbers.factor(slot, 1, block), [&](int i, float scale) { total[i] = fmaf(scale, part[i], total[i]); });
@@ -103,7 +97,7 @@ __device__ __forceinline__ void multiply_stage(u32 stage, int half, u32 place, c
         }
     }
     if (!PARTS) wgmma_wait<0>();
-    settle<N>(total);
+    settle(total, N / 2);
 }
 
 // All k-blocks of a tile. While one warpgroup turns codes into numbers, the other one multiplies.
@@ -138,7 +132,7 @@ __device__ __forceinline__ void consume_weights(const Problem& p, const Launch& 
     for (int number = 0;; ++number) {
         const Tile t = take_tile(s, number, ~0u);
         if (t.n == STOP) break;
-        const int blocks = t.n > 0 ? k_blocks(t) : 0;
+        const int blocks = k_blocks(t);
         const u32 bytes = stage_bytes(t);
         if (blocks > 0) ring.fit(bytes);
         float total[ACCUMULATORS];
@@ -174,24 +168,6 @@ __device__ __forceinline__ void consume_weights(const Problem& p, const Launch& 
 #endif
 }
 
-__device__ __forceinline__ void make_barriers(Shared& s) {
-    for (int i = 0; i < PLACES; ++i) {
-#if ARRANGED
-        barrier_init(shared_address(&s.rows_full[i]), DEEP);
-        barrier_init(shared_address(&s.full[i]), 2);                            // weights, rows that were handed on
-#else
-        barrier_init(shared_address(&s.full[i]), 1 + DEEP);                     // weights, blocks of rows
-#endif
-        barrier_init(shared_address(&s.empty[i]), CLUSTER * CONSUMERS * 4);
-    }
-    for (int i = 0; i < SLOTS; ++i) {
-        barrier_init(shared_address(&s.tile_full[i]), 1);
-        barrier_init(shared_address(&s.tile_empty[i]), CLUSTER * (CONSUMERS * 4 + 2 + ARRANGED) + CLUSTER - 1);
-    }
-    barrier_init(shared_address(&s.ask), 1);
-    barrier_init_fence();
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 hopper_weights(const __grid_constant__ Problem p, const __grid_constant__ Launch l, const __grid_constant__ WeightGrids grids, const __grid_constant__ Maps maps) {
     extern __shared__ char raw[];
@@ -201,20 +177,12 @@ hopper_weights(const __grid_constant__ Problem p, const __grid_constant__ Launch
     const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), warpgroup = warp >> 2;      // known to be the same for a whole warp
 
-    if (warp == THREADS / 32 - 1) {
-        if (elected()) make_barriers(s);
-    } else if (warp == THREADS / 32 - 2) {
-        if (elected()) {
-            prefetch_map(&maps.w);
-#pragma unroll
-            for (int i = 0; i < 16; ++i) prefetch_map(&maps.x[i]);
-        }
-    }
+    make_ready(s, maps, warp, ARRANGED ? 2 : 1 + DEEP);         // weights, and rows that were handed on or their blocks
     __syncwarp();
     start_next_launch();
     wait_for_last_launch();
     if (CLUSTER > 1) cluster_arrive();
-    build_schedule(p, s.schedule, l.swapped, ROWS, COLUMNS * CLUSTER, l.busy_rows);
+    build_schedule(p, s.schedule, l.swapped, CLUSTER_ROWS, CLUSTER_COLUMNS, l.busy_rows);
     __syncthreads();
     if (CLUSTER > 1) cluster_wait();
 

@@ -93,9 +93,7 @@ __device__ __forceinline__ int group_of(const Problem& p, i64 block) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) k_major(const __grid_constant__ Problem p, const __grid_constant__ KMajor to) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");      // the product may get ready; it waits for the copies itself
-#endif
+    start_next_launch();      // the product may get ready; it waits for the copies itself
     __shared__ u32 tile[SIDE][32];
     const i64 of_a = ceil_div(p.m, SIDE), strips = of_a + ceil_div(p.n, SIDE), units = to.blocks * strips;
     const i64 each = ceil_div(units, gridDim.x), first = blockIdx.x * each, last = min64(first + each, units);

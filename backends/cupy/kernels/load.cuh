@@ -57,7 +57,7 @@ __device__ __forceinline__ void load_weights(const Given& p, const Launch& l, co
         const u64 hint = (marks & ONCE) && !one_for_all && t.k_len <= SHORT_K ? EVICT_FIRST : EVICT_NORMAL;
         if (t.n == STOP) break;
         const u32 bytes = stage_bytes(t);
-        const int blocks = t.n > 0 ? k_blocks(t) : 0, col = int(first_column(t, rank, 0)), group = one_for_all ? 0 : t.group;
+        const int blocks = k_blocks(t), col = int(first_column(t, rank, 0)), group = one_for_all ? 0 : t.group;
         const TensorMap* const w = LISTED ? l.listed + 2 * t.group : &maps.w;
         if (LISTED && blocks > 0) refresh_map(w);
         int k = first_k(t, W_K), ask_at = rank == 0 ? max(blocks - AHEAD, 0) : -1;
@@ -154,7 +154,7 @@ __device__ __forceinline__ void load_rows(const Problem& p, const Launch& l, con
         int marks;
         const Tile t = take_tile_together(s, number, marks);
         if (t.n == STOP) break;
-        const int blocks = t.n > 0 ? k_blocks(t) : 0;
+        const int blocks = k_blocks(t);
         const u32 rows = stages + W_BYTES, bytes = stage_bytes(t);
         RowBoxes x;
         x.begin(p, l, maps, t, rank, marks & HALVES);

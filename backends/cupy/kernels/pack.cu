@@ -175,9 +175,7 @@ __device__ __forceinline__ void turn(const Copy& c, u32 unit) {
 // The rows of a jagged k, contiguous in the copy, where each group begins at a multiple of SIDE (`first_k` in
 // pipeline.cuh) and is followed by zeros up to the next one: a stage may be loaded past its end.
 extern "C" __global__ void __launch_bounds__(THREADS) pack_ragged(const __grid_constant__ Problem p, const __grid_constant__ Copy c) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+    start_next_launch();
     const u32 down = u32(ceil_div(c.outer, SIDE)), units = u32(c.inner / SIDE) * down, share = (units + gridDim.x - 1) / gridDim.x;
     i64 block = -1, start = 0, end = 0, first = 0;
     for (u32 unit = blockIdx.x * share; unit < min(units, (blockIdx.x + 1) * share); ++unit) {
@@ -214,9 +212,7 @@ __device__ __forceinline__ Copy find_copy(const Job& job, u32 unit) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) pack(const __grid_constant__ Job job) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");      // the product may get ready; it waits for the copies itself
-#endif
+    start_next_launch();      // the product may get ready; it waits for the copies itself
     for (u32 unit = blockIdx.x; unit < job.units; unit += gridDim.x) {
         const Copy c = find_copy(job, unit);
         if (c.from_inner == 1) straight(c, unit - u32(c.first));

@@ -40,12 +40,11 @@ __device__ __forceinline__ void copy_picked_tokens(const Given& p, const Launch&
         const bool whole = is_near(pitch) && columns - column >= wide * 64;
         const char* const line_start = base + first * 2;
         const int left = int(max64(min64(columns - first, 1024), 0));
-        const int blocks = t.n > 0 ? k_blocks(t) : 0;
+        const int blocks = k_blocks(t);
         const auto picked_at = [&](int k) { return k < t.k_len ? int(picked_row(rows, is64, t.extra + k, extent)) : -1; };
         const int ask_at = PICKS_W && which == 0 ? max(blocks - AHEAD, 0) : -1;
         if (PICKS_W && which == 0 && blocks == 0 && elected()) barrier_arrive_here(shared_address(&s.ask));
-        const u32 bytes = stage_bytes(t);
-        if (blocks > 0) ring.fit(bytes);
+        const u32 bytes = ring.begin(t, blocks);
         int coming = picked_at(which * 32 + lane);
 #pragma unroll 1
         for (int kb = 0; kb < blocks; ++kb, ring.next(bytes)) {
@@ -129,10 +128,9 @@ __device__ __forceinline__ void copy_picked_rows(const Given& p, Shared& s, u32 
             s.picked[which * 4 + (lane & 3)][b * 8 + (lane >> 2)] = max(found[b], 0);
         }
         __syncwarp();
-        const int blocks = t.n > 0 ? k_blocks(t) : 0, lines = t.n / 8;
+        const int blocks = k_blocks(t), lines = t.n / 8;
         const int whole = is_near(pitch) ? t.k_len / BK : 0;
-        const u32 bytes = stage_bytes(t);
-        if (blocks > 0) ring.fit(bytes);
+        const u32 bytes = ring.begin(t, blocks);
         const char* from = p.a.ptr + chunk * 16;
 #pragma unroll 1
         for (int kb = 0; kb < blocks; ++kb, ring.next(bytes), from += LINE_BYTES) {

@@ -106,9 +106,13 @@ struct Shared {
     alignas(16) Tile tiles[SLOTS];
     Schedule schedule;
 };
-// Stages (1024-byte aligned), staging of results, and the struct above.
+// Stages (1024-byte aligned), staging of results, and the struct above; each kernel compares it with SHARED, or a layout of
+// its own.
 constexpr int SHARED_BYTES = RING_BYTES + CONSUMERS * STAGING_BYTES + (int)sizeof(Shared) + 1024;
-static_assert(SHARED_BYTES <= 232448, "more shared memory than a thread block may have");
+static_assert(SHARED <= 232448, "more shared memory than a thread block may have");
+
+// A tile's stages, of a block of k each: none of an empty tile.
+__device__ __forceinline__ int k_blocks(const Tile& t) { return t.n > 0 ? (t.k_len + BK - 1) / BK : 0; }
 
 // Bytes of a tile's stages. A lower tile's are smaller, so more of them are in flight: what a stage holds is multiplied
 // sooner, but the memory answers just as late. Not so where the memory bounds most tiles (low pieces, a long k): there
@@ -127,6 +131,12 @@ struct Ring {
     int place = 0;              // which barriers are its own, and their parity
     u32 parity = 0;
     __device__ __forceinline__ void fit(u32 bytes) { if (at + bytes > RING_BYTES) at = 0; }
+    // To the first of a tile's `blocks` stages, each of which takes the bytes that are returned.
+    __device__ __forceinline__ u32 begin(const Tile& t, int blocks) {
+        const u32 bytes = stage_bytes(t);
+        if (blocks > 0) fit(bytes);
+        return bytes;
+    }
     __device__ __forceinline__ void next(u32 bytes) {
         at += bytes;
         fit(bytes);
@@ -190,5 +200,3 @@ constexpr int PADDED = BK > 64 ? BK : 64;
 __device__ __forceinline__ int first_k(const Tile& t, bool padded) {
     return !RAGGED_K && !JAGGED_K ? 0 : padded ? (t.extra / PADDED + t.group) * PADDED : int(FAR) - t.k_len;
 }
-
-__device__ __forceinline__ int k_blocks(const Tile& t) { return (t.k_len + BK - 1) / BK; }

@@ -144,11 +144,6 @@ __device__ __forceinline__ u64 smem_descriptor(u32 address, u32 leading, u32 str
     return (1ull << 62) | (u64(stride >> 4) << 32) | (u64(leading >> 4) << 16) | ((address & 0x3FFFF) >> 4);
 }
 
-// ---- programmatic launches: set up while the launch before still runs, then wait until it is over ----
-
-__device__ __forceinline__ void start_next_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_last_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // ---- registers, named barriers, matrix stores ----
 
 template <int N> __device__ __forceinline__ void registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
@@ -182,6 +177,16 @@ __device__ __forceinline__ void store_shared(u32 address, u32 v) { asm volatile(
 __device__ __forceinline__ void store_shared(u32 address, u16 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(v) : "memory"); }
 __device__ __forceinline__ void load_shared(int& v, u32 address) { asm volatile("ld.shared.s32 %0, [%1];" : "=r"(v) : "r"(address)); }
 __device__ __forceinline__ void load_shared(float& v, u32 address) { asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address)); }
+__device__ __forceinline__ u32 load_shared_word(u32 address) {
+    u32 v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+    return v;
+}
+__device__ __forceinline__ u32 load_shared_half(u32 address) {
+    u16 v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
+    return v;
+}
 __device__ __forceinline__ float load_shared(u32 address) {
     float v;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));

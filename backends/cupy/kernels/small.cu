@@ -195,12 +195,6 @@ __device__ __forceinline__ void zero_ends(const Problem& p, int tiles) {
     zero_unowned(p, block * (THREADS / 32) + threadIdx.x / 32, blocks * (THREADS / 32));
 }
 
-__device__ __forceinline__ void wait_for_last_launch() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 // Fills in a tile and where its group's results start; false if this block has none.
 #if LISTED
 __device__ __forceinline__ bool find_tile(const Problem& p, const Listed& l, Tile& t, char*& out, i64& out_pitch) {
@@ -272,7 +266,7 @@ __device__ __forceinline__ void store_plain(const Problem& p, const Tile& t, cha
             for (int j = 0; j < NJ; ++j) {
                 const int left = r < t.m && (counts || p.zero_unowned) ? t.n - col - j * 8 : 0;
                 const float low = counts ? acc[i][j][h * 2] * alpha : 0.0f, high = counts ? acc[i][j][h * 2 + 1] * alpha : 0.0f;
-                const u32 pair = BFLOAT ? pack_bf16(low, high) : pack_f16(low, high);
+                const u32 pair = pack_pair(low, high);
                 if (PAIRS && left > 1) {
                     *(u32*)(line + j * 16) = pair;
                 } else {
@@ -333,9 +327,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BM == 32 ? 6 : 3) small(co
         SideB b;
         a.begin(t.a, t.a_pitch), b.begin(t.b, t.b_pitch);
         asm volatile("" : "+l"(out), "+l"(out_pitch));
-#if __CUDA_ARCH__ >= 900
-        asm volatile("griddepcontrol.launch_dependents;" ::: "memory");         // not before: its blocks would be in the way
-#endif
+        start_next_launch();                    // not before: its blocks would be in the way
         wait_for_last_launch();
 #pragma unroll
         for (int kb = 0; kb < STAGES; ++kb) {

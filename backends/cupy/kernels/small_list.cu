@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_list(const __grid
                 const float* v = d + r0 / 2 + j * 8;
                 u32 pair[4];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) pair[i] = BFLOAT ? pack_bf16(v[i * 2] * p.alpha, v[i * 2 + 1] * p.alpha) : pack_f16(v[i * 2] * p.alpha, v[i * 2 + 1] * p.alpha);
+                for (int i = 0; i < 4; ++i) pair[i] = pack_pair(v[i * 2] * p.alpha, v[i * 2 + 1] * p.alpha);
                 store_transposed(turn + j * 16 * 128, pair[0], pair[1], pair[2], pair[3]);
             }
             warpgroup_sync(half);

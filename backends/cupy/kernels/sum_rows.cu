@@ -115,10 +115,8 @@ __device__ __forceinline__ void add_rows(const Sum& s, const char* y, bool insid
 }
 
 extern "C" __global__ void __launch_bounds__(MOST_THREADS, RESIDENT) sum_rows(const __grid_constant__ Sum s) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    asm volatile("griddepcontrol.wait;" ::: "memory");           // the rows come from the launch before
-#endif
+    start_next_launch();
+    wait_for_last_launch();                     // the rows come from the launch before
     const u32 block = blockIdx.x, across = s.across;
     const i64 row = block / across, column = i64((block % across) * blockDim.x + threadIdx.x) * VECTOR;
     Acc sum[VECTOR];

@@ -40,7 +40,6 @@ __device__ __forceinline__ u32 halves_of_e4m3(u32 codes) {
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(u16(codes)));
     return d;
 }
-__device__ __forceinline__ u32 pair_of(float low, float high) { return BFLOAT ? pack_bf16(low, high) : pack_f16(low, high); }
 __device__ __forceinline__ u32 both(u32 v) { return __byte_perm(v, v, 0x1010); }
 
 // ---- Codes to numbers ----
@@ -81,12 +80,6 @@ __device__ __forceinline__ u32 pair_of_bytes(u32 codes) {
 
 __device__ __forceinline__ void keep_in_register(u32& v) { asm volatile("" : "+r"(v)); }
 __device__ __forceinline__ void keep_in_register(i64& v) { asm volatile("" : "+l"(v)); }
-
-__device__ __forceinline__ u32 load_shared_half(u32 address) {
-    u16 v;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
-    return v;
-}
 
 // One thread's bytes of 64 of k. Columns of 64 bytes lie swizzled (hopper_weights.py), those of 32 bytes as they are.
 struct Codes {
@@ -191,7 +184,7 @@ struct Numbers {
     __device__ __forceinline__ float factor(int slot, int column, int block) const { return decode<SCALE_CODE>(scale[column].code(slot, block)); }
     __device__ __forceinline__ u32 zeros(int slot, int column, int block) const {
         const float z = decode<ZEROS ? ZERO_CODE : CODE_U8>(zero[column].code(slot, block));
-        return pair_of(z, z);
+        return pack_pair(z, z);
     }
     // Whether some scale of e2m1 is beyond what `factor_of` reaches.
     __device__ __forceinline__ bool large(int slot) const {

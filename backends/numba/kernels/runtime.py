@@ -2,7 +2,7 @@
 
 Numba decides at import whether `numba.cuda` compiles or simulates. Under MULTIGEMM_EMULATE the
 variable NUMBA_ENABLE_CUDASIM has to be set before anybody imports numba; where somebody was faster,
-`simulated()` is False and `availability` says so. Device code is written against the few names below,
+`SIMULATED` is False and `availability` says so. Device code is written against the few names below,
 so that the same kernel text runs in both worlds.
 """
 
@@ -77,43 +77,87 @@ class _Allocations(dict[Any, Any]):
         self._lock.release()
 
 
-def _share_safely() -> None:
+class _Barrier:
+    """Where the threads of a block that still run wait for each other."""
+
+    def __init__(self, threads: int) -> None:
+        self._running, self._waiting, self._passed = threads, 0, 0
+        self._changed = threading.Condition()
+
+    def wait(self) -> None:
+        with self._changed:
+            self._waiting, before = self._waiting + 1, self._passed
+            self._release()
+            self._changed.wait_for(lambda: self._passed != before)
+
+    def leave(self) -> None:
+        with self._changed:
+            self._running -= 1
+            self._release()
+
+    def _release(self) -> None:
+        if self._waiting == self._running:
+            self._waiting, self._passed = 0, self._passed + 1
+            self._changed.notify_all()
+
+
+def _replace_parts_of_the_simulator() -> None:
+    """Shared arrays are allocated once, and threads wait at a barrier: the simulator polls them in a busy loop, which
+    takes the processor from them."""
+    import numba.cuda.simulator.kernel
     import numba.cuda.simulator.kernelapi
 
-    simulated: Any = numba.cuda.simulator.kernelapi.FakeCUDAShared
-    original = simulated.__init__
+    simulator: Any = numba.cuda.simulator
+    shared, block = simulator.kernelapi.FakeCUDAShared, simulator.kernel.BlockManager
+    block_thread = simulator.kernel.BlockThread
+    initialise_shared = shared.__init__
 
     def initialise(self: Any, size: int) -> None:
-        original(self, size)
+        initialise_shared(self, size)
         self._allocations = _Allocations()
 
-    simulated.__init__ = initialise
+    def run(self: Any, place: tuple[int, ...], *args: Any) -> None:
+        points = [*np.ndindex(*self._block_dim)]
+        self.barrier = _Barrier(len(points))
+
+        def one() -> None:
+            try:
+                self._f(*args)
+            finally:
+                self.barrier.leave()
+
+        threads = [block_thread(one, self, place, point, self._debug) for point in points]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:  # Ctrl-C: they still write into the caller's memory
+            for thread in threads:
+                thread.join()
+            raise
+        for thread in threads:
+            if thread.exception:
+                raise thread.exception[0].with_traceback(thread.exception[1])
+
+    shared.__init__, block.run = initialise, run
+    block_thread.syncthreads = lambda self: self._manager.barrier.wait()
 
 
 if SIMULATED:
-    _share_safely()
+    _replace_parts_of_the_simulator()
 
-SWITCH_SECONDS = 2e-5
 _one_at_a_time = threading.RLock()
-"""The simulator runs one kernel at a time, and the switch interval belongs to the whole process."""
+"""The simulator runs one kernel at a time."""
 
 
 @contextmanager
 def simulating() -> Iterator[None]:
-    """Makes the simulator quick and quiet while a kernel runs.
-
-    Its manager polls its threads in a busy loop and holds them up for a whole switch interval each
-    time; and NumPy scalars warn of the NaN and infinities that a GPU computes silently.
-    """
-    with _one_at_a_time:
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH_SECONDS)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", RuntimeWarning)
-                yield
-        finally:
-            sys.setswitchinterval(before)
+    """Keeps the simulator quiet while a kernel runs: NumPy scalars warn of the NaN and infinities that a GPU computes
+    silently."""
+    with _one_at_a_time, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
 
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import multigemm as mg
-from multigemm.backends.cpu import BACKEND, config, launch
+from multigemm.backends.cpu import BACKEND, config, loop
 from multigemm.backends.cpu.config import Config, invalid_reasons
 from multigemm.backends.cpu.groups import Sizes, empty_products
 from multigemm.backends.cpu.stacks import segments
@@ -43,13 +43,13 @@ def test_where_torch_lowers_float32_products_the_loop_computes(dtype: str, monke
     ops = staged(device_case)
     bound = BACKEND.plan(ops.spec, Config("blas"), CPU).bind(ops)
     bound()
-    products, multiply = [], launch.product
+    products, multiply = [], loop.product
 
     def noted(a: Tensor, b: Tensor, acc: torch.dtype) -> Tensor:
         products.append(multiply(a, b, acc))
         return products[-1]
 
-    monkeypatch.setattr(launch, "product", noted)
+    monkeypatch.setattr(loop, "product", noted)
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")

@@ -42,8 +42,9 @@ def _sized(*rows: int, n: int = 4096, k: int = 4096) -> Products:
     return _products(*(Shape(0, 0, n, m, k, n, k, n) for m in rows))
 
 
-def _chosen(spec: ProblemSpec, products: Products, device: torch.device, written: torch.dtype) -> Config:
-    return choice.choose(spec, choice.work_of(spec, products), *choice.able(spec, device, written))
+def _chosen(spec: ProblemSpec, products: Products) -> Config:
+    how = launch.method(spec, Config("auto"), CUDA)
+    return choice.choose(spec, products, how.grouped, how.grouped_mm)
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ CHOICES: list[tuple[int, torch.dtype, Products, Config]] = [
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(("groups", "dtype", "products", "config"), CHOICES, ids=lambda x: str(x)[:40])
 def test_the_choice_follows_the_sizes(groups: int, dtype: torch.dtype, products: Products, config: Config) -> None:
-    assert _chosen(_spec(groups=groups, dtype=dtype), products, CUDA, torch.bfloat16) == config
+    assert _chosen(_spec(groups=groups, dtype=dtype), products) == config
 
 
 def test_a_graph_holds_single_calls_where_one_large_product_is_among_few() -> None:
@@ -86,13 +87,13 @@ def test_a_graph_holds_single_calls_where_one_large_product_is_among_few() -> No
 
 @pytest.mark.usefixtures("hopper")
 def test_the_grouped_call_is_not_chosen_for_a_wide_intermediate() -> None:
+    wide: dict[str, Any] = {"activation": "relu"}
     transposed = _products(*[Shape(1, 0, 4096, 8, 4096, 4096, 4096, 4096)] * 3)
-    assert _chosen(_spec(), transposed, CUDA, torch.bfloat16) == Config("grouped")
-    assert _chosen(_spec(), transposed, CUDA, torch.float32) == Config("batched")
-    small = _sized(*range(3, 12), n=64, k=64)
-    half = _spec(dtype=torch.float16)
-    assert _chosen(half, small, CUDA, torch.float16) == Config("grouped")
-    assert _chosen(half, small, CUDA, torch.float32) == Config("streams", 4)
+    assert _chosen(_spec(), transposed) == Config("grouped")
+    assert _chosen(_spec(**wide), transposed) == Config("batched")
+    small, half = _sized(*range(3, 12), n=64, k=64), torch.float16
+    assert _chosen(_spec(dtype=half), small) == Config("grouped")
+    assert _chosen(_spec(dtype=half, **wide), small) == Config("streams", 4)
 
 
 def test_the_grouped_call_gets_no_packed_copies() -> None:
@@ -162,15 +163,18 @@ def test_the_grouped_call_is_kept_from_addresses_it_faults_on() -> None:
 
 @pytest.mark.usefixtures("hopper")
 def test_sizes_are_read_back_only_where_a_call_needs_them() -> None:
+    def reads(spec: ProblemSpec, variant: Any = "auto") -> bool:
+        return launch.method(spec, Config(variant), CUDA).syncs
+
     aligned, odd = replace(_spec(), device_sizes=True), replace(_spec(k=63), device_sizes=True)
-    assert not config.reads_sizes(aligned, "auto", CUDA)
-    assert not config.reads_sizes(aligned, "grouped_mm", CUDA)
-    assert config.reads_sizes(aligned, "batched", CUDA)
-    assert config.reads_sizes(odd, "auto", CUDA)
-    assert not config.reads_sizes(replace(odd, alpha="zero"), "auto", CUDA)
-    assert not config.reads_sizes(replace(odd, b=replace(odd.b, shared=True)), "auto", CUDA)
-    assert not config.reads_sizes(_spec(k=63), "auto", CUDA)
-    assert not config.reads_sizes(replace(odd, form="masked"), "batched", CUDA)
+    assert not reads(aligned)
+    assert not reads(aligned, "grouped_mm")
+    assert reads(aligned, "batched")
+    assert reads(odd)
+    assert not reads(replace(odd, alpha="zero"))
+    assert not reads(replace(odd, b=replace(odd.b, shared=True)))
+    assert not reads(_spec(k=63))
+    assert not reads(replace(odd, form="masked"), "batched")
 
 
 @pytest.mark.usefixtures("hopper")

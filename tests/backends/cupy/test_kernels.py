@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,8 +23,9 @@ from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import SOURCES, Source, architecture, compile_source, headers
 from multigemm.backends.cupy.config import Config
 from multigemm.backends.cupy.fused import sum_source
+from multigemm.backends.cupy.launch import KERNELS
 from multigemm.backends.cupy.support import packed_spec
-from multigemm.problem.spec import FusedSpec, OperandSpec, Order, ProblemSpec
+from multigemm.problem.spec import FusedSpec, OperandSpec, Order, ProblemSpec, ScaleSpec
 
 REGISTERS_PER_SM = 65536
 SHARED_ON_SM80 = 166912
@@ -58,26 +60,64 @@ def with_odd_lines(problem: ProblemSpec, names: str) -> ProblemSpec:
     return replace(problem, **odd)
 
 
+class Compiled(NamedTuple):
+    """What the compiler says of a kernel, and its PTX."""
+
+    log: str
+    ptx: str
+
+
+def compile_text(text: str, source: Source, arch: str) -> Compiled:
+    """A text under the definitions of a source; for a virtual architecture (compute_90a) ptxas has no part in it."""
+    from cupy.cuda import nvrtc
+
+    extra = [] if arch.startswith("compute") else ["--ptxas-options=-v"]
+    names = [(name.encode(), body.encode()) for name, body in headers()]
+    program = nvrtc.createProgram(text, source.file, [body for _, body in names], [name for name, _ in names])
+    try:
+        nvrtc.compileProgram(program, [*source.options(arch), *extra])
+        log, ptx = nvrtc.getProgramLog(program), nvrtc.getPTX(program)
+    except nvrtc.NVRTCError as error:
+        raise AssertionError(nvrtc.getProgramLog(program)) from error
+    finally:
+        nvrtc.destroyProgram(program)
+    return Compiled(log, ptx.decode() if isinstance(ptx, bytes) else str(ptx))
+
+
 @cache
+def compiled(source: Source, arch: str) -> Compiled:
+    """A kernel for an architecture."""
+    return compile_text((SOURCES / source.file).read_text(), source, arch)
+
+
 def report(source: Source, arch: str) -> tuple[int, int]:
     """Registers per thread and bytes spilled, as ptxas reports them."""
-    _, log = compile_source(source, arch, "--ptxas-options=-v")
+    log = compiled(source, arch).log
     assert "serialized" not in log, "ptxas gave up running products of wgmma side by side"
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", log))
     return registers, sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
 
 
-@cache
 def ptx_of(source: Source, arch: str) -> str:
-    """The PTX text of a kernel, which a virtual architecture gives without ptxas."""
-    from cupy.cuda import nvrtc
+    """The PTX text of a kernel of which nothing else is asked."""
+    return compiled(source, arch.replace("sm", "compute")).ptx
 
-    names = [(name.encode(), body.encode()) for name, body in headers()]
-    text = (SOURCES / source.file).read_text()
-    program = nvrtc.createProgram(text, source.file, [body for _, body in names], [name for name, _ in names])
-    nvrtc.compileProgram(program, source.options(arch.replace("sm", "compute")))
-    ptx = nvrtc.getPTX(program)
-    return ptx.decode() if isinstance(ptx, bytes) else str(ptx)
+
+def float8_by_blocks(**changes: Any) -> ProblemSpec:
+    """e4m3 with scales of 1 x 128 of the rows and 128 x 128 of the weights."""
+    e4m3, scale = OperandSpec(torch.float8_e4m3fn), ScaleSpec(torch.float32)
+    a = replace(e4m3, scale=replace(scale, rows=1, k=128))
+    b = replace(e4m3, order="col", scale=replace(scale, rows=128, k=128))
+    out = OperandSpec(torch.bfloat16)
+    given: dict[str, Any] = {"a": a, "b": b, "out": out, "compute": torch.float8_e4m3fn}
+    return replace(spec(), **given | changes)
+
+
+def mxfp4_weights(**changes: Any) -> ProblemSpec:
+    """Codes of e2m1 under bfloat16, a power of two for each 32 of k of a column."""
+    scale = ScaleSpec(torch.float8_e8m0fnu, rows=1, k=32)
+    b = OperandSpec(torch.uint8, "col", packed="e2m1", scale=scale)
+    return replace(spec(), **{"b": b, **changes})
 
 
 KINDS = [
@@ -191,7 +231,7 @@ def test_words_by_wgmma_do_not_spill_and_weights_across_k_come_in_registers(
     registers, spilled = report(source, "sm_90a")
     assert registers * hopper.THREADS <= REGISTERS_PER_SM and spilled <= A_WORD_PER_TILE
     instruction = r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k\d+\.(?:f32\.tf32\.tf32|s32\.s8\.s8)"
-    text = ptx_of(source, "sm_90a").replace(" ", "")
+    text = compiled(source, "sm_90a").ptx.replace(" ", "")
     found, turned = re.findall(instruction, text), re.findall(instruction + r"\{[^}]*\},\{", text)
     assert found and len(turned) == (len(found) if given.get("b", "row") == "row" else 0)
     assert ("cp.async.bulk.tensor.5d.global" in text) == (
@@ -283,7 +323,7 @@ def test_small_list_kernel_compiles_without_spills(a: Order, b: Order, config: C
     source = small_list.source(problem, config)
     registers, spilled = report(source, "sm_90a")
     assert spilled == 0 and registers * small_list.THREADS <= REGISTERS_PER_SM and source.shared <= configs.SHARED_LIMIT
-    assert ptx_of(source, "sm_90a").count(f"m64n{config.rows}k16") >= 4
+    assert compiled(source, "sm_90a").ptx.count(f"m64n{config.rows}k16") >= 4
 
 
 @pytest.mark.slow
@@ -355,6 +395,46 @@ def test_a_warp_has_read_its_tile_before_a_lane_writes_the_next_one(arch: str) -
     read, barrier, rest = body.partition("bar.warp.sync")
     assert barrier and "bar.warp.sync" not in rest
     assert re.search(r"\bld\.\S*64", read) and not re.search(r"\bst\.", read) and re.search(r"\bst\.\S*64", rest)
+
+
+def front_end_errors(source: Source) -> str:
+    """What the compiler has against a source before it makes code of any kernel: the layouts' assertions among them."""
+    text, cut, _ = (SOURCES / source.file).read_text().partition('extern "C" __global__')
+    assert cut
+    try:
+        compile_text(text + 'extern "C" __global__ void nothing() {}', source, "compute_90a")
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+EDGES = [
+    pytest.param("hopper", spec(), id="plain"),
+    pytest.param("hopper", spec(activation="silu"), id="any-epilogue"),
+    pytest.param("hopper_gather", replace(spec(b="col"), fused=FusedSpec(a_rows=torch.int32)), id="picked rows"),
+    pytest.param("hopper_shift_b", with_odd_lines(spec(), "b"), id="shifted weights"),
+    pytest.param("hopper_shift_b", with_odd_lines(spec(b="col"), "b"), id="shifted weights along k"),
+    pytest.param("hopper_fp8", float8_by_blocks(), id="float8"),
+    pytest.param("hopper_fp8", float8_by_blocks(out=OperandSpec(torch.float32)), id="float8, any-epilogue"),
+    pytest.param("hopper_weights", mxfp4_weights(), id="weights"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "problem"), EDGES)
+def test_every_valid_config_has_a_layout_that_fits(kernel: str, problem: ProblemSpec) -> None:
+    """With the most stages of each height: what `is_valid` counts is never less than a kernel takes."""
+    found = 0
+    for rows, (turns, step) in product((64, 128, 192, 256), ((False, 8), (True, 64))):
+        config = Config(kernel, rows=rows, cluster=2, step=step, pingpong=turns)  # type: ignore[arg-type]
+        valid = [n for n in range(1, 40) if configs.is_valid(replace(config, stages=n), problem)]
+        for stages in valid[-1:]:
+            (source, *_) = KERNELS[kernel].sources(problem, replace(config, stages=stages))
+            assert front_end_errors(source) == "", (rows, turns, step, stages)
+            found += 1
+    assert found >= 2
+    wide = Config("hopper_fp8", rows=128, stages=2, cluster=2, step=64)
+    assert not configs.is_valid(wide, float8_by_blocks()), "tiles of 16 rows have no instruction"
 
 
 def test_headers_hold_one_instruction_for_each_width_and_the_architecture_has_its_suffix() -> None:

@@ -245,7 +245,7 @@ def test_the_way_to_a_kernel_that_is_loaded_is_short(k: int, n: int, jagged: boo
 
 
 def test_kernels_are_loaded_together_and_errors_come_out(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources = [*hopper.sources(SPEC, configs.WIDE), *generic.sources(SPEC, configs.GENERIC)]
+    sources = [hopper.source(SPEC, configs.WIDE), generic.source(SPEC, configs.GENERIC)]
     build.load_all([*sources, sources[0]], 0)
     assert sorted(fake.names.values()) == ["generic", "hopper"]
 
@@ -255,7 +255,7 @@ def test_kernels_are_loaded_together_and_errors_come_out(fake: FakeDriver, monke
     monkeypatch.setattr(build, "cubin_of", fails)
     build.load_all(sources, 0)
     with pytest.raises(CompileError):
-        build.load_all(hopper.sources(SPEC, configs.MIDDLE), 0)
+        build.load_all([hopper.source(SPEC, configs.MIDDLE)], 0)
 
 
 def test_a_finaliser_that_loads_a_kernel_while_one_is_loaded_does_not_wait(

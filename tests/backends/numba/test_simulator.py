@@ -24,7 +24,7 @@ def run(*arguments: str) -> str:
     ("chosen", "least"),
     [
         ("form_and_dtype or say or (sizes and not graph) or contents", 66),
-        ("epilogues or output or alpha or few or extents or (generated and jagged_m)", 75),
+        ("epilogues or output or alpha or few or extents or quantised or (generated and jagged_m)", 81),
     ],
 )
 def test_it_conforms(chosen: str, least: int) -> None:
@@ -37,24 +37,50 @@ def test_an_epilogue_chosen_at_run_time_is_the_compiled_one() -> None:
     assert int(run("tests/support/numba_epilogues.py")) == 5 * 5 * 4 * 3 + 4
 
 
-def test_threads_share_one_array() -> None:
-    """Two threads that ask for a shared array at the same time must not each get their own."""
-    program = """
-import threading
-from multigemm.backends.numba.kernels import runtime
+THREADS = """
+import threading, time
+import numpy as np
+from multigemm.backends.numba.kernels.runtime import cuda, kernel
 from numba.cuda.simulator.kernelapi import FakeCUDAShared
-import time, numpy as np
-made = []
+
 real = np.empty
-def empty(*a, **k):
+def slowly(*arguments, **keywords):
     time.sleep(0.05)
-    return real(*a, **k)
-np.empty = empty
-shared = FakeCUDAShared(0)
+    return real(*arguments, **keywords)
+np.empty = slowly
+shared, found = FakeCUDAShared(0), []
 def ask():
-    made.append(shared.array(4, np.float32))
+    found.append(shared.array(4, np.float32))
 threads = [threading.Thread(target=ask) for _ in range(4)]
-[t.start() for t in threads]; [t.join() for t in threads]
-print(len({id(x) for x in made}))
+[thread.start() for thread in threads]; [thread.join() for thread in threads]
+np.empty = real
+assert len({id(array) for array in found}) == 1, "each thread has an array of its own"
+
+@kernel
+def rounds(seen, early, broken):
+    thread = cuda.threadIdx.x
+    for turn in range(5):
+        if thread == early and turn == 2:
+            return
+        if thread == broken and turn == 3:
+            raise ValueError("broken")
+        seen[thread] = turn
+        cuda.syncthreads()
+        for other in range(8):
+            assert other in (early, broken) or seen[other] == turn
+        cuda.syncthreads()
+
+for early in (-1, 0, 5):
+    seen = np.zeros(8, np.int64)
+    rounds[3, 8](seen, early, -1)
+    assert seen.tolist() == [1 if thread == early else 4 for thread in range(8)]
+try:
+    rounds[1, 8](np.zeros(8, np.int64), -1, 2)
+except ValueError as error:
+    print(error)
 """
-    assert run("-c", program).strip() == "1"
+
+
+def test_threads_of_a_block_share_arrays_and_wait_for_each_other() -> None:
+    """Also where one of them has left, or fails: its error is raised."""
+    assert run("-c", THREADS).strip().endswith("broken")

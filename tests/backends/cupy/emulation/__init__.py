@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,7 @@ BODIES = {
         "void wait_for_other(int half)": "named_sync(5 + half, 256);",
         "void clear(float (&d)[COUNT])": "for (float& x : d) x = 0;",
         "void clear(int (&d)[COUNT])": "for (int& x : d) x = 0;",
+        "void settle(float (&d)[COUNT], int count)": "",
     },
     "turned_weights.cuh": {
         "void load_pair(u32& low, u32& high, u32 address)": (
@@ -140,7 +142,6 @@ BODIES = {
     },
     "consume_fp8.cuh": {
         "float4 load_shared_scales(u32 address)": "return load_shared_as<float4>(address);",
-        "void settle(float (&d)[COUNT], int count)": "",
     },
     "few_rows.cuh": {"void sync_both()": "named_sync(7, 256);"},
     "gated.cuh": {
@@ -157,14 +158,10 @@ BODIES = {
             "const float* const of = numbers_of_codes[0];"
             " return f16_of(of[codes & 255]) | f16_of(of[codes >> 8 & 255]) << 16;"
         ),
-        "u32 load_shared_half(u32 address)": "return load_shared_as<u16>(address);",
         "void keep_in_register(u32& v)": "",
         "void keep_in_register(i64& v)": "",
     },
-    "hopper_weights.cu": {"void settle(float (&d)[COUNT])": ""},
     "hopper_shift_b.cu": {
-        "u32 load_word(u32 address)": "return load_shared_as<u32>(address);",
-        "u32 load_half(u32 address)": "return load_shared_as<u16>(address);",
         "void keep_in_registers(u32& a, u32& b, u32& c)": "",
     },
     "hopper_fp8.cu": {
@@ -183,6 +180,7 @@ NUMBERS = np.stack(
 )
 
 
+COMPILER = ("g++", "-std=gnu++20", "-Og", "-w", "-Wno-psabi", "-ftrivial-auto-var-init=pattern", "-fPIC")
 LIBRARIES: dict[Source, bytes] = {}
 """What was compiled in this process: each test loads a copy, whose variables are its own."""
 
@@ -223,6 +221,16 @@ def _rewritten(path: Path) -> str:
     return _without_asm(text, ROWS if path.name == "rows.cuh" else ())
 
 
+@cache
+def precompiled_threads() -> TemporaryDirectory[str]:
+    """A folder with threads.h, precompiled: its standard headers take a fourth of a kernel's time."""
+    folder = TemporaryDirectory(prefix="multigemm-emulation-")
+    subprocess.run(
+        [*COMPILER, "-x", "c++-header", str(HERE / "threads.h"), "-o", f"{folder.name}/threads.h.gch"], check=True
+    )
+    return folder
+
+
 def compiled(source: Source, folder: Path) -> ctypes.CDLL:
     """A kernel as a library of the host."""
     for path in SOURCES.glob("*.cuh"):
@@ -260,12 +268,10 @@ def compiled(source: Source, folder: Path) -> ctypes.CDLL:
     library = folder / "kernel.so"
     if source not in LIBRARIES:
         defines = [f"-D{name}={value}" for name, value in source.defines]
+        places = (f"-I{precompiled_threads().name}", f"-I{HERE}", f"-I{folder}")
         subprocess.run(
-            ["g++", "-std=gnu++20", "-Og", "-w", "-Wno-psabi", "-ftrivial-auto-var-init=pattern",
-             "-shared", "-fPIC", f"-I{HERE}", f"-I{folder}", *defines,
-             str(folder / "kernel.cpp"), "-o", str(library)],
-            check=True,
-        )  # fmt: skip
+            [*COMPILER, "-shared", *places, *defines, str(folder / "kernel.cpp"), "-o", str(library)], check=True
+        )
         LIBRARIES[source] = library.read_bytes()
     library.write_bytes(LIBRARIES[source])
     return ctypes.CDLL(str(library))

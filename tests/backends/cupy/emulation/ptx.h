@@ -228,8 +228,6 @@ template <int N> struct MmaWeights {
 
 // ---- the rest ----
 
-inline void start_next_launch() {}
-inline void wait_for_last_launch() {}
 template <int N> void registers_down() {}
 template <int N> void registers_up() {}
 inline void store_matrices(u32 row, const u32 (&v)[4], bool transposed) {
@@ -270,6 +268,8 @@ template <class T> T load_shared_as(u32 address) {
     return v;
 }
 inline uint4 load_shared16(u32 address) { return load_shared_as<uint4>(address); }
+inline u32 load_shared_word(u32 address) { return load_shared_as<u32>(address); }
+inline u32 load_shared_half(u32 address) { return load_shared_as<u16>(address); }
 inline float load_shared(u32 address) { return load_shared_as<float>(address); }
 template <class T> void load_shared(T& v, u32 address) { v = load_shared_as<T>(address); }
 template <class T> void store_shared(u32 address, T v) {
