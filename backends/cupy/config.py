@@ -174,6 +174,13 @@ def kind_of(spec: ProblemSpec) -> int:
     return {torch.float16: F16, torch.bfloat16: BF16, torch.float64: F64, torch.int8: I8}[spec.compute]
 
 
+def is_copied(spec: ProblemSpec) -> bool:
+    """Whether all lines of 16 bits or bytes begin at multiples of 16 bytes, and none must be turned on its way."""
+    along = spec.a.order == "row" and spec.b.order == "col"
+    known = "strided" not in (spec.a.order, spec.b.order) and (along or spec.compute is not torch.int8)
+    return known and spec.compute.itemsize < 4 and spec.fused is None and not has_odd_lines(spec)
+
+
 def shapes_of(spec: ProblemSpec) -> dict[int, Shape]:
     """The tiles for a problem's arithmetic."""
     kind = kind_of(spec)

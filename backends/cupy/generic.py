@@ -9,7 +9,7 @@ from torch import Tensor
 from multigemm.backend import Launch
 from multigemm.backends.cupy.arguments import problem_bytes, table_of
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import Config, generic_bytes, kind_of, shapes_of
+from multigemm.backends.cupy.config import Config, generic_bytes, is_copied, kind_of, shapes_of
 from multigemm.backends.cupy.fused import problem_argument, table_with_preacts
 from multigemm.backends.cupy.support import picks_rows
 from multigemm.cuda.arguments import Argument
@@ -31,6 +31,8 @@ def source(spec: ProblemSpec, config: Config) -> Source:
     )  # fmt: skip
     if spec.fused is not None:
         defines = (*defines, ("FUSED", 1))
+    elif is_copied(spec):
+        defines = (*defines, ("COPIED", 1))
     return Source("generic.cu", "generic", defines, generic_bytes(spec, config.tile))
 
 

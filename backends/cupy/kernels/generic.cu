@@ -28,6 +28,9 @@ constexpr int BM = TILE, BN = TILE, BK = BLOCK_K, THREADS = BLOCK_THREADS;      
 #ifndef FUSED
 #define FUSED 0
 #endif
+#ifndef COPIED
+#define COPIED 0        // 16 bits or bytes whose lines all begin at multiples of 16 bytes
+#endif
 #include "products.cuh"
 #include "tile_load.cuh"
 #if FUSED
@@ -42,6 +45,10 @@ typedef Group Part;
 // Enough for the ring, and for the staging of results after it. As config.generic_bytes.
 constexpr int STAGE_BYTES = (A_TILE + B_TILE) * (int)sizeof(Element);
 constexpr int STAGING_BYTES = THREADS / 32 * 16 * 36 * (int)sizeof(Acc);
+#ifndef PAIRS
+#define PAIRS 64
+#endif
+constexpr int PAIRS_UNROLLED = PAIRS;
 static_assert(STEPS % 2 == 0, "registers of the operands take turns");
 static_assert(SHARED >= STAGES * STAGE_BYTES && SHARED >= STAGING_BYTES, "shared memory of the launch");
 
@@ -100,7 +107,7 @@ struct Loader {
     }
     __device__ __forceinline__ void store(Element*) const {}
 };
-#elif KIND == KIND_TF32 || KIND >= KIND_F64
+#elif COPIED || KIND == KIND_TF32 || KIND >= KIND_F64
 // Both operands of one k-block on their way into a stage, all by cp.async.
 typedef TileCopy<Element, BM, BK, A_K, A_LINES_K, A_PITCH, THREADS> CopyA;
 typedef TileCopy<Element, BN, BK, B_K, B_LINES_K, B_PITCH, THREADS> CopyB;
@@ -226,11 +233,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) generic(const __
             if (next < blocks) loader.load(g, place.sources, to, next);
             commit_copies();
             if (kb >= 0) {
-#pragma unroll
-                for (int s = 0; s + 1 < STEPS; ++s) {
-                    Compute::read(f[(s + 1) & 1], at, at + A_TILE, s + 1);
-                    work.multiply(f[s & 1]);
+#pragma unroll PAIRS_UNROLLED
+                for (int s = 0; s + 2 < STEPS; s += 2) {
+                    Compute::read(f[1], at, at + A_TILE, s + 1);
+                    work.multiply(f[0]);
+                    Compute::read(f[0], at, at + A_TILE, s + 2);
+                    work.multiply(f[1]);
                 }
+                Compute::read(f[1], at, at + A_TILE, STEPS - 1);
+                work.multiply(f[0]);
             }
             if (kb >= -1) {
                 at = ring + (kb + 1) % STAGES * (A_TILE + B_TILE);

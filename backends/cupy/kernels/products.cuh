@@ -21,8 +21,11 @@ constexpr int A_TILE = (A_LINES_K ? BM : BK) * A_PITCH, B_TILE = (B_LINES_K ? BN
 template <class T> struct alignas(2 * sizeof(T)) Pair { T low, high; };
 
 #if KIND == KIND_F64
+#ifndef F64_K
+#define F64_K 8
+#endif
 typedef double Fragment;
-constexpr int K = 4, WORDS = K / 2;           // k of one product, and registers of its operands
+constexpr int K = F64_K, WORDS = K / 2;           // k of one product, and registers of its operands
 #else
 typedef u32 Fragment;
 constexpr int K = 32 / int(sizeof(Element)), WORDS = 4;
@@ -53,11 +56,13 @@ template <bool LINES_K, int PITCH> __device__ __forceinline__ void fragment_b(u3
     for (int q = 0; q < 4; ++q)
         r[q] = tf32(LINES_K ? r[q] : __float_as_uint(one<false, PITCH>(tile, n + (q >> 1) * 8, k + (q & 1) * 4)));
 }
-template <bool LINES_K, int PITCH> __device__ __forceinline__ void fragment_a(double (&r)[2], const double* tile, int m, int k) {
-    r[0] = one<LINES_K, PITCH>(tile, m, k), r[1] = one<LINES_K, PITCH>(tile, m + 8, k);
+template <bool LINES_K, int PITCH, int COUNT> __device__ __forceinline__ void fragment_a(double (&r)[COUNT], const double* tile, int m, int k) {
+#pragma unroll
+    for (int q = 0; q < COUNT; ++q) r[q] = one<LINES_K, PITCH>(tile, m + (q & 1) * 8, k + (q >> 1) * 4);
 }
-template <bool LINES_K, int PITCH> __device__ __forceinline__ void fragment_b(double (&r)[2], const double* tile, int n, int k) {
-    r[0] = one<LINES_K, PITCH>(tile, n, k), r[1] = one<LINES_K, PITCH>(tile, n + 8, k);
+template <bool LINES_K, int PITCH, int COUNT> __device__ __forceinline__ void fragment_b(double (&r)[COUNT], const double* tile, int n, int k) {
+#pragma unroll
+    for (int q = 0; q < COUNT; ++q) r[q] = one<LINES_K, PITCH>(tile, n + q / (COUNT / 2) * 8, k + q % (COUNT / 2) * 4);
 }
 // 16 bits and bytes, by 32 bytes of k.
 template <bool LINES_K, int PITCH, class T> __device__ __forceinline__ void fragment_a(u32 (&r)[4], const T* tile, int m, int k) {
@@ -100,7 +105,7 @@ struct Compute {
 #elif KIND == KIND_TF32
                 mma_tf32(acc[i][j], f.a[i], columns);
 #else
-                mma_f64(acc[i][j], f.a[i], columns);
+                mma_f64<K>(acc[i][j], f.a[i], columns);
 #endif
             }
     }
@@ -269,6 +274,13 @@ struct OrdinaryCores {
 
 constexpr bool A_LINES_K = false, B_LINES_K = false;
 constexpr int STEPS = BK, A_PITCH = BM + 4, B_PITCH = BN + 4, A_TILE = BK * A_PITCH, B_TILE = BK * B_PITCH;
-typedef OrdinaryCores<BM, BN, BK, BM == 32 ? 4 : 8, BM == 128 ? 8 : 4, BM == 64 ? 4 : 8, THREADS, A_PITCH, B_PITCH> Compute;
+#ifndef F32_RM
+#define F32_RM (BM == 32 ? 4 : BM == 128 && THREADS == 128 ? 16 : 8)
+#define F32_LANES_M (BM == 64 || (BM == 128 && THREADS == 128) ? 4 : 8)
+#endif
+#ifndef F32_RN
+#define F32_RN (BM == 128 ? 8 : 4)
+#endif
+typedef OrdinaryCores<BM, BN, BK, F32_RM, F32_RN, F32_LANES_M, THREADS, A_PITCH, B_PITCH> Compute;
 
 #endif

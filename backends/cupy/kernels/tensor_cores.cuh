@@ -24,16 +24,22 @@ MMA(mma_tf32, "m16n8k8.row.col.f32.tf32.tf32.f32", float, "f")
 MMA(mma_s8, "m16n8k32.row.col.s32.s8.s8.s32", int, "r")
 #undef MMA
 
-// Four k of float64: one instruction from sm_90 on, two of half the rows before.
-__device__ __forceinline__ void mma_f64(double (&d)[4], const double* a, const double* b) {
+// Four or eight k of float64: one instruction from sm_90 on, two of half the rows for each four of k before.
+template <int K> __device__ __forceinline__ void mma_f64(double (&d)[4], const double* a, const double* b) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("mma.sync.aligned.m16n8k4.row.col.f64.f64.f64.f64 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-                 : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3]) : "d"(a[0]), "d"(a[1]), "d"(b[0]));
+    if constexpr (K == 8)
+        asm volatile("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                     : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3]) : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
+    else
+        asm volatile("mma.sync.aligned.m16n8k4.row.col.f64.f64.f64.f64 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+                     : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3]) : "d"(a[0]), "d"(a[1]), "d"(b[0]));
 #else
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-        asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, {%0,%1};"
-                     : "+d"(d[i * 2]), "+d"(d[i * 2 + 1]) : "d"(a[i]), "d"(b[0]));
+    for (int k = 0; k < K / 4; ++k)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, {%0,%1};"
+                         : "+d"(d[i * 2]), "+d"(d[i * 2 + 1]) : "d"(a[k * 2 + i]), "d"(b[k]));
 #endif
 }
 

@@ -3,7 +3,7 @@
 #pragma once
 #include "common.cuh"
 
-// ---- TileCopy for elements of 4 and 8 bytes: all by cp.async, whatever the strides and the alignment.
+// ---- TileCopy: all by cp.async, whatever the strides and the alignment.
 //
 // Such elements are copies of their own size, which may begin at any element and end at any place in shared memory: what is
 // contiguous and aligned travels as 16 bytes, all else element by element, turned on its way if need be. No copy passes
@@ -49,7 +49,8 @@ struct TileCopy {
             whole = s.wide;
             if (whole) copy<16>(tile, from, s.left, 1, (CONTIG_K ? mn_stride : k_stride) * SIZE, k_left);
         }
-        if (!whole) copy<SIZE>(tile, from, s.left, CONTIG_K ? k_stride : mn_stride, (CONTIG_K ? mn_stride : k_stride) * SIZE, k_left);
+        if constexpr (SIZE >= 4)        // of smaller elements those alone that are aligned come here
+            if (!whole) copy<SIZE>(tile, from, s.left, CONTIG_K ? k_stride : mn_stride, (CONTIG_K ? mn_stride : k_stride) * SIZE, k_left);
     }
 
     // `stride` is that along a line in elements, `pitch` that between lines in bytes.

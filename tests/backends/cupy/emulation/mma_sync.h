@@ -56,15 +56,17 @@ inline void mma_tf32(float (&d)[4], const u32* a, const u32* b) { multiply_regis
 inline void mma_f16(float (&d)[4], const u32* a, const u32* b) { multiply_registers<f16>(d, a, b); }
 inline void mma_bf16(float (&d)[4], const u32* a, const u32* b) { multiply_registers<bf16>(d, a, b); }
 inline void mma_s8(int (&d)[4], const u32* a, const u32* b) { multiply_registers<signed char>(d, a, b); }
-inline void mma_f64(double (&d)[4], const double* a, const double* b) {
+// Eight k are four and four more: a lane holds k and k + 4 of its line of B, and of both its rows of A.
+template <int K> void mma_f64(double (&d)[4], const double* a, const double* b) {
     const int lane = threadIdx.x & 31;
     Slots& s = slots();
-    for (int i = 0; i < 3; ++i) memcpy(&s.of[lane][i], i < 2 ? &a[i] : b, 8);
+    for (int i = 0; i < K / 4 * 3; ++i) memcpy(&s.of[lane][i], i < K / 2 ? &a[i] : &b[i - K / 2], 8);
     wait_for_warp();
     for (int e = 0; e < 4; ++e)
-        for (int k = 0; k < 4; ++k) {
+        for (int k = 0; k < K; ++k) {
             double x, y;
-            memcpy(&x, &s.of[lane / 4 * 4 + k][e >> 1], 8), memcpy(&y, &s.of[((lane & 3) * 2 + (e & 1)) * 4 + k][2], 8);
+            memcpy(&x, &s.of[lane / 4 * 4 + k % 4][k / 4 * 2 + (e >> 1)], 8);
+            memcpy(&y, &s.of[((lane & 3) * 2 + (e & 1)) * 4 + k % 4][K / 2 + k / 4], 8);
             d[e] += x * y;
         }
     wait_for_warp();
