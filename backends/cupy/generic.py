@@ -23,17 +23,17 @@ from multigemm.problem.spec import ProblemSpec
 
 def source(spec: ProblemSpec, config: Config) -> Source:
     """The source of the kernel: arithmetic, contiguous directions and tile, without sizes."""
-    shape = shapes_of(spec)[config.tile]
+    shape, shared = shapes_of(spec)[config.tile], generic_bytes(spec, config.tile)
     defines: tuple[tuple[str, int], ...] = (
         ("KIND", kind_of(spec)), ("A_K", int(spec.a.order != "col")), ("B_K", int(spec.b.order == "col")),
         ("TILE", config.tile), ("BLOCK_K", shape.depth), ("STAGES", shape.stages),
-        ("BLOCK_THREADS", shape.threads), ("RESIDENT", shape.resident), ("SHARED", generic_bytes(spec, config.tile)),
+        ("BLOCK_THREADS", shape.threads), ("RESIDENT", shape.resident), ("SHARED", shared),
     )  # fmt: skip
     if spec.fused is not None:
         defines = (*defines, ("FUSED", 1))
-    elif is_copied(spec):
+    elif config.tile == 128 and is_copied(spec):
         defines = (*defines, ("COPIED", 1))
-    return Source("generic.cu", "generic", defines, generic_bytes(spec, config.tile))
+    return Source("generic.cu", "generic", defines, shared)
 
 
 class ResidentBlocks:

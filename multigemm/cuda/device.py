@@ -10,10 +10,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from multigemm.cuda.driver import library, settle
+from multigemm.cuda.driver import check, library, settle
 from multigemm.errors import NotCapturable
 from multigemm.torch_internals import current_raw_stream
 
+MEMORY_CLOCK_KHZ, MEMORY_BUS_BITS = 36, 37
+"""Device attributes of the driver."""
 FITTED_PROCESSORS = 132
 """Multiprocessors of an H100 and an H200, on which the backends' estimates were fitted."""
 
@@ -22,6 +24,19 @@ FITTED_PROCESSORS = 132
 def processors(index: int) -> int:
     """The number of multiprocessors of a device."""
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+@cache
+def memory_rate(index: int) -> float:
+    """The peak rate of a device's memory in bytes per second: both edges of its clock, times the width of its bus."""
+    return 2e3 * _attribute(MEMORY_CLOCK_KHZ, index) * _attribute(MEMORY_BUS_BITS, index) / 8
+
+
+def _attribute(number: int, index: int) -> int:
+    cuda, device, value = library(), ctypes.c_int(), ctypes.c_int()
+    check(cuda.cuDeviceGet(ctypes.byref(device), index), "cuDeviceGet")
+    check(cuda.cuDeviceGetAttribute(ctypes.byref(value), number, device), "cuDeviceGetAttribute")
+    return value.value
 
 
 def index_of(device: torch.device) -> int:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from multigemm.cuda.device import STAGED_BYTES, to_device, upload
-from multigemm.errors import NotCapturable
+from multigemm.cuda.device import MEMORY_BUS_BITS, MEMORY_CLOCK_KHZ, STAGED_BYTES, memory_rate, to_device, upload
+from multigemm.errors import LibraryError, NotCapturable
+from tests.support import cuda_driver
 
 Array = np.ndarray[Any, Any]
 STAGED = (1, 65, STAGED_BYTES // 8)
@@ -25,6 +26,25 @@ def test_read_only_arrays_are_copied_on_the_host() -> None:
     copied = to_device(source, torch.device("cpu"))
     copied[0] = 7
     assert source[0] == 0
+
+
+def test_the_rate_of_memory_is_that_of_its_clock_and_its_bus(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = cuda_driver.install(monkeypatch)
+    memory_rate.cache_clear()
+    assert memory_rate(0) == pytest.approx(3.352e12, rel=1e-3), "an H100"
+    fake.attributes = {MEMORY_CLOCK_KHZ: 3_201_000, MEMORY_BUS_BITS: 6144}
+    memory_rate.cache_clear()
+    assert memory_rate(0) == pytest.approx(4.917e12, rel=1e-3), "an H200"
+    monkeypatch.setattr(fake, "_cuDeviceGetAttribute", lambda *args: 101)
+    memory_rate.cache_clear()
+    with pytest.raises(LibraryError, match="cuDeviceGetAttribute returned 101"):
+        memory_rate(0)
+    memory_rate.cache_clear()
+
+
+@pytest.mark.gpu
+def test_the_rate_of_memory_is_one_that_a_gpu_may_have() -> None:
+    assert 1e11 < memory_rate(torch.cuda.current_device()) < 1e14
 
 
 def _array(source: Array, _: Tensor) -> Tensor:

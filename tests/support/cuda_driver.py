@@ -22,7 +22,10 @@ from multigemm.cuda.arguments import OPERANDS, Addresses
 CONTEXT = 77
 """The handle of device 0's primary context; those of others follow."""
 INVALID_VALUE, NO_CONTEXT = 1, 201
-SETTLING = ("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxGetCurrent", "cuCtxSetCurrent", "cuGetErrorName")
+SETTLING = (
+    "cuInit", "cuDeviceGet", "cuDeviceGetAttribute", "cuDevicePrimaryCtxRetain", "cuCtxGetCurrent", "cuCtxSetCurrent",
+    "cuGetErrorName",
+)  # fmt: skip
 """What needs no context."""
 ADDRESSED = 0
 """The word of a map that holds the address."""
@@ -60,6 +63,8 @@ class FakeDriver:
         self.names: dict[int, str] = {}
         self.images: list[bytes] = []
         self.clusters, self.capturing, self.stream, self.device = 66, False, 7, 0
+        self.attributes = {device.MEMORY_CLOCK_KHZ: 2_619_000, device.MEMORY_BUS_BITS: 5120}
+        """Those of an H100."""
         self._thread = threading.local()
         self._encode = Encoder(self._write_map)
 
@@ -102,6 +107,10 @@ class FakeDriver:
 
     def _cuDeviceGet(self, into: Any, index: int) -> int:
         into._obj.value = index
+        return 0
+
+    def _cuDeviceGetAttribute(self, into: Any, number: int, device: Any) -> int:
+        into._obj.value = self.attributes[number]
         return 0
 
     def _cuDevicePrimaryCtxRetain(self, into: Any, device: Any) -> int:

@@ -10,6 +10,7 @@ import torch
 
 from multigemm.backends.cupy import build, generic, hopper, hopper_fp8, launch, small_list
 from multigemm.backends.cupy.config import Config
+from multigemm.cuda.device import memory_rate
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import OperandSpec, ProblemSpec
 from tests.support import cuda_driver
@@ -32,6 +33,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = cuda_driver.install(monkeypatch)
     monkeypatch.setattr(build, "_loaded", {})
     launch._load_layout.cache_clear()
+    memory_rate.cache_clear()
     monkeypatch.setattr(build, "cubin_of", lambda source, arch: source.entry.encode())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     for module in (hopper, hopper_fp8, generic, small_list):

@@ -29,7 +29,7 @@ constexpr int BM = TILE, BN = TILE, BK = BLOCK_K, THREADS = BLOCK_THREADS;      
 #define FUSED 0
 #endif
 #ifndef COPIED
-#define COPIED 0        // 16 bits or bytes whose lines all begin at multiples of 16 bytes
+#define COPIED 0        // 16 bits, and all lines begin at multiples of 16 bytes: as config.is_copied
 #endif
 #include "products.cuh"
 #include "tile_load.cuh"
@@ -45,10 +45,8 @@ typedef Group Part;
 // Enough for the ring, and for the staging of results after it. As config.generic_bytes.
 constexpr int STAGE_BYTES = (A_TILE + B_TILE) * (int)sizeof(Element);
 constexpr int STAGING_BYTES = THREADS / 32 * 16 * 36 * (int)sizeof(Acc);
-#ifndef PAIRS
-#define PAIRS 64
-#endif
-constexpr int PAIRS_UNROLLED = PAIRS;
+// Pairs of steps that are unrolled: all, but not of a large tile of float32, whose code would leave the instruction cache.
+constexpr int PAIRS_UNROLLED = KIND == KIND_F32 && TILE == 128 ? 5 : STEPS / 2;
 static_assert(STEPS % 2 == 0, "registers of the operands take turns");
 static_assert(SHARED >= STAGES * STAGE_BYTES && SHARED >= STAGING_BYTES, "shared memory of the launch");
 

@@ -71,7 +71,10 @@ constexpr int ACROSS = LINE_BYTES / ELEMENT, ACROSS_BYTES = BK * LINE_BYTES;    
 constexpr int RESULT = WORD_RESULTS ? 4 : 2;                  // bytes of a plain result
 constexpr int SLOTS = 4;                               // tiles announced ahead
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
-constexpr int LONG_K = 5120;                           // see stage_bytes
+#ifndef FAST_MEMORY
+#define FAST_MEMORY 0                                  // as build.FAST_MEMORY
+#endif
+constexpr int LONG_K = FAST_MEMORY ? 0x7FFFFFFF : 5120;        // see stage_bytes
 // Tiles of few rows: how far the blocks of rows of a stage are apart, where lanes that read both meet other banks, and its bytes.
 [[maybe_unused]] constexpr int FEW_ROWS = 16, FEW_APART = (FEW_ROWS + 2) * LINE_BYTES;
 [[maybe_unused]] constexpr int FEW_BYTES = (W_BYTES + (DEEP - 1) * FEW_APART + FEW_ROWS * LINE_BYTES + 1023) / 1024 * 1024;
@@ -115,8 +118,8 @@ static_assert(SHARED <= 232448, "more shared memory than a thread block may have
 __device__ __forceinline__ int k_blocks(const Tile& t) { return t.n > 0 ? (t.k_len + BK - 1) / BK : 0; }
 
 // Bytes of a tile's stages. A lower tile's are smaller, so more of them are in flight: what a stage holds is multiplied
-// sooner, but the memory answers just as late. Not so where the memory bounds most tiles (low pieces, a long k): there
-// more would only queue, and hold up the tiles that wait for little.
+// sooner, but the memory answers just as late. Not so where the memory bounds most tiles (low pieces; on an H100 a long k):
+// there more would only queue, and hold up the tiles that wait for little.
 __device__ __forceinline__ u32 stage_bytes(const Tile& t) {
     if (FEW && t.n <= FEW_ROWS) return FEW_BYTES;
     if (ROWS <= 128 || t.k_len > LONG_K) return STAGE_BYTES;

@@ -21,11 +21,8 @@ constexpr int A_TILE = (A_LINES_K ? BM : BK) * A_PITCH, B_TILE = (B_LINES_K ? BN
 template <class T> struct alignas(2 * sizeof(T)) Pair { T low, high; };
 
 #if KIND == KIND_F64
-#ifndef F64_K
-#define F64_K 8
-#endif
 typedef double Fragment;
-constexpr int K = F64_K, WORDS = K / 2;           // k of one product, and registers of its operands
+constexpr int K = 8, WORDS = K / 2;           // k of one product, and registers of its operands
 #else
 typedef u32 Fragment;
 constexpr int K = 32 / int(sizeof(Element)), WORDS = 4;
@@ -274,13 +271,7 @@ struct OrdinaryCores {
 
 constexpr bool A_LINES_K = false, B_LINES_K = false;
 constexpr int STEPS = BK, A_PITCH = BM + 4, B_PITCH = BN + 4, A_TILE = BK * A_PITCH, B_TILE = BK * B_PITCH;
-#ifndef F32_RM
-#define F32_RM (BM == 32 ? 4 : BM == 128 && THREADS == 128 ? 16 : 8)
-#define F32_LANES_M (BM == 64 || (BM == 128 && THREADS == 128) ? 4 : 8)
-#endif
-#ifndef F32_RN
-#define F32_RN (BM == 128 ? 8 : 4)
-#endif
-typedef OrdinaryCores<BM, BN, BK, F32_RM, F32_RN, F32_LANES_M, THREADS, A_PITCH, B_PITCH> Compute;
+// Each thread has 16 x 8 sums of the largest tile, 8 x 4 or 4 x 4 of the others.
+typedef OrdinaryCores<BM, BN, BK, BM == 128 ? 16 : BM == 64 ? 8 : 4, BM == 128 ? 8 : 4, BM == 32 ? 8 : 4, THREADS, A_PITCH, B_PITCH> Compute;
 
 #endif

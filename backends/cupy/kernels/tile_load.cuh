@@ -1,11 +1,11 @@
-// Global to shared memory for generic.cu, whatever the strides and the alignment: TileCopy for elements of 4 and 8 bytes,
-// TileLoad for 16 bits and bytes. What lies past an edge arrives as zeros, for both operands.
+// Global to shared memory for generic.cu: TileCopy for elements of 4 and 8 bytes, and for 16 bits whose lines are all
+// aligned; TileLoad for 16 bits and bytes, whatever the strides and the alignment. What lies past an edge arrives as zeros, for both operands.
 #pragma once
 #include "common.cuh"
 
-// ---- TileCopy: all by cp.async, whatever the strides and the alignment.
+// ---- TileCopy: all by cp.async.
 //
-// Such elements are copies of their own size, which may begin at any element and end at any place in shared memory: what is
+// Elements of 4 and 8 bytes are copies of their own size, which may begin at any element and end at any place in shared memory: what is
 // contiguous and aligned travels as 16 bytes, all else element by element, turned on its way if need be. No copy passes
 // through registers, so several k-blocks are in flight. What lies past an edge arrives as zeros, for both operands.
 
@@ -37,7 +37,8 @@ struct TileCopy {
         __device__ __forceinline__ void begin(const char* base, i64 mn_stride, i64 k_stride, i64 mn_left, i64 k) {
             const i64 along = CONTIG_K ? k_stride : mn_stride, across = CONTIG_K ? mn_stride : k_stride;
             from = base, left = int(min64(mn_left, MN));
-            wide = !TURNS && (along == 1 || (CONTIG_K ? k : mn_left) <= 1) && ((u64(base) | u64(across * SIZE)) & 15) == 0;
+            const bool one_line = SIZE < 4 && (CONTIG_K ? mn_left : k) <= 1;      // whose stride says nothing
+            wide = !TURNS && (along == 1 || (CONTIG_K ? k : mn_left) <= 1) && ((u64(base) | (one_line ? 0 : u64(across * SIZE))) & 15) == 0;
         }
     };
 
@@ -49,7 +50,7 @@ struct TileCopy {
             whole = s.wide;
             if (whole) copy<16>(tile, from, s.left, 1, (CONTIG_K ? mn_stride : k_stride) * SIZE, k_left);
         }
-        if constexpr (SIZE >= 4)        // of smaller elements those alone that are aligned come here
+        if constexpr (SIZE >= 4)        // 16 bits come here with aligned lines only
             if (!whole) copy<SIZE>(tile, from, s.left, CONTIG_K ? k_stride : mn_stride, (CONTIG_K ? mn_stride : k_stride) * SIZE, k_left);
     }
 

@@ -20,6 +20,7 @@ from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
 from multigemm.backends.cupy.launch import KERNELS, why
 from multigemm.cuda import counters
+from multigemm.cuda.device import MEMORY_BUS_BITS, MEMORY_CLOCK_KHZ, memory_rate
 from multigemm.cuda.launch import Kernel
 from multigemm.cuda.tensor_map import SIZE
 from multigemm.errors import CompileError
@@ -159,6 +160,15 @@ def test_the_weights_of_the_kernel_that_shifts_lie_where_it_looks_for_them(form:
     for g, k in ((0, 0), (1, 5), (2, 62)):
         assert lines.ptr + (g * per_group + k) * lines.pitch == ops.b[g, k].data_ptr()
     assert lines.length == ops.b.shape[2] and lines.number == 2 * per_group + ops.b.shape[1]
+
+
+def test_hopper_alone_is_compiled_for_the_rate_of_memory(fake: FakeDriver) -> None:
+    plain, other = hopper.source(SPEC, configs.WIDE), generic.source(SPEC, configs.GENERIC)
+    assert build.for_memory_of(plain, 0) == plain, "an H100"
+    fake.attributes = {MEMORY_CLOCK_KHZ: 3_201_000, MEMORY_BUS_BITS: 6144}
+    memory_rate.cache_clear()
+    assert dict(build.for_memory_of(plain, 0).defines) == {**dict(plain.defines), "FAST_MEMORY": 1}
+    assert build.for_memory_of(other, 0) == other
 
 
 def test_a_plan_loads_every_kernel_of_its_layout_once(fake: FakeDriver) -> None:
