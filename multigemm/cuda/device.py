@@ -34,6 +34,7 @@ def memory_rate(index: int) -> float:
 
 def _attribute(number: int, index: int) -> int:
     cuda, device, value = library(), ctypes.c_int(), ctypes.c_int()
+    check(cuda.cuInit(0), "cuInit")  # without a context: torch may not have used the device yet
     check(cuda.cuDeviceGet(ctypes.byref(device), index), "cuDeviceGet")
     check(cuda.cuDeviceGetAttribute(ctypes.byref(value), number, device), "cuDeviceGetAttribute")
     return value.value
