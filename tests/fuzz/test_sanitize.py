@@ -35,7 +35,7 @@ def line_of(file: str, text: str) -> int:
     return next(number for number, line in enumerate(lines, 1) if text in line)
 
 
-def race(kernel: str = "hopper_kernel", shown: int = 1, read: str = "words = tickets.index(slot).load") -> str:
+def race(kernel: str = "hopper_kernel", shown: int = 1, read: str = "words = mail.tickets.index(slot).load") -> str:
     """racecheck's words for the hand-over of a tile, or for something else in the same file."""
     one, two = (line_of("hopper_tiles.py", text) for text in ("tickets.index(slot).store", read))
     return RACE.format(kernel=kernel, file="hopper_tiles.py", one=one, two=two, shown=shown)
@@ -86,7 +86,7 @@ def test_a_known_hand_over_is_set_aside_while_the_tool_reports_the_control(
         {"control": False, "said": race()},  # the tool can follow it
         {"said": race(kernel="pointer_kernel")},
         {"said": race().replace("hopper_kernel+0x8060", "shift_b_kernel+0x8060")},  # two kernels at once
-        {"said": race(read="return slot, turn")},  # another line of the same file
+        {"said": race(read="return gl.sum(gl.where(lane == at, words, 0), 0)")},  # another line of the same file
         {"said": race(shown=2)},  # one that is counted and not shown
         {"said": race() + race(kernel="other", shown=2)},
     ],

@@ -135,7 +135,7 @@ CHOSEN = {
     "the last step of K, fused": ("triton", "fused.py", "rounded down", "(gk) // BK", PICKED),
     "the row behind the last that may be picked": ("triton", "fused.py", "wider comparison", "<= extent", PICKED),
     "the last row that a group owns": ("triton", "fused.py", "wider comparison", "s <= high", PICKED),
-    "a stride of scales along K": ("numba", "quantised.py", "product lost", LOST_STRIDE, SCALED),
+    "a stride of scales along K": ("numba", "plain_cores.py", "product lost", LOST_STRIDE, SCALED),
 }
 """Backend, file, operator, a part of the changed line, and a problem that reaches it."""
 

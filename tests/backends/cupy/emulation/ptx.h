@@ -18,11 +18,11 @@ typedef float Sum;
 // Shared memory of the blocks of a cluster. Addresses begin at BASE, which is aligned to 16 bytes and no more.
 constexpr u32 BASE = 48, SIZE = 232448;
 inline char* shared_memory[8];
-inline char* at(u32 address, int rank) {
+__attribute__((always_inline)) inline char* at(u32 address, int rank) {
     if (address < BASE || address >= BASE + SIZE) fail("an address outside of shared memory");
     return shared_memory[rank] + (address - BASE);
 }
-inline char* at(u32 address) { return at(address, local_block()); }
+__attribute__((always_inline)) inline char* at(u32 address) { return at(address, local_block()); }
 inline std::vector<std::function<void()>> on_their_way;
 inline void some_arrive() {
     for (size_t i = 0; i < on_their_way.size();) {
@@ -96,8 +96,10 @@ inline void prefetch_map(const TensorMap*) {}
 inline void refresh_map(const TensorMap*) {}
 constexpr u64 EVICT_FIRST = 1, EVICT_NORMAL = 2, EVICT_LAST = 3;
 // Lines of 128 bytes (`mode` 3) or of 64 (2), as CU_TENSOR_MAP_SWIZZLE_* number them.
-inline u32 swizzled(u32 address, int mode = 3) { return address ^ (((address >> 7) & (mode == 3 ? 7 : mode == 2 ? 3 : 0)) << 4); }
+__attribute__((always_inline)) inline u32 swizzled(u32 address, int mode = 3) { return address ^ (((address >> 7) & (mode == 3 ? 7 : mode == 2 ? 3 : 0)) << 4); }
 
+#pragma GCC push_options
+#pragma GCC optimize("O2")              // copies and products take most of a run, the rest of a kernel most of its compilation
 inline long move_box(const TensorMap* map, const int (&first)[5], u32 shared, int rank, bool store) {
     const u64* const o = map->opaque;
     const int dims = o[1] & 255, size = o[1] >> 8 & 255;
@@ -122,6 +124,7 @@ inline long move_box(const TensorMap* map, const int (&first)[5], u32 shared, in
         if (d == dims) return bytes;
     }
 }
+#pragma GCC pop_options
 inline void load_later(u32 to, const TensorMap* map, u32 barrier, int rank, int x, int y, int z, int w = 0) {
     on_their_way.push_back([=] { complete(barrier, rank, move_box(map, {x, y, z, w, 0}, to, rank, false)); });
 }
@@ -163,22 +166,26 @@ inline u64 smem_descriptor(u32 address, u32 leading, u32 stride) {
 inline float numbers_of_codes[2][256];          // e4m3, e5m2
 
 #ifdef W_E5M2
+#pragma GCC push_options
+#pragma GCC optimize("O2")
+inline void multiply_fp8(int n, float* d, u64 w, u64 x, bool fresh, bool traded) {
+    const float* const first = numbers_of_codes[traded ? X_E5M2 : W_E5M2];
+    const float* const second = numbers_of_codes[traded ? W_E5M2 : X_E5M2];
+    const int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5;
+    for (int i = 0; i < n / 2; ++i) {
+        const int column = warp * 16 + lane / 4 + (i >> 1 & 1) * 8, row = i / 4 * 8 + (lane & 3) * 2 + (i & 1);
+        double sum = fresh ? 0.0 : d[i];
+        for (u32 k = 0; k < 32; ++k) {
+            const u8 a = *at(swizzled((u32(w & 0x3FFF) << 4) + column * 128 + k)), b = *at(swizzled((u32(x & 0x3FFF) << 4) + row * 128 + k));
+            sum += double(first[a]) * double(second[b]);
+        }
+        d[i] = float(sum);
+    }
+}
+#pragma GCC pop_options
 template <int N> struct MmaFp8 {
-    static void later(float (&d)[N / 2], u64 w, u64 x, bool fresh, bool traded = false) {
-        const float* const first = numbers_of_codes[traded ? X_E5M2 : W_E5M2];
-        const float* const second = numbers_of_codes[traded ? W_E5M2 : X_E5M2];
-        products().push_back([=, &d] {
-            const int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5;
-            for (int i = 0; i < N / 2; ++i) {
-                const int column = warp * 16 + lane / 4 + (i >> 1 & 1) * 8, row = i / 4 * 8 + (lane & 3) * 2 + (i & 1);
-                double sum = fresh ? 0.0 : d[i];
-                for (u32 k = 0; k < 32; ++k) {
-                    const u8 a = *at(swizzled((u32(w & 0x3FFF) << 4) + column * 128 + k)), b = *at(swizzled((u32(x & 0x3FFF) << 4) + row * 128 + k));
-                    sum += double(first[a]) * double(second[b]);
-                }
-                d[i] = float(sum);
-            }
-        });
+    static void later(float* d, u64 w, u64 x, bool fresh, bool traded = false) {
+        products().push_back([=] { multiply_fp8(N, d, w, x, fresh, traded); });
     }
     static void start(float (&d)[N / 2], u64 w, u64 x) { later(d, w, x, true); }
     static void add(float (&d)[N / 2], u64 w, u64 x) { later(d, w, x, false); }
