@@ -22,7 +22,7 @@ template <class T> struct alignas(2 * sizeof(T)) Pair { T low, high; };
 
 #if KIND == KIND_F64
 typedef double Fragment;
-constexpr int K = 8, WORDS = K / 2;           // k of one product, and registers of its operands
+constexpr int K = FUSED ? 4 : 8, WORDS = K / 2;   // k of one product, and registers of its operands: fused ones leave fewer
 #else
 typedef u32 Fragment;
 constexpr int K = 32 / int(sizeof(Element)), WORDS = 4;
