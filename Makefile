@@ -25,7 +25,8 @@ demo: $(STAMP)  ## every backend solves and cross-checks one jagged problem, on 
 
 test: $(STAMP)  ## the whole suite
 	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --ignore-glob '*/triton/test_*interprete*.py' $(ARGS)
-	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/backends/triton/test_*interprete*.py tests/backends/triton/test_lists.py  # apart: triton is interpreted or compiled, per process
+	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/backends/triton/test_*interprete*.py  # apart: triton is interpreted or compiled, per process
+	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest tests/backends/triton/test_lists.py  # in one process: interprets, then compiles
 
 quick: $(STAMP)  ## what a contributor runs first: no compiler, no other process, under a minute
 	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)
