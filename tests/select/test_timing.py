@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import multigemm as mg
+from multigemm.backends import registry
 from multigemm.bench.runner import flush_text
 from multigemm.cuda import nvrtc
-from multigemm.select import registry, timing
+from multigemm.select import timing
 from multigemm.select.timing import CODE_BYTES, CudaClock, Timing, cuda, long_code, measure, quantile
 from tests.support.nvrtc_here import nvrtc_here
 
