@@ -262,6 +262,11 @@ class Fake:
                     out[g] = (product * columns.view(len(ends), -1)[g]).to(out.dtype)
         return out
 
+    def public_grouped_mm(self, a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+        """torch's public function, which would record a gradient."""
+        assert not (torch.is_grad_enabled() and torch_internals.any_requires_grad(a, b))
+        return self.grouped_mm(None, a, b, offs, None, None)
+
     def grouped_mm(self, keys: Any, a: Tensor, b: Tensor, ends: Tensor, bias: None, dtype: None) -> Tensor:
         """torch's operation: it asks for memory, trusts the ends, and leaves rows behind the last one as they are."""
         self.log.append(("grouped_mm", CURRENT))
@@ -306,6 +311,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path | None = None) -> Fake
     monkeypatch.setattr(driver, "use_context", lambda device: None)
     monkeypatch.setattr(nvrtc, "kernel", fake.kernel)
     monkeypatch.setattr(grouped_mm, "redispatched_grouped_mm", (fake.grouped_mm, *known[1:]))
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", fake.public_grouped_mm)
     monkeypatch.setattr(scaled_grouped_mm, "redispatched_scaled_grouped_mm", (fake.scaled_grouped_mm, *known[1:]))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch_internals, "empty_cuda", lambda *x: torch.empty_strided(*x[:2], dtype=x[2]))
