@@ -259,9 +259,9 @@ def test_a_report_says_whether_code_was_emptied(monkeypatch: pytest.MonkeyPatch)
         return flush_text(style, torch.device("cuda", 0))
 
     assert flush("do_bench") == "256 MB written before each call"
-    monkeypatch.setattr(timing, "kernel", lambda *_: object())
+    monkeypatch.setattr(timing, "loaded", lambda *_: object())
     assert flush("cold") == "128 KB of other code run and 256 MB written before each call"
-    monkeypatch.setattr(timing, "kernel", missing)
+    monkeypatch.setattr(timing, "loaded", missing)
     assert "no NVRTC" in flush("cold")
     timing.other_code.cache_clear()
 
