@@ -4,7 +4,7 @@ beforehand."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache, partial
 from typing import Any, Protocol
 
@@ -276,29 +276,17 @@ class BoundKernel(MovableLaunch):
         return own + (0 if self._fields is None else self._fields.nbytes)
 
 
-class _Steps:
-    """Several launches, one after the other."""
-
-    __slots__ = ("_steps",)
-
-    def __init__(self, steps: Sequence[Any]) -> None:
-        self._steps = tuple(steps)
-
-    def __call__(self) -> None:
-        for step in self._steps:
-            step()
-
-
-class LaunchSequence(_Steps, MovableLaunch):
+class LaunchSequence(MovableLaunch):
     """Several launches that can all follow their operands."""
 
-    __slots__ = ("_on_capture", "index")
+    __slots__ = ("_on_capture", "_steps", "index")
+    _steps: tuple[Any, ...]
 
     def __init__(self, steps: Sequence[Any]) -> None:
         flat: list[Any] = []
         for step in steps:
             flat += step._steps if isinstance(step, LaunchSequence) else [step]
-        super().__init__(flat)
+        self._steps = tuple(flat)
         devices = {step.index if isinstance(step, BoundKernel) else -1 for step in flat}
         self.index = devices.pop() if len(devices) == 1 else -1
         """The device of all launches; -1 if they have none in common, or some are no kernels of this runtime."""
@@ -312,7 +300,7 @@ class LaunchSequence(_Steps, MovableLaunch):
                     tell()
             self.on(current_raw_stream(index))  # asked for once
         else:
-            super().__call__()
+            _run_all(self._steps)
 
     def on(self, stream: int) -> None:
         """Launches on a raw stream of the current device that is not being captured, if that device is `index`."""
@@ -351,7 +339,12 @@ class LaunchSequence(_Steps, MovableLaunch):
 
 def in_turn(steps: Sequence[Launch]) -> Launch:
     """Several launches as one. It can follow its operands if all of them can."""
-    return LaunchSequence(steps) if all(hasattr(step, "move") for step in steps) else _Steps(steps)
+    return LaunchSequence(steps) if all(hasattr(step, "move") for step in steps) else partial(_run_all, tuple(steps))
+
+
+def _run_all(steps: Iterable[Launch]) -> None:
+    for step in steps:
+        step()
 
 
 def without_move(launch: MovableLaunch) -> Launch:

@@ -18,10 +18,11 @@ from multigemm.backends.registry import Candidate, candidates
 from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSetting
 from multigemm.planning.binding import Choice, captured, reasons
 from multigemm.planning.launch_key import config_key
+from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ProblemSpec, describe_spec
 from multigemm.select import measure_once, ranking, table
-from multigemm.select.problem_class import Query
+from multigemm.select.problem_class import Query, class_of
 from multigemm.select.table import plan
 from multigemm.settings import settings
 
@@ -41,18 +42,18 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
         BackendUnsupported: none of those asked for can solve the problem.
         InvalidSetting: `config` is none of this backend.
     """
-    which, made = backend if isinstance(backend, str) else registry.several(backend), table.table().made
+    spec, which = staged_spec(problem), backend if isinstance(backend, str) else registry.several(backend)
+    c, made = class_of(problem, spec), table.table().made
     eager = eager and which == "auto" and not captured(problem)
-    query = Query.of(problem, config, eager)
     try:
         given = None if config is None else config_key(config)
-        key = (query.spec, query.problem_class, problem.device, which, given, eager, measure_once.forbidden())
+        key = (spec, c, problem.device, which, given, eager, measure_once.forbidden())
         found = made.get(key)
     except TypeError:
         raise InvalidSetting(f"config={config!r} cannot be remembered: pass a frozen config or plain values") from None
     if found is None:
-        named = (which,) if isinstance(which, str) else which
-        chosen = _choose_auto(query) if which == "auto" else _choose_named(query, named)
+        query, names = Query(problem, spec, c, config, eager), (which,) if isinstance(which, str) else which
+        chosen = _choose_auto(query) if which == "auto" else _choose_named(query, names)
         if len(made) >= CHOICES_KEPT:
             made.clear()
         found = made.setdefault(key, chosen)  # that of another thread, if it came first
@@ -72,6 +73,8 @@ def forget() -> None:
 def _choose_named(query: Query, names: Sequence[str]) -> Choice:
     refused: dict[str, list[str]] = {}
     why = "asked for by name" if len(names) == 1 else f"first of {', '.join(names)} that can"
+    for name in names:  # a slip behind a name that can would never show
+        registry.check(name)
     for name in names:
         state = registry.state(name)
         if not state.ok and len(names) == 1:
@@ -154,8 +157,9 @@ class Explanation:
 
 def explain_choice(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Explanation:
     """Explains the choice of an eager call. Measures wherever that call would."""
-    query = Query.of(problem, None, eager=True)
-    cast, compute = "" if problem.quantisation is not None else "ab", query.spec.compute
+    spec = staged_spec(problem)
+    query = Query(problem, spec, class_of(problem, spec), eager=True)
+    cast, compute = "" if problem.quantisation is not None else "ab", spec.compute
     steps = [f"{x} is cast to {compute}" for x in cast if getattr(problem.spec, x).dtype is not compute]
     if problem.refreshes:
         steps.append(f"{len(problem.refreshes)} array(s) with negative strides are copied")
@@ -165,8 +169,8 @@ def explain_choice(problem: GroupedGemmProblem, backend: Which = "auto", config:
         chosen, kernel, ran, why = choice.backend, choice.recipe.kernel, choice.recipe.config, reasons(choice, problem)
     except (BackendUnsupported, BackendUnavailable) as error:
         why = str(error)
-    found = candidates(query.spec, problem.device)
+    found = candidates(spec, problem.device)
     times = ranking.rank(query, [each.name for each in found if each.for_auto], why_not="explained").times
     timed = [replace(c, us=m.us, host_us=m.host_us, source=m.source) for c in found if (m := times.get(c.name))]
     found = sorted(timed, key=lambda c: c.us or 0.0) + [c for c in found if c.name not in times]
-    return Explanation(query.spec, tuple(found), chosen, kernel, ran, why, tuple(steps), str(query.problem_class))
+    return Explanation(spec, tuple(found), chosen, kernel, ran, why, tuple(steps), str(query.problem_class))

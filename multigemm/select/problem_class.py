@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from multigemm.planning.staging import equal_sizes, staged_spec
+from multigemm.planning.staging import equal_sizes
 from multigemm.problem.arrays import dtype_name
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import OperandSpec, ProblemSpec, bucket, half_octave
@@ -83,11 +83,6 @@ class Query:
     problem_class: ProblemClass
     config: Any = None
     eager: bool = False
-
-    @classmethod
-    def of(cls, problem: GroupedGemmProblem, config: Any, eager: bool) -> Query:
-        spec = staged_spec(problem)
-        return cls(problem, spec, class_of(problem, spec), config, eager)
 
 
 def class_of(problem: GroupedGemmProblem, spec: ProblemSpec) -> ProblemClass:
