@@ -364,7 +364,7 @@ def test_a_trial_that_fails_altogether_is_reported_and_the_call_succeeds(
 
     fresh(*pair())
     monkeypatch.setattr(trial, "free_bytes", fail)
-    with pytest.warns(RuntimeWarning, match="could not measure backend 'slow': RuntimeError: this allocator") as told:
+    with pytest.warns(RuntimeWarning, match="could not measure backend '.*': RuntimeError: this allocator") as told:
         assert mg.solve(problem()).eq(1).all()
     assert len(told) == 2
 
