@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Triton kernels of a mixture-of-experts layer: its sort, its gathers, its gate and its weighted sum.
+"""Triton kernels of a mixture-of-experts layer: its sort, its gathers, its gate and its sums.
 
 Plain torch moves rows again and again: a weighted sum over k gathered rows moves each four times, a gate five times
 forward and some ten times backward. Here rows are read where they lie, once. All sums are of integers or in a fixed
@@ -19,6 +19,7 @@ from multigemm.backends.triton.build import starts_early
 from multigemm.backends.triton.kernels.epilogue import normal_area
 from multigemm.integrations.eager import on_device_of
 from multigemm.planning.tiles import tiles_of
+from multigemm.problem.fused import Gate
 from multigemm.problem.spec import bucket
 
 
@@ -112,7 +113,7 @@ def _one_block_kernel(pairs, order, inverse, ends, rows, weights, total, experts
     tl.store(ends + bins, tl.cumsum(tl.histogram(expert, BINS, mask=live), 0), mask=bins < experts)
     to = _ahead(pairs, expert, 0, lane, total, experts, True, SIZE, 32)
     if ORDER:
-        tl.store(order + to, lane.to(tl.int64), mask=live)
+        tl.store(order + to, lane.to(order.dtype.element_ty), mask=live)
     tl.store(inverse + lane, to.to(inverse.dtype.element_ty), mask=live)
     if K > 0:
         tl.store(rows + to, lane // K, mask=live)
@@ -162,7 +163,7 @@ def _move_kernel(pairs, starts, order, inverse, rows, total, experts, K: tl.cons
     start = tl.load(starts + (tl.num_programs(0) + block) * BINS + expert, mask=live, other=0)
     to = start + _ahead(pairs, expert, first, lane, total, experts, False, SIZE, 64)
     if ORDER:
-        tl.store(order + to, (first + lane).to(tl.int64), mask=live)
+        tl.store(order + to, (first + lane).to(order.dtype.element_ty), mask=live)
     tl.store(inverse + first + lane, to.to(inverse.dtype.element_ty), mask=live)
     if K > 0:
         tl.store(rows + to, (first + lane) // K, mask=live)
@@ -220,7 +221,8 @@ def weights_ahead(weights, stacked, pairs):
 def sort_steps(pairs, order, inverse, ends, counts, rows=None, top_k=0, ahead=None):
     """`counts` (`sort_scratch`) is used where there are several blocks; `rows` (int32) receives the pairs' tokens.
 
-    `order` may be None; `inverse` is int32 or int64. `ahead`: what few pairs' sort fetches besides (`weights_ahead`).
+    `order` may be None; it and `inverse` are int32 or int64. `ahead`: what few pairs' sort fetches besides
+    (`weights_ahead`).
     """
     total, experts = pairs.numel(), ends.shape[0]
     blocks, bins, size = sort_blocks(total, experts)
@@ -296,10 +298,27 @@ def _place_kernel(pairs, x, rows, inverse, ends, total, experts, width, stride, 
 @triton.jit
 def _gather_kernel(x, order, rows, width, stride, K: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    token = tl.load(order + row) // K
+    token = tl.load(order + row).to(tl.int64) // K
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < width
     tl.store(rows + row * width + cols, tl.load(x + token * stride + cols, mask=inside), mask=inside)
+
+
+def gather_step(x, order, rows, top_k):
+    """Copies the row of each pair's token; all rows contiguous along their last dimension."""
+    block = columns_at_once(x.shape[1], 16, MOST_COLUMNS)
+    values = {"width": x.shape[1], "stride": x.stride(0), "K": top_k, "BLOCK": block}
+    grid = (order.shape[0], tiles_of(x.shape[1], block))
+    return _gather_kernel, grid, 4, {"x": x, "order": order, "rows": rows, **values}
+
+
+def rows_of_pairs(x, order, top_k):
+    """x [tokens, H], order [S] -> [S, H]: the row of each pair's token."""
+    x = lined(x)
+    rows = torch.empty(order.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
+    if rows.numel():
+        run_steps(x, gather_step(x, order, rows, top_k))
+    return rows
 
 
 def can_sort(pairs, experts):
@@ -324,8 +343,7 @@ def arrival_steps(index, x, rows, inverse, ends, order, counts):
         known = {"total": pairs, "experts": experts, "SIZE": SORT_BLOCK, "BINS": max(16, bucket(experts + 1))}
         memory = {"pairs": index, "x": x, "rows": rows, "inverse": inverse, "ends": ends}
         return [(_place_kernel, grid, 4, {**memory, **known, **common})]
-    gather = (_gather_kernel, grid, 4, {"x": x, "order": order, "rows": rows, **common})
-    return [*sort_steps(index, order, inverse, ends, counts), gather]
+    return [*sort_steps(index, order, inverse, ends, counts), gather_step(x, order, rows, top_k)]
 
 
 # --- the gate ---------------------------------------------------------------------------------------
@@ -334,79 +352,12 @@ GATE_COLUMNS = 1024
 
 
 @triton.jit
-def _gate_parts(gate, GELU: tl.constexpr):
-    """(act(gate), its derivative)."""
-    if GELU:
-        area = normal_area(gate)
-        slope = area + gate * tl.exp(-0.5 * gate * gate) * 0.3989422804014327
-        return gate * area, slope
-    s = 1.0 / (1.0 + tl.exp(-gate))
-    return gate * s, s * (1.0 + gate * (1.0 - s))
-
-
-@triton.jit
-def _gate_kernel(x, out, width, stride, GELU: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = cols < width
-    gate = tl.load(x + row * stride + cols, mask=live, other=0.0).to(WIDE)
-    up = tl.load(x + row * stride + width + cols, mask=live, other=0.0).to(WIDE)
-    act, _ = _gate_parts(gate, GELU)
-    tl.store(out + row * width + cols, (act * up).to(out.dtype.element_ty), mask=live)
-
-
-@triton.jit
-def _gate_backward_kernel(grad, x, dx, width, grad_stride, stride, GELU: tl.constexpr, WIDE: tl.constexpr,
-                          BLOCK: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = cols < width
-    g = tl.load(grad + row * grad_stride + cols, mask=live, other=0.0).to(WIDE)
-    gate = tl.load(x + row * stride + cols, mask=live, other=0.0).to(WIDE)
-    up = tl.load(x + row * stride + width + cols, mask=live, other=0.0).to(WIDE)
-    act, slope = _gate_parts(gate, GELU)
-    target = dx + row * 2 * width + cols
-    tl.store(target, (g * up * slope).to(dx.dtype.element_ty), mask=live)
-    tl.store(target + width, (g * act).to(dx.dtype.element_ty), mask=live)
-
-
-def _gate_grid(rows, width, dtype, gelu):
-    """The grid and constants of the forward and backward gate kernels."""
-    block = columns_at_once(width, 16, GATE_COLUMNS)
-    return (rows, tiles_of(width, block)), {"width": width, "GELU": gelu, "WIDE": wide_type(dtype), "BLOCK": block}
-
-
-def gate_step(x, out, gelu):
-    """`out = act(gate) * up` for rows [gate | up]."""
-    grid, values = _gate_grid(*out.shape, x.dtype, gelu)
-    return _gate_kernel, grid, 4, {"x": x, "out": out, "stride": x.stride(0), **values}
-
-
-def gated(x, gelu):
-    """x [S, 2*I] -> [S, I]."""
-    x = lined(x)
-    out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype, device=x.device)
-    if out.numel():
-        run_steps(x, gate_step(x, out, gelu))
-    return out
-
-
-def gated_backward(grad, x, gelu):
-    """The gradient of x."""
-    x, grad = lined(x), lined(grad)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if dx.numel():
-        grid, values = _gate_grid(x.shape[0], x.shape[1] // 2, x.dtype, gelu)
-        memory = {"grad": grad, "x": x, "dx": dx, "grad_stride": grad.stride(0), "stride": x.stride(0)}
-        run_steps(x, (_gate_backward_kernel, grid, 4, {**memory, **values}))
-    return dx
-
-
-@triton.jit
 def _act_parts(g, KIND: tl.constexpr, ALPHA: tl.constexpr):
     """(act(g), its derivative) of what a gate applies to g."""
     if KIND == "geglu":
-        act, slope = _gate_parts(g, True)
+        area = normal_area(g)
+        act = g * area
+        slope = area + g * tl.exp(-0.5 * g * g) * 0.3989422804014327
     elif KIND == "reglu":
         act = tl.where(g <= 0, 0.0, g)
         slope = tl.where(g <= 0, 0.0, 1.0).to(g.dtype)
@@ -426,72 +377,226 @@ def _act_parts(g, KIND: tl.constexpr, ALPHA: tl.constexpr):
 
 
 @triton.jit
-def _pair_backward_kernel(preact, dh, weights, ends, dpreact, weighted, dots, places, width, experts, g_at, u_at, step,
-                          MOVED: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
-                          LIMIT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """One pair: the gradient of g and u, weight * h, and <dh, h>; zeros where no expert has it. If `MOVED`, the first
-    three go to the pair's place, and nothing of a pair that no expert has."""
+def _load_gate(row, start, width, LAYOUT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK columns of g and u from `start` on, of the row at this address; zeros behind the last."""
+    if LAYOUT == "interleaved":  # side by side, so that a thread loads whole words
+        both = 2 * start + tl.arange(0, 2 * BLOCK)
+        g, u = tl.split(tl.reshape(tl.load(row + both, mask=both < 2 * width, other=0.0), (BLOCK, 2)))
+    else:
+        cols = start + tl.arange(0, BLOCK)
+        first = tl.load(row + cols, mask=cols < width, other=0.0)
+        second = tl.load(row + width + cols, mask=cols < width, other=0.0)
+        if LAYOUT == "halves":
+            g, u = first, second
+        else:
+            g, u = second, first
+    return g.to(WIDE), u.to(WIDE)
+
+
+@triton.jit
+def _store_gate(row, g, u, start, width, stored, LAYOUT: tl.constexpr, BLOCK: tl.constexpr):
+    """Stores what belongs to columns of g and u from `start` on, as far as the first `stored` of `width`."""
+    g, u = g.to(row.dtype.element_ty), u.to(row.dtype.element_ty)
+    if LAYOUT == "interleaved":
+        both = 2 * start + tl.arange(0, 2 * BLOCK)
+        tl.store(row + both, tl.interleave(g, u), mask=both < 2 * stored)
+    else:
+        cols = start + tl.arange(0, BLOCK)
+        if LAYOUT == "halves":
+            first, second = g, u
+        else:
+            first, second = u, g
+        tl.store(row + cols, first, mask=cols < stored)
+        tl.store(row + width + cols, second, mask=cols < stored)
+
+
+@triton.jit
+def _limited(g, u, BETA: tl.constexpr, LIMIT: tl.constexpr, WIDE: tl.constexpr):
+    """(g, u + BETA) within their limits; NaN stays."""
+    if LIMIT is not None:
+        g = tl.where(g > LIMIT, LIMIT, g).to(WIDE)
+        u = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u)).to(WIDE)
+    if BETA != 0:
+        u = u + BETA
+    return g, u
+
+
+@triton.jit
+def _gate_kernel(x, out, width, stride, KIND: tl.constexpr, LAYOUT: tl.constexpr, ALPHA: tl.constexpr,
+                 BETA: tl.constexpr, LIMIT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * BLOCK
+    g, u = _load_gate(x + row * stride, start, width, LAYOUT, WIDE, BLOCK)
+    g, u = _limited(g, u, BETA, LIMIT, WIDE)
+    act, _ = _act_parts(g, KIND, ALPHA)
+    cols = start + tl.arange(0, BLOCK)
+    tl.store(out + row * width + cols, (act * u).to(out.dtype.element_ty), mask=cols < width)
+
+
+@triton.jit
+def _gate_backward_kernel(grad, x, dx, width, grad_stride, stride, KIND: tl.constexpr, WIDE: tl.constexpr,
+                          BLOCK: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * BLOCK
+    cols = start + tl.arange(0, BLOCK)
+    d = tl.load(grad + row * grad_stride + cols, mask=cols < width, other=0.0).to(WIDE)
+    g, u = _load_gate(x + row * stride, start, width, "halves", WIDE, BLOCK)
+    act, slope = _act_parts(g, KIND, 1.0)
+    _store_gate(dx + row * 2 * width, d * u * slope, d * act, start, width, width, "halves", BLOCK)
+
+
+def _gate_numbers(gate):
+    """The constants of a kernel that tell a problem's gate."""
+    kind, layout, alpha, beta, limit = gate
+    return {"KIND": kind, "LAYOUT": layout, "ALPHA": alpha, "BETA": beta, "LIMIT": limit}
+
+
+def _usual_gate(gelu):
+    return Gate("geglu" if gelu else "swiglu")
+
+
+def _gate_grid(rows, width, dtype):
+    """The grid of the forward and backward gate kernels, and what they know of columns."""
+    block = columns_at_once(width, 16, GATE_COLUMNS)
+    return (rows, tiles_of(width, block)), {"width": width, "WIDE": wide_type(dtype), "BLOCK": block}
+
+
+def gate_step(gate, x, out):
+    """Applies a problem's gate to rows."""
+    grid, values = _gate_grid(*out.shape, x.dtype)
+    return _gate_kernel, grid, 4, {"x": x, "out": out, "stride": x.stride(0), **values, **_gate_numbers(gate)}
+
+
+def gated_rows(gate, x):
+    """x [S, 2*I] -> [S, I], by a problem's gate."""
+    x = lined(x)
+    out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype, device=x.device)
+    if out.numel():
+        run_steps(x, gate_step(gate, x, out))
+    return out
+
+
+def gated(x, gelu):
+    """The operator's: rows [gate | up] by GEGLU or SwiGLU."""
+    return gated_rows(_usual_gate(gelu), x)
+
+
+def gated_backward(grad, x, gelu):
+    """The gradient of x."""
+    x, grad = lined(x), lined(grad)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if dx.numel():
+        grid, values = _gate_grid(x.shape[0], x.shape[1] // 2, x.dtype)
+        memory = {"grad": grad, "x": x, "dx": dx, "grad_stride": grad.stride(0), "stride": x.stride(0)}
+        run_steps(x, (_gate_backward_kernel, grid, 4, {**memory, **values, "KIND": _usual_gate(gelu).kind}))
+    return dx
+
+
+@triton.jit
+def _pair_backward_kernel(preact, dh, order, weights, ends, dpreact, weighted, dweights, places, grad, bias, width,
+                          experts, features, grad_stride, K: tl.constexpr, MOVED: tl.constexpr, BIAS: tl.constexpr,
+                          KIND: tl.constexpr, LAYOUT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
+                          LIMIT: tl.constexpr, WIDE: tl.constexpr, BINS: tl.constexpr,
+                          BLOCK: tl.constexpr):  # fmt: skip
+    """One pair that an expert has: the gradient of g and u, weight * h, and the gradient of the weight. The first two
+    go to the pair's place if `MOVED`. Operands are read before it is known whether an expert has the pair."""
+    row = tl.program_id(0).to(tl.int64)
+    pair = tl.load(order + row).to(tl.int64)
     place = row
     if MOVED:
         place = tl.load(places + row).to(tl.int64)
     there = row < tl.load(ends + experts - 1)
-    weight = tl.load(weights + row, mask=there, other=0).to(WIDE)
+    weight = tl.load(weights + pair).to(WIDE)
     dot = tl.zeros((BLOCK,), dtype=WIDE)
     for start in range(0, width, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        live = cols < tl.where(there, width, 0)
-        gate, up = row * 2 * width + g_at + cols * step, row * 2 * width + u_at + cols * step
-        to_gate, to_up = gate, up
-        if MOVED:
-            to_gate += (place - row) * 2 * width
-            to_up += (place - row) * 2 * width
-        g = tl.load(preact + gate, mask=live, other=0.0).to(WIDE)
-        u = tl.load(preact + up, mask=live, other=0.0).to(WIDE)
-        d = tl.load(dh + row * width + cols, mask=live, other=0.0).to(WIDE)
-        through_g = cols >= 0
-        through_u = cols >= 0
-        if LIMIT is not None:
-            through_g = g <= LIMIT
-            through_u = (u <= LIMIT) & (u >= -LIMIT)
-            g = tl.where(g > LIMIT, LIMIT, g).to(WIDE)
-            u = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u)).to(WIDE)
+        d = tl.load(dh + row * width + cols, mask=cols < width, other=0.0).to(WIDE)
+        given_g, given_u = _load_gate(preact + row * 2 * width, start, width, LAYOUT, WIDE, BLOCK)
+        g, u = _limited(given_g, given_u, BETA, LIMIT, WIDE)
         act, slope = _act_parts(g, KIND, ALPHA)
-        u = u + BETA
         h = act * u
-        inside = live if MOVED else cols < width
-        to = dpreact.dtype.element_ty
-        tl.store(dpreact + to_gate, tl.where(through_g, d * weight * u * slope, 0.0).to(to), mask=inside)
-        tl.store(dpreact + to_up, tl.where(through_u, d * weight * act, 0.0).to(to), mask=inside)
-        tl.store(weighted + place * width + cols, tl.where(live, h * weight, 0.0).to(to), mask=inside)
-        dot += tl.where(live, d * h, 0.0)
-    tl.store(dots + row, tl.sum(dot))
+        dg, du = d * weight * u * slope, d * weight * act
+        if LIMIT is not None:
+            dg = tl.where(given_g <= LIMIT, dg, 0.0)
+            du = tl.where((given_u <= LIMIT) & (given_u >= -LIMIT), du, 0.0)
+        owned = tl.where(there, width, 0)  # as many columns are stored
+        _store_gate(dpreact + place * 2 * width, dg, du, start, width, owned, LAYOUT, BLOCK)
+        tl.store(weighted + place * width + cols, (h * weight).to(weighted.dtype.element_ty), mask=cols < owned)
+        dot += d * h
+    if BIAS:
+        bins = tl.arange(0, BINS)
+        before = tl.load(ends + bins, mask=bins < experts, other=0) <= row
+        expert = tl.sum((before & (bins < experts)).to(tl.int64))
+        flowing = tl.where(there, features, 0)
+        for start in range(0, flowing, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            flow = tl.load(grad + pair // K * grad_stride + cols, mask=cols < features, other=0.0).to(WIDE)
+            dot += flow * tl.load(bias + expert * features + cols, mask=cols < features, other=0.0).to(WIDE)
+    tl.store(dweights + pair, tl.sum(dot).to(dweights.dtype.element_ty), mask=there)
 
 
-def pair_backward(gate, preact, dh, weights, ends, into=None):
-    """(gradient of preact, weight * h, <dh, h>) of pairs; all contiguous. `gate` is a problem's.
+def pair_backward(gate, preact, dh, order, weights, ends, added=None, into=None):
+    """(gradient of preact, weight * h, gradient of the weights [tokens, k]) of pairs `order`; all contiguous but
+    `added`. Nothing is written of pairs that no expert has, but gradients of zero for their weights.
 
-    `into`: memory for the first two, of more pairs, and the row of each pair there.
+    `gate` is a problem's. `added`: the gradient of the layer's result, and the experts' biases that the results of the
+    pairs had. `into`: memory for the first two, of more pairs, and the row of each pair there.
     """
     count, width = dh.shape
     if into is None:
         dpreact, weighted, places = torch.empty_like(preact), torch.empty_like(dh, dtype=preact.dtype), ends
     else:
         dpreact, weighted, places = into
-    wide = torch.promote_types(preact.dtype, torch.float32)
-    dots = torch.zeros(count, dtype=wide, device=dh.device)
+    grad, bias = (dh, dh) if added is None else (lined(added[0]), added[1].contiguous())
+    dweights = torch.zeros_like(weights)
     if dh.numel():
-        starts = {"halves": (0, width, 1), "halves_up_first": (width, 0, 1), "interleaved": (0, 1, 2)}
-        g_at, u_at, step = starts[gate.layout]
+        experts = ends.shape[0]
         values = {
-            "preact": preact, "dh": dh, "weights": weights, "ends": ends, "dpreact": dpreact, "weighted": weighted,
-            "dots": dots, "places": places, "MOVED": into is not None, "width": width, "experts": ends.shape[0],
-            "g_at": g_at, "u_at": u_at, "step": step,
-            "KIND": gate.kind, "ALPHA": gate.alpha, "BETA": gate.beta, "LIMIT": gate.limit,
+            "preact": preact, "dh": dh, "order": order, "weights": weights, "ends": ends, "dpreact": dpreact,
+            "weighted": weighted, "dweights": dweights, "places": places, "grad": grad, "bias": bias, "width": width,
+            "experts": experts, "features": bias.shape[1], "grad_stride": grad.stride(0), "K": weights.shape[1],
+            "MOVED": into is not None, "BIAS": added is not None, "BINS": bucket(experts), **_gate_numbers(gate),
             "WIDE": wide_type(preact.dtype), "BLOCK": columns_at_once(width, 16, GATE_COLUMNS),
         }  # fmt: skip
         run_steps(dh, (_pair_backward_kernel, (count,), 4, values))
-    return dpreact, weighted, dots
+    return dpreact, weighted, dweights
+
+
+# --- sums of the rows of each expert: one program owns some columns of one expert, in a fixed order ----
+
+SUMMED_LINES, SUMMED_COLUMNS = 64, 64
+
+
+@triton.jit
+def _expert_sum_kernel(rows, order, weights, ends, out, width, WEIGHTED: tl.constexpr, WIDE: tl.constexpr,
+                       LINES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    expert = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first, last = tl.load(ends + expert - 1, mask=expert > 0, other=0), tl.load(ends + expert)
+    acc = tl.zeros((LINES, BLOCK), dtype=WIDE)
+    for start in range(first, last, LINES):
+        line = start + tl.arange(0, LINES)
+        at = line.to(tl.int64)[:, None] * width + cols[None, :]
+        value = tl.load(rows + at, mask=(line < last)[:, None] & (cols < width)[None, :], other=0.0).to(WIDE)
+        if WEIGHTED:
+            pair = tl.load(order + line, mask=line < last, other=0)
+            value *= tl.load(weights + pair, mask=line < last, other=0.0).to(WIDE)[:, None]
+        acc += value
+    tl.store(out + expert * width + cols, tl.sum(acc, 0).to(out.dtype.element_ty), mask=cols < width)
+
+
+def sum_by_expert(rows, ends, dtype, order=None, weights=None):
+    """rows [S, n], contiguous -> [E, n]: the sum of each expert's rows, weighted by `weights` of pairs `order`."""
+    experts, width = ends.shape[0], rows.shape[1]
+    out = torch.empty(experts, width, dtype=dtype, device=rows.device)
+    if out.numel():
+        values = {
+            "rows": rows, "order": ends if order is None else order, "weights": rows if weights is None else weights,
+            "ends": ends, "out": out, "width": width, "WEIGHTED": weights is not None,
+            "WIDE": wide_type(torch.promote_types(rows.dtype, dtype)), "LINES": SUMMED_LINES, "BLOCK": SUMMED_COLUMNS,
+        }  # fmt: skip
+        run_steps(rows, (_expert_sum_kernel, (experts, tiles_of(width, SUMMED_COLUMNS)), 4, values))
+    return out
 
 
 # --- rows home: one program owns one token, and sums in a fixed order -------------------------------

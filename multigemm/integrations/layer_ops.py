@@ -71,6 +71,11 @@ def triton_kernels() -> Any:
     return layer_kernels
 
 
+def kernels_for(x: Tensor) -> Any:
+    """The module of Triton kernels for what lies on the device of x, or None."""
+    return triton_kernels() if x.is_cuda else None
+
+
 @cache
 def exchange_kernels() -> Any:
     """The module of Triton kernels of layers on many ranks, or None if Triton is not installed."""
@@ -119,18 +124,50 @@ torch.library.register_fake("multigemm::sort_by_expert", _sort_like, lib=_librar
 def sort_pairs(
     index: Tensor, experts: int, ordered: bool = False, up: Tensor | None = None, stacked: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """index [tokens, k] -> the tokens of the pairs by expert [S], where each pair went [tokens, k] and where experts
-    end, all int32; and, if `ordered`, which pair each one was [S].
+    """index [tokens, k] -> the tokens of the pairs by expert [S], where each pair went [tokens, k], where experts end
+    and, if `ordered`, which pair each one was [S]; all int32.
 
     `up`: the weights of the product behind the sort, `stacked` or not, which it may fetch ahead. No operator.
     """
-    kernels = triton_kernels() if index.is_cuda else None
+    kernels = kernels_for(index)
     if kernels is not None and kernels.can_sort(index.numel(), experts):
-        order = torch.empty(index.numel(), dtype=torch.int64, device=index.device) if ordered else None
+        order = torch.empty(index.numel(), dtype=torch.int32, device=index.device) if ordered else None
         rows, place, ends = kernels.sort_pairs(index, experts, order, up, stacked)
         return rows, place, ends, order
     order, inverse, ends = sort_by_expert(index.reshape(-1), experts)
-    return (order // max(index.shape[1], 1)).int(), inverse.int().view(index.shape), ends, order
+    rows, place = (order // max(index.shape[1], 1)).int(), inverse.int().view(index.shape)
+    return rows, place, ends, order.int() if ordered else None
+
+
+# --- the rows of pairs ------------------------------------------------------------------------------
+
+
+def rows_of_pairs(x: Tensor, order: Tensor, top_k: int) -> Tensor:
+    """x [tokens, H], pairs `order` [S] -> [S, H]: the row of each pair's token. No operator."""
+    kernels = kernels_for(x)
+    if kernels is not None:
+        found: Tensor = kernels.rows_of_pairs(x, order, top_k)
+        return found
+    return x.index_select(0, order // max(top_k, 1))
+
+
+def sum_by_expert(
+    rows: Tensor, ends: Tensor, dtype: torch.dtype, order: Tensor | None = None, weights: Tensor | None = None
+) -> Tensor:
+    """rows [S, n] sorted by expert -> [E, n]: the sum of each expert's rows, weighted by `weights` of pairs `order`.
+
+    No operator.
+    """
+    kernels = kernels_for(rows)
+    if kernels is not None:
+        found: Tensor = kernels.sum_by_expert(rows, ends, dtype, order, weights)
+        return found
+    wide = rows.to(torch.promote_types(_wide(rows.dtype), dtype))
+    if order is not None and weights is not None:
+        wide = wide * weights.reshape(-1).index_select(0, order).to(wide.dtype).unsqueeze(1)
+    offsets = F.pad(ends.long(), (1, 0))
+    sums: Tensor = torch.segment_reduce(wide, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
+    return sums.to(dtype)
 
 
 # --- the weighted sum -------------------------------------------------------------------------------

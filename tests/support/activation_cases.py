@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import multigemm as mg
+from multigemm.problem.fused import Gate
 
 TAILS = {
     torch.float32: {"gelu": -14.5, "gelu_tanh": -10.5, "silu": -95.0},
@@ -45,7 +46,7 @@ def gate_verdict(dtype: torch.dtype) -> Any:
 
     x = thinned(points("gelu", dtype))
     out = torch.empty(len(x), 1, dtype=dtype)
-    kernel, grid, _, values = gate_step(torch.stack([x, torch.ones_like(x)], 1), out, True)  # type: ignore[no-untyped-call]
+    kernel, grid, _, values = gate_step(Gate("geglu"), torch.stack([x, torch.ones_like(x)], 1), out)  # type: ignore[no-untyped-call]
     kernel[grid](**values)
     return mg.verify(problem_of(x, "gelu"), out[None])
 
