@@ -11,8 +11,9 @@ columns that the gate joins), besides the inputs and two numbers for each pair o
     up     rows of x ^T @ dP
 
 Where P is kept on a GPU, the first product is a plain one, and the gate a kernel behind it: P is rounded before the
-gate then. With `recompute` not even P is kept: the first product runs once more. Second derivatives go through the same
-layer in steps. Expert numbers outside of 0..E-1 contribute nothing, and get gradients of zero.
+gate then, so that a result has other bits than without gradients, unless the layer is batch invariant. With `recompute`
+not even P is kept: the first product runs once more. Second derivatives go through the same layer in steps. Expert
+numbers outside of 0..E-1 contribute nothing, and get gradients of zero.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from multigemm.integrations.expert_network import Network, by_rows
 from multigemm.integrations.fused_gradients import differentiated, gate_by_torch
 from multigemm.integrations.layer_ops import kernels_for, rows_of_pairs, sort_pairs, sum_by_expert
 from multigemm.integrations.routing import check_routing, through_experts
+from multigemm.settings import settings
 from multigemm.torch_internals import any_requires_grad
 
 
@@ -143,13 +145,14 @@ def first_product(
     """h = gate(x[rows] @ up + bias), and the input of the gate if `keep` it.
 
     A product of two results takes a fifth longer than a plain one (H200), and a pass of the gate over its result a
-    tenth. Without a kernel that passes once, the product does both.
+    tenth. The product does both where no kernel passes once, and where gradients must not change bits.
     """
     b, keywords = by_rows(up, net.stacked), {"a_rows": pairs.rows, "bias": up_bias}
     if not keep:
         return product(net, x, b, pairs.ends, **keywords, **net.keywords), None
     kernels = kernels_for(x)
-    if kernels is not None and net.gate is not None:
+    invariant = settings().batch_invariant if net.batch_invariant is None else net.batch_invariant
+    if kernels is not None and net.gate is not None and not invariant:
         preact = product(net, x, b, pairs.ends, **keywords)
         return kernels.gated_rows(net.gate, preact), preact
     preact = x.new_empty((pairs.rows.shape[0], b.shape[2]))

@@ -243,6 +243,22 @@ def test_training_by_the_kernels_of_a_layer(options: Any, kernels: Any, monkeypa
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+def test_the_gate_of_a_batch_invariant_layer_stays_inside(
+    invariant: bool, kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the bits do not depend on wanted gradients; else the kept input of the gate is rounded before the gate."""
+    monkeypatch.setattr(fused_experts, "kernels_for", lambda x: kernels)
+    torch.manual_seed(5)
+    x, up, down = (torch.randn(shape).bfloat16() / 4 for shape in ((40, 16), (3, 20, 16), (3, 16, 10)))
+    index, weights = torch.randint(0, 3, (40, 2)), torch.rand(40, 2)
+    options = {"backend": "cpu", "batch_invariant": invariant}
+    want = experts_forward(x, index, weights, up, down, **options)
+    y = experts_forward(x.requires_grad_(), index, weights, up, down, **options)
+    torch.testing.assert_close(y, want, rtol=2e-2, atol=1e-2)
+    assert torch.equal(y, want) == invariant
+
+
 def test_rows_that_came_home_are_added_to_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     kernels: Any = importlib.import_module("multigemm.integrations.exchange_kernels")
