@@ -252,7 +252,7 @@ def test_the_gate_of_a_batch_invariant_layer_stays_inside(
     torch.manual_seed(5)
     x, up, down = (torch.randn(shape).bfloat16() / 4 for shape in ((40, 16), (3, 20, 16), (3, 16, 10)))
     index, weights = torch.randint(0, 3, (40, 2)), torch.rand(40, 2)
-    options = {"backend": "cpu", "batch_invariant": invariant}
+    options: dict[str, Any] = {"backend": "cpu", "batch_invariant": invariant}
     want = experts_forward(x, index, weights, up, down, **options)
     y = experts_forward(x.requires_grad_(), index, weights, up, down, **options)
     torch.testing.assert_close(y, want, rtol=2e-2, atol=1e-2)
