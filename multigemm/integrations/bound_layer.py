@@ -25,7 +25,7 @@ from multigemm.cuda.launch import Kernel, PatchedLaunches
 from multigemm.errors import LibraryError
 from multigemm.integrations import torch_op
 from multigemm.integrations.expert_network import Network, by_rows
-from multigemm.integrations.layer_ops import triton_kernels
+from multigemm.integrations.layer_ops import gate_kernels, triton_kernels
 from multigemm.planning.binding import bind
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.launch_key import GPU_BITS, PLAIN
@@ -299,7 +299,7 @@ def _bind_steps(net: Network, given: Given, out: Tensor, between: dict[str, Tens
     activation = net.activation if net.gate is None else None
     launches.append(_product(net, rows, given.up, first, ends, given.up_bias, activation=activation))
     if net.gate is not None:
-        launches.append(_step(device, kernels.gate_step(net.gate, first, hidden)))
+        launches.append(_step(device, gate_kernels().gate_step(net.gate, first, hidden)))
     launches.append(_product(net, hidden, given.down, last, ends, given.down_bias))
     return [
         *launches,

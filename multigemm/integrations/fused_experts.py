@@ -28,7 +28,7 @@ from multigemm.integrations import torch_op
 from multigemm.integrations.bound_layer import run_bound
 from multigemm.integrations.expert_network import Network, by_rows
 from multigemm.integrations.fused_gradients import differentiated, gate_by_torch
-from multigemm.integrations.layer_ops import kernels_for, rows_of_pairs, sort_pairs, sum_by_expert
+from multigemm.integrations.layer_ops import gate_kernels, kernels_for, rows_of_pairs, sort_pairs, sum_by_expert
 from multigemm.integrations.routing import check_routing, through_experts
 from multigemm.settings import settings
 from multigemm.torch_internals import any_requires_grad
@@ -150,11 +150,10 @@ def first_product(
     b, keywords = by_rows(up, net.stacked), {"a_rows": pairs.rows, "bias": up_bias}
     if not keep:
         return product(net, x, b, pairs.ends, **keywords, **net.keywords), None
-    kernels = kernels_for(x)
     invariant = settings().batch_invariant if net.batch_invariant is None else net.batch_invariant
-    if kernels is not None and net.gate is not None and not invariant:
+    if net.gate is not None and kernels_for(x) is not None and not invariant:
         preact = product(net, x, b, pairs.ends, **keywords)
-        return kernels.gated_rows(net.gate, preact), preact
+        return gate_kernels().gated_rows(net.gate, preact), preact
     preact = x.new_empty((pairs.rows.shape[0], b.shape[2]))
     return product(net, x, b, pairs.ends, preact_out=preact, **keywords, **net.keywords), preact
 
@@ -260,11 +259,9 @@ def gate_backward(
     [tokens, H] of the layer's result and down's bias [E, H]. `into`: memory for the first two, of more pairs, and [S]
     the row of each pair there; a pair of no expert may write to the last one, which is then nobody's.
     """
-    kernels = kernels_for(preact)
-    if kernels is not None and net.gate is not None and ends.numel():
-        found: tuple[Tensor, Tensor, Tensor] = kernels.pair_backward(
-            net.gate, preact, dh, order, weights, ends, added, into
-        )
+    if net.gate is not None and kernels_for(preact) is not None and ends.numel():
+        given = net.gate, preact, dh, order, weights, ends, added, into
+        found: tuple[Tensor, Tensor, Tensor] = gate_kernels().pair_backward(*given)
         return found
     wide = torch.promote_types(preact.dtype, torch.float32)
     expert = torch.searchsorted(ends, torch.arange(len(preact), device=ends.device, dtype=ends.dtype), right=True)

@@ -1,8 +1,8 @@
 """The small operators of a mixture-of-experts layer, which graphs can hold: a sort, a weighted sum, a gate.
 
-On a GPU with Triton each runs one or a few kernels (layer_kernels.py, exchange_kernels.py); elsewhere it calls torch
-functions. Sums are formed in the accumulator's precision, in a fixed order, and rounded once: the same call gives the
-same bits.
+On a GPU with Triton each runs one or a few kernels (layer_kernels.py, gate_kernels.py, exchange_kernels.py); elsewhere
+it calls torch functions. Sums are formed in the accumulator's precision, in a fixed order, and rounded once: the same
+call gives the same bits.
 """
 
 from __future__ import annotations
@@ -71,6 +71,16 @@ def triton_kernels() -> Any:
     return layer_kernels
 
 
+@cache
+def gate_kernels() -> Any:
+    """The module of Triton kernels of gates, or None if Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from multigemm.integrations import gate_kernels
+
+    return gate_kernels
+
+
 def kernels_for(x: Tensor) -> Any:
     """The module of Triton kernels for what lies on the device of x, or None."""
     return triton_kernels() if x.is_cuda else None
@@ -86,10 +96,10 @@ def exchange_kernels() -> Any:
     return exchange_kernels
 
 
-def _in_triton(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+def _in_triton(name: str, plain: Callable[..., Any], kernels: Callable[[], Any] = triton_kernels) -> Callable[..., Any]:
     """An operator's kernel for GPUs: the Triton function of that name, or torch functions if Triton is not
     installed."""
-    return lambda *args: getattr(triton_kernels(), name, plain)(*args)
+    return lambda *args: getattr(kernels(), name, plain)(*args)
 
 
 # --- the sort ---------------------------------------------------------------------------------------
@@ -314,10 +324,15 @@ def _backward_of_gate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 eager.register(
-    _library, torch.ops.multigemm.gated.default, _gate, _in_triton("gated", _gate), _backward_of_gate, _keep_gate
+    _library,
+    torch.ops.multigemm.gated.default,
+    _gate,
+    _in_triton("gated", _gate, gate_kernels),
+    _backward_of_gate,
+    _keep_gate,
 )
 _library.impl("gated_backward", _gate_backward, "CPU")
-_library.impl("gated_backward", _in_triton("gated_backward", _gate_backward), "CUDA")
+_library.impl("gated_backward", _in_triton("gated_backward", _gate_backward, gate_kernels), "CUDA")
 torch.library.register_fake(
     "multigemm::gated", lambda x, gelu: x.new_empty((x.shape[0], x.shape[1] // 2)), lib=_library
 )

@@ -42,7 +42,7 @@ def problem_of(
 
 def gate_verdict(dtype: torch.dtype) -> Any:
     """The kernel of geglu, which shares the formula: gelu(gate) * 1."""
-    from multigemm.integrations.layer_kernels import gate_step
+    from multigemm.integrations.gate_kernels import gate_step
 
     x = thinned(points("gelu", dtype))
     out = torch.empty(len(x), 1, dtype=dtype)

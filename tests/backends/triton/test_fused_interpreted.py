@@ -177,8 +177,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("layout", GLU_LAYOUTS)
 @pytest.mark.parametrize("kind", GATES)
-def test_gates_behind_a_product_and_back(kind: str, layout: str, kernels: Any) -> None:
+@pytest.mark.usefixtures("kernels")
+def test_gates_behind_a_product_and_back(kind: str, layout: str) -> None:
     """The kernels that layers on a GPU take, beside the same in steps of torch."""
+    kernels = layer_ops.gate_kernels()
     torch.manual_seed(6)
     for dtype, limit in ((torch.float64, 0.7), (torch.float32, None)):
         alpha = 1.702 if kind == "swiglu" else 1.0
