@@ -4,7 +4,7 @@ beforehand."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from typing import Any, Protocol
 
@@ -276,17 +276,29 @@ class BoundKernel(MovableLaunch):
         return own + (0 if self._fields is None else self._fields.nbytes)
 
 
-class LaunchSequence(MovableLaunch):
+class _Steps:
+    """Several launches, one after the other."""
+
+    __slots__ = ("_steps",)
+
+    def __init__(self, steps: Sequence[Any]) -> None:
+        self._steps = tuple(steps)
+
+    def __call__(self) -> None:
+        for step in self._steps:
+            step()
+
+
+class LaunchSequence(_Steps, MovableLaunch):
     """Several launches that can all follow their operands."""
 
-    __slots__ = ("_on_capture", "_steps", "index")
-    _steps: tuple[Any, ...]
+    __slots__ = ("_on_capture", "index")
 
     def __init__(self, steps: Sequence[Any]) -> None:
         flat: list[Any] = []
         for step in steps:
             flat += step._steps if isinstance(step, LaunchSequence) else [step]
-        self._steps = tuple(flat)
+        super().__init__(flat)
         devices = {step.index if isinstance(step, BoundKernel) else -1 for step in flat}
         self.index = devices.pop() if len(devices) == 1 else -1
         """The device of all launches; -1 if they have none in common, or some are no kernels of this runtime."""
@@ -300,7 +312,7 @@ class LaunchSequence(MovableLaunch):
                     tell()
             self.on(current_raw_stream(index))  # asked for once
         else:
-            _run_all(self._steps)
+            super().__call__()
 
     def on(self, stream: int) -> None:
         """Launches on a raw stream of the current device that is not being captured, if that device is `index`."""
@@ -339,12 +351,7 @@ class LaunchSequence(MovableLaunch):
 
 def in_turn(steps: Sequence[Launch]) -> Launch:
     """Several launches as one. It can follow its operands if all of them can."""
-    return LaunchSequence(steps) if all(hasattr(step, "move") for step in steps) else partial(_run_all, tuple(steps))
-
-
-def _run_all(steps: Iterable[Launch]) -> None:
-    for step in steps:
-        step()
+    return LaunchSequence(steps) if all(hasattr(step, "move") for step in steps) else _Steps(steps)
 
 
 def without_move(launch: MovableLaunch) -> Launch:
