@@ -1,1 +1,1 @@
-"""The backends: one folder each, with the same rooms in each. `multigemm.select.registry` loads them by name."""
+"""The backends: one folder each, with the same rooms in each. `registry` loads them by name."""

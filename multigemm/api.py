@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from multigemm.backends import registry
 from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_text
 from multigemm.planning import binding, launch_cache
 from multigemm.planning.launch_cache import LAUNCHES
@@ -20,10 +21,7 @@ from multigemm.planning.launch_key import PLAIN_LENGTH, Call, Key, config_key, f
 from multigemm.planning.plan import Plan
 from multigemm.problem.fused import FusedKeywords
 from multigemm.problem.problem import GroupedGemmProblem, Keywords, checked
-from multigemm.select import explain as select_explain
-from multigemm.select import registry
-from multigemm.select.choose import Which, choose
-from multigemm.select.explain import Explanation
+from multigemm.select.choose import Explanation, Which, choose, explain_choice
 from multigemm.torch_internals import no_dynamo
 from multigemm.tracing import grouped_gemm as traced_grouped_gemm
 
@@ -258,7 +256,7 @@ def explain(*args: Any, **keywords: Any) -> Explanation:
         >>> mg.explain(torch.ones(6, 4), torch.ones(3, 4, 2), sizes=[1, 0, 5], backend="cpu").chosen
         'cpu'
     """
-    return select_explain.explain(*_posed("explain", args, keywords))
+    return explain_choice(*_posed("explain", args, keywords))
 
 
 Posed = tuple[GroupedGemmProblem, Which, Any]

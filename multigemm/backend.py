@@ -37,6 +37,11 @@ class Availability:
     version: str = ""
     emulated: bool = False
 
+    @property
+    def why_not(self) -> str:
+        """The reason, and the command that installs what is missing."""
+        return f"{self.reason}; install with: {self.install}" if self.install else self.reason
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -67,6 +72,11 @@ QUANTISED_TEXT = {
     "float8": "float8 operands",
     "weights": "quantised weights",
 }
+
+NOT_BATCH_INVARIANT = (
+    "it does not promise that a row's bits are independent of its neighbours: leave batch_invariant=True out, or name "
+    "a backend that does (cupy, triton, numba, cpu)"
+)
 
 
 def quantised_reasons(spec: ProblemSpec, takes: Collection[str] = ()) -> list[str]:
@@ -142,10 +152,12 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class BuiltinBackend:
-    """A `Backend` made of functions, which the `__init__` of each built-in backend's package names. All built-in ones
-    are batch-invariant."""
+    """A `Backend` made of functions, which the `__init__` of each built-in backend's package names. It makes the
+    promises of all three optional attributes."""
 
     batch_invariant: ClassVar[bool] = True
+    takes_quantised: ClassVar[bool] = True
+    takes_fused: ClassVar[bool] = True
 
     name: str
     availability: Callable[[], Availability]
@@ -153,6 +165,16 @@ class BuiltinBackend:
     configs: Callable[[ProblemSpec, torch.device], Sequence[Any]]
     plan: Callable[[ProblemSpec, Any, torch.device], Recipe]
     decides_at_bind: bool = False
+
+
+def refusals(backend: Backend, spec: ProblemSpec, device: torch.device) -> list[str]:
+    """Why a backend is not used for a spec: what it does not declare by its optional attributes, and its own
+    reasons."""
+    for declares, reasons_against in (("takes_quantised", quantised_reasons), ("takes_fused", fused_reasons)):
+        if not getattr(backend, declares, False) and (undeclared := reasons_against(spec)):
+            return undeclared
+    unkept = spec.batch_invariant and not getattr(backend, "batch_invariant", False)
+    return [*([NOT_BATCH_INVARIANT] if unkept else []), *backend.not_supported_reasons(spec, device)]
 
 
 def as_dict(config: Any) -> dict[str, Any]:

@@ -13,7 +13,8 @@ import pytest
 import torch
 from hypothesis import settings as hypothesis_settings
 
-from multigemm.select import choose, registry
+from multigemm.backends import registry
+from multigemm.select import choose
 from multigemm.select import table as tuning
 from multigemm.settings import settings
 from tests.support import trial_cases

@@ -20,6 +20,7 @@ from multigemm.backends.cublas.run import MovableStep
 from multigemm.cuda import nvrtc
 from multigemm.cuda.arguments import ACTIVATION_CODES, JAGGED_CODES, OPERANDS, Addresses
 from multigemm.cuda.device import to_device
+from multigemm.cuda.launch import Step
 from multigemm.planning.operands import TABLE, Operands, Strided, group_table, packed, strides_of
 from multigemm.problem.spec import ProblemSpec
 
@@ -85,8 +86,8 @@ class Finish(MovableStep):
 
     def __init__(self, ops: Operands, need: Need) -> None:
         task, table = _task(ops, need)
-        kernel = nvrtc.kernel(FINISH, "finish", _defines(ops.spec, need), ops.device.index or 0)
-        self._launch = kernel.bound(_blocks(task), THREADS, [task], (table, need))
+        kernel = nvrtc.loaded(FINISH, "finish", _defines(ops.spec, need), ops.device.index or 0)
+        self._launch = kernel.step(_blocks(task), THREADS, [task], (table, need))
         self.movable = table is None
         given = ((task.out, "ptr", "out"), (task.c, "ptr", "c"), (task.bias, "ptr", "bias"), (task, "ends", "ends"),
                  (task, "valid", "valid_rows"))  # fmt: skip
@@ -218,8 +219,8 @@ class ClampedEnds:
         at = memory.data_ptr()
         fields = (0, at, at + 8 * groups, at + 4 * groups if apart else 0, 0, 0, 0, 0, groups, wide, head, sums, 0)
         self._before, self._after = Bounds(*fields), Bounds(*fields)
-        self._kernel, self._memory = nvrtc.kernel(CLAMP_OFFSETS, "clamp_offsets", (), device.index or 0), memory
-        self._launches: dict[int, nvrtc.Step] = {}
+        self._kernel, self._memory = nvrtc.loaded(CLAMP_OFFSETS, "clamp_offsets", (), device.index or 0), memory
+        self._launches: dict[int, Step] = {}
         self._first = (8 if wide else 4) * head
 
     def before(self, stream: int, numbers: Tensor, extent: int, zeroed: Tensor | None = None) -> None:
@@ -239,9 +240,9 @@ class ClampedEnds:
         bounds.extent, bounds.after = zeroed.shape[0], 2 if behind else 1
         (self._launches.get(ZEROING_BLOCKS) or self._bound(ZEROING_BLOCKS, bounds))(stream)
 
-    def _bound(self, blocks: int, bounds: Bounds) -> nvrtc.Step:
+    def _bound(self, blocks: int, bounds: Bounds) -> Step:
         """The launch of this many blocks, which know whether it comes before or after. Its argument may change."""
-        made = self._kernel.bound(blocks, CLAMP_THREADS, (bounds,), self._memory, overlap=True)
+        made = self._kernel.step(blocks, CLAMP_THREADS, (bounds,), self._memory, overlap=True)
         self._launches[blocks] = made
         return made
 

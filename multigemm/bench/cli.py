@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from multigemm import fleet, interrupts
+from multigemm.backends import registry
 from multigemm.bench import layers, machine, operands, own, plots, processes, ranks, reports, table
 from multigemm.bench.compare import compare
 from multigemm.bench.entries import Entry, backend_entries, ceiling_entry
@@ -23,7 +24,6 @@ from multigemm.bench.runner import Data, DeviceLost, Options, Progress, Runner, 
 from multigemm.bench.suites import SUITES, above_zero, add_selection, asks_nothing, selected, suite
 from multigemm.bench.workloads import Rates, Workload, parts
 from multigemm.errors import InvalidSetting
-from multigemm.select import registry
 
 LONG_SUITE, LISTED = 100, 5
 COMPILING = 0.6

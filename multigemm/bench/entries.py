@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from multigemm import api
+from multigemm.backends import registry
 from multigemm.bench.operands import Matrices, Tensors, make
 from multigemm.bench.reports import AUTO, HOST_SIZES, INVARIANT, STATIC
 from multigemm.bench.workloads import Workload
@@ -22,7 +23,6 @@ from multigemm.planning.plan import Plan
 from multigemm.planning.staging import staged_spec
 from multigemm.problem import rebuild
 from multigemm.problem.problem import GroupedGemmProblem
-from multigemm.select import registry
 from multigemm.select.problem_class import class_of
 from multigemm.select.ranking import static_order
 from multigemm.select.timing import Call

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from multigemm import interrupts
+from multigemm.backends import registry
 from multigemm.bench import machine, reports
 from multigemm.bench.entries import available_backends, config_entries
 from multigemm.bench.processes import CONTEXT_LOST, Marker, as_child, supervise
@@ -33,7 +34,6 @@ from multigemm.bench.suites import UNTUNED, above_zero, add_selection, selected
 from multigemm.bench.workloads import DTYPES, RECIPES, Rates, Workload, geomean, parts
 from multigemm.errors import InvalidSetting
 from multigemm.fleet import default_device
-from multigemm.select import registry
 from multigemm.select.table import SCHEMA, Entry, Measured, table
 
 FIRST_WINS_WITHIN = 1.01

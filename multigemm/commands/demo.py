@@ -6,11 +6,11 @@ import argparse
 
 import torch
 
+from multigemm.backends.registry import get
 from multigemm.bench.workloads import DTYPES, dtype_name, parts
 from multigemm.commands.verify import check
 from multigemm.fleet import default_device
 from multigemm.problem.problem import GroupedGemmProblem
-from multigemm.select.registry import get
 
 SIZES = [40, 0, 1, 70, 17]
 N, K = 72, 100

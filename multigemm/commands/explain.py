@@ -14,7 +14,7 @@ from multigemm.fleet import default_device
 from multigemm.problem import rebuild
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ACTIVATIONS, GATES
-from multigemm.select.explain import Explanation
+from multigemm.select.choose import Explanation
 
 IN_WORDS: dict[str, str] = {
     "per_group": "lists of matrices",

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from multigemm.api import plan
+from multigemm.backends.registry import candidates, get
 from multigemm.bench import own
 from multigemm.bench.reports import digits
 from multigemm.bench.workloads import parts
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.reference.verify import Answer, answer, judge
-from multigemm.select.registry import candidates, get
 from multigemm.select.timing import measure
 
 

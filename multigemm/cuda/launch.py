@@ -39,6 +39,8 @@ DEFAULT_SHARED = 48 * 1024
 
 Launch = Callable[[], object]
 """Does the work of one bound problem on the device's current stream, and may be called again."""
+Step = Callable[[int], None]
+"""Enqueues work on a raw stream."""
 
 
 class MovableLaunch(Protocol):
@@ -145,6 +147,21 @@ class Kernel:
         config = _config(grid, threads, shared, cluster, overlap)
         block = PackedArguments(arguments) if isinstance(arguments, Fields) else ArgumentBlock(arguments)
         return BoundKernel(self, block, config, on_capture, tuple(keep), fields, grid_for)
+
+    def step(self, grid: int, threads: int, values: Sequence[Any], keep: object, *, overlap: bool = False) -> Step:
+        """A launch with ctypes objects as arguments, which may change between two calls. Made by two Python calls where
+        `bound` takes ten, for launches that are bound at each call. `keep` lives as long as it; `overlap` as in
+        `bound`."""
+        arguments = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        records, call = Records(_config(grid, threads, 0, 1, overlap)), library().cuLaunchKernelEx
+
+        def start(stream: int, _keep: object = (values, keep)) -> None:
+            record = records[stream]
+            if code := call(record, self.handle, arguments, None):
+                again = partial(call, record, self.handle, arguments, None)
+                settle(code, self.index, again, f"cuLaunchKernelEx of {self.name}")
+
+        return start
 
 
 @cache

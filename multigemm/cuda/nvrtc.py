@@ -7,21 +7,15 @@ nothing that an earlier one did. A kernel belongs to one device's context; torch
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from multigemm.cuda import launch
 from multigemm.cuda.disk_cache import DiskCache, fingerprint
-from multigemm.cuda.driver import LaunchConfig, Records, library, settle
+from multigemm.cuda.launch import Kernel
 from multigemm.errors import CompileError
-
-Step = Callable[[int], None]
-"""Enqueues work on a raw stream."""
-
 
 ELEMENTS = Path(__file__).parent / "elements.cuh"
 
@@ -74,44 +68,12 @@ def _cubin(source: str, name: str, options: tuple[str, ...]) -> bytes:
     return kept
 
 
-class Kernel:
-    """A loaded kernel of one device, for launches that are bound at each call: its `bound` makes one Python call where
-    `launch.Kernel.bound` makes ten."""
-
-    def __init__(self, loaded: launch.Kernel) -> None:
-        self.name, self._device, self._function = loaded.name, loaded.index, loaded.handle
-        self._launch = library().cuLaunchKernelEx
-
-    def bound(self, blocks: int, threads: int, values: Sequence[Any], keep: object, *, overlap: bool = False) -> Step:
-        """Binds these arguments (ctypes objects) on a raw stream. `keep` lives as long as the launch. `overlap`: as in
-        `launch.Kernel.bound`."""
-        call, function, attributes = self._launch, self._function, launch.launch_attributes(1, overlap)
-        arguments = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        shape = (blocks, 1, 1), (threads, 1, 1), 0, None, ctypes.addressof(attributes), len(attributes)
-        records = Records(LaunchConfig(*shape))
-
-        def step(stream: int, _keep: object = (values, keep)) -> None:
-            record = records[stream]
-            status = call(record, function, arguments, None)
-            if status:
-                again = partial(call, record, function, arguments, None)
-                settle(status, self._device, again, f"launch of {self.name}")
-
-        return step
-
-
 def _options(defines: tuple[str, ...], device: int) -> tuple[str, ...]:
     major, minor = torch.cuda.get_device_capability(device)
     return (f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *defines)
 
 
 @cache
-def loaded(source: str, name: str, defines: tuple[str, ...], device: int) -> launch.Kernel:
+def loaded(source: str, name: str, defines: tuple[str, ...], device: int) -> Kernel:
     """The kernel of one source, set of types and device, loaded once per process."""
-    return launch.Kernel(_cubin(source, name, _options(defines, device)), name, device)
-
-
-@cache
-def kernel(source: str, name: str, defines: tuple[str, ...], device: int) -> Kernel:
-    """The same as `loaded`, for launches that are bound at each call."""
-    return Kernel(loaded(source, name, defines, device))
+    return Kernel(_cubin(source, name, _options(defines, device)), name, device)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from multigemm import fleet, interrupts
+from multigemm.backends import registry
 from multigemm.errors import InvalidSetting
 from multigemm.fuzz import campaign, report
 from multigemm.fuzz.plan import Options, Summary, Tally
 from multigemm.problem.spec import FORMS
-from multigemm.select import registry
 from multigemm.settings import settings
 from multigemm.testing import check_case, corpus
 from multigemm.testing.strategies import DTYPES

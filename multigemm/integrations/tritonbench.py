@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from multigemm import api
+from multigemm.backends import registry
 from multigemm.problem.problem import GroupedGemmProblem
-from multigemm.select import registry
 
 Result = Tensor | list[Tensor]
 Adapter = Callable[..., Callable[[], Result]]

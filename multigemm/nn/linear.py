@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from multigemm.backends import registry
 from multigemm.errors import InvalidProblem
 from multigemm.integrations.torch_op import grouped_gemm
 from multigemm.problem import epilogue
 from multigemm.problem.grouping import Kind, make_grouping
 from multigemm.problem.spec import ACTIVATIONS, FLOAT_DTYPES
-from multigemm.select import registry
 
 Cut = Tensor | Sequence[int] | None
 

@@ -1,4 +1,4 @@
-"""From a problem to a backend and its recipe.
+"""From a problem to a backend and its recipe, and why.
 
 A name means that backend and no other: if it cannot, it says why. Several names mean the first that can. "auto" means
 the fastest that can, by the rules of `ranking`. It passes over emulated backends, the null backend, and plans that read
@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from multigemm.backend import refusals
+from multigemm.backends import registry
+from multigemm.backends.registry import Candidate, candidates
 from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSetting
-from multigemm.planning.binding import Choice, captured
+from multigemm.planning.binding import Choice, captured, reasons
 from multigemm.planning.launch_key import config_key
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
-from multigemm.select import measure_once, ranking, registry, table
+from multigemm.problem.spec import ProblemSpec, describe_spec
+from multigemm.select import measure_once, ranking, table
 from multigemm.select.problem_class import Query, class_of
-from multigemm.select.ranking import by_dtype, plain_spec
-from multigemm.select.registry import candidates, plan, unavailable_text
+from multigemm.select.table import plan
 from multigemm.settings import settings
 
 Which = str | Sequence[str]
 CHOICES_KEPT = 4096
-_choices: dict[Any, Choice] = {}
 
 
 def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None, *, eager: bool = False) -> Choice:
@@ -40,23 +43,20 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
         InvalidSetting: `config` is none of this backend.
     """
     spec, which = staged_spec(problem), backend if isinstance(backend, str) else registry.several(backend)
-    c, ranks = class_of(problem, spec), measure_once.ranks_of_group()
+    c, made = class_of(problem, spec), table.table().made
+    eager = eager and which == "auto" and not captured(problem)
     try:
-        eager = eager and which == "auto" and not captured(problem)
         given = None if config is None else config_key(config)
-        key = (spec, c, problem.device, which, given, eager, ranks > 1, table.generation)
-        found = _choices.get(key)
+        key = (spec, c, problem.device, which, given, eager, measure_once.forbidden())
+        found = made.get(key)
     except TypeError:
         raise InvalidSetting(f"config={config!r} cannot be remembered: pass a frozen config or plain values") from None
     if found is None:
-        query = Query(problem, spec, c, config, eager)
-        if which == "auto":
-            made = _choose_auto(query)
-        else:
-            made = _choose_named(query, [which] if isinstance(which, str) else which)
-        if len(_choices) >= CHOICES_KEPT:
-            _choices.clear()
-        found = _choices.setdefault(key, made)  # that of another thread, if it came first
+        query, names = Query(problem, spec, c, config, eager), (which,) if isinstance(which, str) else which
+        chosen = _choose_auto(query) if which == "auto" else _choose_named(query, names)
+        if len(made) >= CHOICES_KEPT:
+            made.clear()
+        found = made.setdefault(key, chosen)  # that of another thread, if it came first
         if settings().print_config:
             recipe = found.recipe
             print(f"multigemm: {found.backend} {recipe.kernel} {recipe.config} ({found.why})", file=sys.stderr)
@@ -64,34 +64,32 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
 
 
 def forget() -> None:
-    """Forgets all choices of this process."""
-    _choices.clear()
+    """Forgets all choices and recipes of this process."""
     registry.forget_recipes()
     table.table().choices.forget()
-    table.change_generation()
+    table.table().choose_anew()
 
 
 def _choose_named(query: Query, names: Sequence[str]) -> Choice:
-    reasons: dict[str, list[str]] = {}
+    refused: dict[str, list[str]] = {}
+    why = "asked for by name" if len(names) == 1 else f"first of {', '.join(names)} that can"
     for name in names:  # a slip behind a name that can would never show
         registry.check(name)
     for name in names:
         state = registry.state(name)
-        if not state.ok:
-            if len(names) == 1:
-                raise BackendUnavailable(name, unavailable_text(state))
-            reasons[name] = [unavailable_text(state)]
-            continue
-        reasons[name] = registry.refusals(registry.get(name), query.spec, query.problem.device)
-        if not reasons[name]:
-            why = "asked for by name" if len(names) == 1 else f"first of {', '.join(names)} that can"
+        if not state.ok and len(names) == 1:
+            raise BackendUnavailable(name, state.why_not)
+        device = query.problem.device
+        refused[name] = refusals(registry.get(name), query.spec, device) if state.ok else [state.why_not]
+        if not refused[name]:
             return plan(query, name, why)
-    raise BackendUnsupported(reasons)
+    raise BackendUnsupported(refused)
 
 
 def _choose_auto(query: Query) -> Choice:
     allowed = settings().backend
-    registry.check_allowed(allowed)
+    for name in allowed:
+        registry.check(name, "MULTIGEMM_BACKEND holds")
     if query.spec.batch_invariant:
         name = _invariant_backend(query, allowed)
         return plan(query, name, "batch invariant: the same backend for all problems of these dtypes")
@@ -114,17 +112,65 @@ def _choose_auto(query: Query) -> Choice:
 def _invariant_backend(query: Query, allowed: Sequence[str]) -> str:
     """The one backend that "auto" takes for all batch-invariant problems of these dtypes on a device.
 
-    Sizes, form, layout and measurements must not decide, because another backend gives other bits. So the first backend
-    of a fixed order that runs a plain problem of these dtypes is taken. If it refuses this problem, the call is
-    refused.
+    It is the first of a fixed order that runs a plain problem of these dtypes. Sizes, form, layout and measurements do
+    not decide, because another backend gives other bits: if it refuses this problem, the call is refused.
     """
     device = query.problem.device
-    found = {c.name: c for c in candidates(plain_spec(query.spec), device)}
-    order = allowed or [name for name in (*by_dtype(query.problem_class), *found) if name in found and name != "null"]
+    found = {c.name: c for c in candidates(ranking.plain_spec(query.spec), device)}
+    fixed = ranking.by_dtype(query.problem_class)
+    order = allowed or [name for name in (*fixed, *found) if name in found and name != "null"]
     name = next((name for name in order if found[name].for_auto), None)
     if name is None:
         raise BackendUnsupported({name: found[name].why_not(allowed) for name in order})
-    if reasons := registry.reasons(name, query.spec, device):
+    if why := registry.reasons(name, query.spec, device):
         remedy = "auto takes no other backend, which would give other bits: name one for all calls"
-        raise BackendUnsupported({name: [*reasons, remedy]})
+        raise BackendUnsupported({name: [*why, remedy]})
     return name
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The candidates with their times or reasons to refuse, the chosen one, and why. Prints as a table."""
+
+    spec: ProblemSpec
+    candidates: tuple[Candidate, ...]
+    chosen: str | None
+    kernel: str
+    config: Any
+    why: str
+    staging: tuple[str, ...]
+    problem_class: str = ""
+
+    def __str__(self) -> str:
+        lines = ["\n  ".join([*describe_spec(self.spec), f"class: {self.problem_class}"])]
+        lines += [f"  before the launch: {step}" for step in self.staging]
+        lines += [f"{'*' if c.name == self.chosen else ' '} {c.name:8} {c}" for c in self.candidates]
+        if self.chosen:
+            lines.append(f"chosen: {self.chosen}, {self.kernel}, {self.config}: {self.why}")
+        else:
+            first, *each = self.why.splitlines()
+            able = tuple(f"  {c.name}: " for c in self.candidates if c.can)  # what passed them over is not in the table
+            passed_over = [line.strip() for line in each if line.startswith(able)]
+            lines.append("; ".join([f"chosen: none, {first}", *passed_over]))
+        return "\n".join(lines)
+
+
+def explain_choice(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Explanation:
+    """Explains the choice of an eager call. Measures wherever that call would."""
+    spec = staged_spec(problem)
+    query = Query(problem, spec, class_of(problem, spec), eager=True)
+    cast, compute = "" if problem.quantisation is not None else "ab", spec.compute
+    steps = [f"{x} is cast to {compute}" for x in cast if getattr(problem.spec, x).dtype is not compute]
+    if problem.refreshes:
+        steps.append(f"{len(problem.refreshes)} array(s) with negative strides are copied")
+    chosen, kernel, ran, why = None, "", None, ""
+    try:
+        choice = choose(problem, backend, config, eager=True)
+        chosen, kernel, ran, why = choice.backend, choice.recipe.kernel, choice.recipe.config, reasons(choice, problem)
+    except (BackendUnsupported, BackendUnavailable) as error:
+        why = str(error)
+    found = candidates(spec, problem.device)
+    times = ranking.rank(query, [each.name for each in found if each.for_auto], why_not="explained").times
+    timed = [replace(c, us=m.us, host_us=m.host_us, source=m.source) for c in found if (m := times.get(c.name))]
+    found = sorted(timed, key=lambda c: c.us or 0.0) + [c for c in found if c.name not in times]
+    return Explanation(spec, tuple(found), chosen, kernel, ran, why, tuple(steps), str(query.problem_class))

@@ -1,11 +1,9 @@
 """Measuring once: the candidate backends are compiled side by side and timed on the problem at hand.
 
 Results go to scratch memory. The call waits for its stream: after compiling, for about 50 ms of work, or for four calls
-of each backend if these take longer. Short and long calls are timed in the state in which programs run them:
-
-* long calls without a pause and after 25 ms of load, because a GPU under load lowers its clock and backends differ in
-  energy per product;
-* short calls after other work, with caches that hold other data and other code.
+of each backend if these take longer. Backends are timed in the state in which programs run them: long calls under load,
+because a GPU then lowers its clock and backends differ in energy per product; short calls after other work, with caches
+that hold other data and other code.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from datetime import UTC, datetime
 from typing import Any
 
@@ -29,8 +27,7 @@ from multigemm.planning.binding import Bound, Choice
 from multigemm.planning.launch_cache import relaunches
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.select.problem_class import Query
-from multigemm.select.registry import plan
-from multigemm.select.table import Entry, Measured, device_name
+from multigemm.select.table import Entry, Measured, device_name, plan
 from multigemm.select.timing import FLUSH_BYTES, Mode, describe, free_bytes, measure, rough_time_us
 from multigemm.settings import settings
 
@@ -46,60 +43,47 @@ WORTH = 1.03
 with how uneven the groups are: what leads by less on even ones is up to 15 % behind on others."""
 HOST_CALLS = 3
 FRONT_DOOR_US = 8.0
-"""The host's time of a warm eager call besides its launch, in microseconds: the key and the result's memory (H200,
-November 2026)."""
+"""The host's time of a warm eager call besides its launch: the key and the result's memory (H200, November 2026)."""
 LEAST_WORK = 0.1
-"""The fraction of the expected operations below which nothing is measured: a dry run on few tokens says nothing about
-its class."""
+"""The fraction of the expected operations below which nothing is measured: a dry run tells nothing about its class."""
 
 
 def forbidden() -> str:
     """Why this process neither measures nor uses earlier measurements; "" if it may do both."""
-    if not settings().measure:
-        return "MULTIGEMM_MEASURE=0 forbids it"
-    ranks = ranks_of_group()
-    return f"the {ranks} ranks of a process group have to choose alike" if ranks > 1 else ""
-
-
-def ranks_of_group() -> int:
-    """The number of processes of torch.distributed's group; 1 without a group."""
     group = torch.distributed
-    return group.get_world_size() if group.is_available() and group.is_initialized() else 1
+    if group.is_available() and group.is_initialized() and (ranks := group.get_world_size()) > 1:
+        return f"the {ranks} ranks of a process group have to choose alike"
+    return "" if settings().measure else "MULTIGEMM_MEASURE=0 forbids it"
 
 
 def measure_once(query: Query, names: Sequence[str]) -> Entry:
     """Times the backends `names`, the expected one first.
 
-    If no backend could be timed, the entry holds the reason of each. A backend that fails is left out with a warning,
-    because the call itself can still run.
+    If fewer than two could be timed, the entry holds the reason and no choice. A backend that fails is left out with a
+    warning, because the call itself can still run.
     """
-    problem, key = query.problem, str(query.problem_class)
-    device = device_name(problem.device)
-    took, failed, why = dict[str, Measured](), dict[str, str](), ""
-    began = compiled = time.perf_counter()
+    problem, device, key = query.problem, device_name(query.problem.device), str(query.problem_class)
+    took, failed, obstacle = dict[str, Measured](), dict[str, str](), ""
+    began, on_gpu = time.perf_counter(), problem.device.type == "cuda"
     try:
-        with binding.callers_stream(problem), ExitStack() as stack:
-            if problem.device.type == "cuda":
-                stack.enter_context(beside_captures())
-            why = _obstacle(problem)
-            if not why:
-                choices = _planned(query, names, failed)
-                compiled = time.perf_counter()
-                took = _timed(choices, problem, failed) if len(choices) > 1 else {}
+        with binding.callers_stream(problem), beside_captures() if on_gpu else nullcontext():
+            obstacle = _obstacle(problem)
+            choices = {} if obstacle else _planned(query, names, failed)
+            took = _timed(choices, problem, failed) if len(choices) > 1 else {}
     except Exception as error:  # the call itself may well succeed; if not, it says so
-        took, why = {}, f"it failed: {describe(error)}"
-        warnings.warn(f"multigemm: auto could not measure: {describe(error)}", RuntimeWarning, stacklevel=2)
+        failed.update(dict.fromkeys(names, describe(error)))
     for name, reason in failed.items():
         warnings.warn(f"multigemm: auto could not measure backend {name!r}: {reason}", RuntimeWarning, stacklevel=2)
     if len(took) < 2:
-        return Entry(device, key, {}, failed=dict.fromkeys(names, why or "fewer than two backends could be timed"))
-    date, chosen = datetime.now(UTC).isoformat(timespec="seconds"), fastest({n: m.us for n, m in took.items()}, names)
+        reason = obstacle or "fewer than two backends could be timed"
+        return Entry(device, key, {}, failed=dict.fromkeys(names, reason))
+    chosen, date = fastest({n: m.us for n, m in took.items()}, names), datetime.now(UTC).isoformat(timespec="seconds")
     if settings().print_config:
         times = ", ".join(f"{name} {m.us:.1f} us" for name, m in took.items())
-        spent = f"{1e3 * (time.perf_counter() - compiled):.0f} ms, and {compiled - began:.1f} s to compile"
+        spent = f"{time.perf_counter() - began:.2f} s with compiling"
         print(f"multigemm: measured {key}: {times}; {chosen} from now on ({spent})", file=sys.stderr)
-    untimed = {name: "its plan waits for the sizes" for name in names if name not in took}
-    return Entry(device, key, took, chosen, date, untimed | failed)
+    untimed = {name: failed.get(name, "its plan waits for the sizes") for name in names if name not in took}
+    return Entry(device, key, took, chosen, date, untimed)
 
 
 def fastest(took: Mapping[str, float], names: Sequence[str]) -> str:
@@ -151,14 +135,12 @@ def _planned(query: Query, names: Sequence[str], failed: dict[str, str]) -> dict
 
 def _timed(choices: Mapping[str, Choice], problem: GroupedGemmProblem, failed: dict[str, str]) -> dict[str, Measured]:
     """The time of each backend. All of them write into one scratch result."""
-    scratch: Any = None
-    bounds, rough = {}, {}
+    scratch, bounds, rough = binding.scratch(problem), dict[str, Bound](), dict[str, float]()
     for name, choice in choices.items():
         try:
-            scratch = binding.scratch(problem) if scratch is None else scratch
             bounds[name] = binding.bind(choice, problem, scratch)
             rough[name] = rough_time_us(bounds[name].launch, problem.device)
-        except Exception as error:  # it may well be that the result does not fit twice
+        except Exception as error:
             failed[name] = describe(error)
     least = min(rough.values(), default=math.inf)
     worth = {name: bounds[name].launch for name, us in rough.items() if us <= max(SLOW_US, HOPELESS * least)}
@@ -174,10 +156,7 @@ def _timed(choices: Mapping[str, Choice], problem: GroupedGemmProblem, failed: d
 
 def _host_time_us(choice: Choice, problem: GroupedGemmProblem, out: Any, bound: Bound) -> float:
     """The host's time of a warm call in microseconds: a launch if the launch cache would serve it, else bind and
-    launch.
-
-    An eager call takes at least this long, however fast the device is.
-    """
+    launch."""
     best = math.inf
     for _ in range(HOST_CALLS):
         began = time.perf_counter()

@@ -20,7 +20,6 @@ from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import OperandSpec, ProblemSpec, bucket, half_octave
 
 ON_DEVICE, ON_HOST, EQUAL = "device-sizes", "host-sizes", "equal-sizes"
-EPILOGUE = "+epilogue"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +73,6 @@ class ProblemClass:
         return any(x.partition("/")[2].partition("/")[0] not in ("row", "col") for x in (self.a, self.b, self.out))
 
 
-def tokens(problem: GroupedGemmProblem) -> int:
-    """The number of tokens of all groups: T if offsets cut it, else the sum of M. If a list's N or K differ, the number
-    of multiply-adds divided by the extents that all products share."""
-    spec = problem.spec
-    if problem.extents is not None:
-        return problem.extents.along(spec.jagged) if spec.jagged else spec.groups * (spec.m or 0)
-    each = zip(problem.each("a"), problem.each("b"), strict=True)
-    return sum(a.shape[0] * (1 if spec.n else b.shape[1]) * (1 if spec.k else a.shape[1]) for a, b in each)
-
-
 @dataclass(frozen=True, slots=True)
 class Query:
     """The input of a choice: a problem with its staged spec and its class, the config that the caller gave, and whether
@@ -98,7 +87,17 @@ class Query:
 
 def class_of(problem: GroupedGemmProblem, spec: ProblemSpec) -> ProblemClass:
     """The class of a problem with the staged spec `spec`."""
-    return _class_of(spec, half_octave(tokens(problem)), equal_sizes(problem))
+    return _class_of(spec, half_octave(_tokens(problem)), equal_sizes(problem))
+
+
+def _tokens(problem: GroupedGemmProblem) -> int:
+    """The number of tokens of all groups: T if offsets cut it, else the sum of M. If a list's N or K differ, the number
+    of multiply-adds divided by the extents that all products share."""
+    spec = problem.spec
+    if problem.extents is not None:
+        return problem.extents.along(spec.jagged) if spec.jagged else spec.groups * (spec.m or 0)
+    each = zip(problem.each("a"), problem.each("b"), strict=True)
+    return sum(a.shape[0] * (1 if spec.n else b.shape[1]) * (1 if spec.k else a.shape[1]) for a, b in each)
 
 
 @lru_cache(maxsize=4096)
@@ -121,13 +120,13 @@ def _class_of(spec: ProblemSpec, total: int, equal: bool) -> ProblemClass:
 def _precision(spec: ProblemSpec) -> str:
     """The precision, and what accompanies the product: gathers, a gate, sums of rows, another epilogue."""
     words: list[str] = [spec.precision] if spec.accumulate == "promoted" else [spec.precision, spec.accumulate]
-    if (fused := spec.fused) is not None:
-        gathers, gate = fused.a_rows is not None or fused.b_rows is not None, bool(fused.layout)
-        named = (("gather", gathers), ("gate", gate), ("combine", fused.scatters))
-        words += [word for word, present in named if present]
     plain = spec.c is None and spec.bias is None and spec.activation is None
-    plain = plain and (fused is None or (fused.preact is None and fused.row_scale is None))
-    return "+".join(words) + ("" if plain else EPILOGUE)
+    if (fused := spec.fused) is not None:
+        gathers = fused.a_rows is not None or fused.b_rows is not None
+        named = (("gather", gathers), ("gate", bool(fused.layout)), ("combine", fused.scatters))
+        words += [word for word, present in named if present]
+        plain = plain and fused.preact is None and fused.row_scale is None
+    return "+".join(words if plain else [*words, "epilogue"])
 
 
 def _operand(x: OperandSpec) -> str:

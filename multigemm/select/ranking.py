@@ -5,18 +5,10 @@
 3. it may be measured now: the fastest of the two to four backends that the static order names, and of third parties;
 4. the static order.
 
-A backend's time is the device's for a plan, which is captured or called in long rows. An eager call takes no less than
-the host needs to launch it: there the time is the longer one of the two, so that among backends that are faster than
-the host, the one with the shortest way to its launch is chosen.
+A plan is ranked by the time of the device. An eager call takes no less than the host needs to launch it: there the time
+is the longer one of the two.
 
-Problems that are to be batch invariant know no ranking: `by_dtype` names one backend for all of some dtypes.
-
-A choice, once made, stays: in this process by any of the rules, on disk by rule 3. Ranks of a process group, which have
-to choose alike, go by rules 1 and 4, as does everyone where MULTIGEMM_MEASURE=0 forbids rules 2 and 3.
-
-The evidence for the static order are the reports in `benchmarks/results/`: 1385 rankings of four backends on an H100
-and an H200. Beside the fastest of each, the first of the order takes 1.03 times as long in the geometric mean, and the
-order names the fastest of each. `tests/select/test_static_order.py` holds it to the reports: change a line, and run it.
+`tests/select/test_static_order.py` holds the static order to the reports in `benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -26,12 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from multigemm.backends import registry
 from multigemm.cuda.device import FITTED_PROCESSORS
 from multigemm.problem.spec import OperandSpec, ProblemSpec
-from multigemm.select import registry, table
+from multigemm.select import table
 from multigemm.select.measure_once import WORTH, fastest, forbidden, measure_once
 from multigemm.select.problem_class import EQUAL, ON_DEVICE, ProblemClass, Query
-from multigemm.select.table import Measured
+from multigemm.select.table import Entry, Measured
 
 HOST_US = {"cupy": 11.0, "numba": 11.0, "triton": 11.0, "cublas": 35.0}
 """Of a warm eager call, for tables that hold the time of the device alone (`benchmarks/host_time.py`, offsets, H200,
@@ -48,8 +41,7 @@ BATCH_ROWS = 32
 TILE_ROWS, TILE_COLUMNS = 256, 128
 """Of 16-bit kernels, as a rule."""
 FEW_GROUPS = 8
-"""Up to this many calls of cuBLAS in a row, each with a float32 kernel that is up to five times as fast, beat one
-launch."""
+"""Up to this many calls of cuBLAS in a row, each with a float32 kernel up to five times as fast, beat one launch."""
 SPLIT_COLUMNS = 1200
 """The columns of all groups up to which a float32 product fills a GPU only by splitting K, as Triton's kernel does."""
 
@@ -64,23 +56,16 @@ class Ranking(NamedTuple):
 
 def rank(query: Query, able: Sequence[str], why_not: str = "") -> Ranking:
     """Ranks the backends `able` to solve a problem. Measures them, unless `why_not` or a setting forbids it."""
-    device, tuned = query.problem.device, table.table()
     order, worth = candidates(query.problem_class, able)
-    found = tuned.find(query.problem_class, device)
+    found = table.table().find(query.problem_class, query.problem.device)
     times = {name: found[name] for name in order if name in found}
     if len(times) > 1:
         return _ranked(query, order, times)
     if len(worth) < 2:
         return Ranking(order, "the only one that can", {})
-    forbids = forbidden()
-    made = None if forbids else tuned.choice(query.problem_class, device, worth)
-    if made is None and not (why_not := forbids or why_not):
-        with registry.lock_of(device):
-            made = tuned.choice(query.problem_class, device, worth)  # another thread may have measured
-            made = made or tuned.keep_choice(measure_once(query, worth))
-    if made is None or not made.chosen:
-        why_not = why_not if made is None else next(iter(made.failed.values()))
-        return Ranking(order, f"first of the static order; not measured: {why_not}", {})
+    made = _measured(query, worth, why_not)
+    if not made.chosen:
+        return Ranking(order, f"first of the static order; not measured: {next(iter(made.failed.values()))}", {})
     source = f"measured on {made.date[:10]}"
     times = {name: replace(measured, source=source) for name, measured in made.backends.items()}
     return _ranked(query, order, times, made.chosen)
@@ -93,6 +78,17 @@ def candidates(c: ProblemClass, able: Sequence[str]) -> tuple[list[str], list[st
     order = [*named, *(name for name in able if name not in named)]
     worth = [name for name in order if name in named or name not in registry.BUILTIN]
     return order, worth if len(worth) > 1 else order
+
+
+def _measured(query: Query, names: Sequence[str], why_not: str) -> Entry:
+    """What was or is measured of a class, once for all threads; else an entry that holds why nothing is."""
+    device, tuned, forbids = query.problem.device, table.table(), forbidden()
+    found = None if forbids else tuned.choice(query.problem_class, device, names)
+    if found is not None or (why_not := forbids or why_not):
+        return found or Entry(device.type, "", {}, failed={"auto": why_not})
+    with registry.lock_of(device):
+        found = tuned.choice(query.problem_class, device, names)  # another thread may have measured
+        return found or tuned.keep_choice(measure_once(query, names))
 
 
 def _ranked(query: Query, order: Sequence[str], times: Mapping[str, Measured], chosen: str = "") -> Ranking:
@@ -169,13 +165,7 @@ def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
 
 def _of_hopper(c: ProblemClass) -> bool:
     """Whether cupy's kernels for Hopper can run these quantised or fused operands. For others cupy is slower than
-    Triton, for quantised ones 10 to 40 times (H200, 2026-11-22); weights by wgmma are not measured yet.
-
-    A layer's first product takes 0.93 and 0.98 of Triton's time at 64 tokens (Qwen3-30B, Mixtral). At 4096 tokens the
-    gate's kernel and the step that gathers, measured apart, add up to 0.65 to 0.92 (gpt-oss-20b, Mixtral, Qwen3-30B;
-    2026-11-23). With both products by cupy a layer takes 0.76 (Mixtral) to 0.97 (DeepSeek-V3) of the time with Triton's
-    for 1 token, and 0.97 to 1.03 for 16 or 64 tokens (four layers, 2026-11-23).
-    """
+    Triton, for quantised ones 10 to 40 times (H200, 2026-11-22); weights by wgmma are not measured yet."""
     if c.unaligned or c.form == "per_group":
         return False
     if not c.quantised:

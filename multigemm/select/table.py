@@ -1,9 +1,8 @@
 """Measurements of problem classes: the shipped tables, the entries of `multigemm tune`, the choices of "auto".
 
-An entry belongs to a device and a class (`problem_class`). It holds each backend's time and, if it was tuned, its best
-config and why other configs failed. Entries of tables compare all tuned backends; the user's entries precede the
-shipped ones. An entry of "auto" names the chosen backend and stays until somebody clears it. It lies in the folder
-`choices` and is valid for one version of multigemm and torch.
+An entry belongs to a device and a class (`problem_class`). Entries of tables compare all tuned backends; the user's
+precede the shipped ones. An entry of "auto" names the chosen backend and stays until somebody clears it. It lies in the
+folder `choices` and is valid for one version of multigemm and torch.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -20,23 +19,18 @@ from typing import Any
 
 import torch
 
+from multigemm.backend import as_dict, completed
+from multigemm.backends import registry
 from multigemm.cuda.disk_cache import DiskCache, fingerprint
 from multigemm.planning import launch_cache
-from multigemm.select.problem_class import EQUAL, ON_DEVICE, ON_HOST, ProblemClass
+from multigemm.planning.binding import Choice
+from multigemm.select.problem_class import EQUAL, ON_DEVICE, ON_HOST, ProblemClass, Query
 from multigemm.settings import settings
 
 SCHEMA = 3
 SHIPPED = Path(__file__).parents[1] / "tuned"
 ENTRIES_READ = 1 << 16
 OWN = "own cache"
-generation = 0
-"""Changes whenever a choice that was made already may become another one."""
-
-
-def change_generation() -> None:
-    global generation
-    generation += 1
-    launch_cache.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +92,7 @@ class Folder:
     """Entries by device and class: on disk, where other processes write too, and a copy in this process of those read.
     `versions` are part of the file names: entries of other versions are not found."""
 
-    def __init__(self, name: str, root: Path | None, versions: Callable[[], tuple[str, ...]] = tuple) -> None:
+    def __init__(self, name: str, root: Path | None, *versions: str) -> None:
         self._disk, self._versions = DiskCache(name, root), versions
         self._read: dict[tuple[str, str], Entry | None] = {}
         self.forget = self._read.clear
@@ -106,11 +100,12 @@ class Folder:
     def find(self, device: str, key: str, anew: bool = False) -> Entry | None:
         """The entry of a class; None if none can be read. `anew`: reads the disk again."""
         place = device, key
-        if anew or place not in self._read:
-            if len(self._read) >= ENTRIES_READ:  # lists of ever other sizes make ever other classes
-                self._read.clear()
-            self._read[place] = _read(self._disk, self._name(place))
-        return self._read[place]
+        if place in self._read and not anew:
+            return self._read.get(place)
+        if len(self._read) >= ENTRIES_READ:  # lists of ever other sizes make ever other classes
+            self._read.clear()
+        found = self._read[place] = self._decoded(self._name(place))
+        return found
 
     def keep(self, entry: Entry, on_disk: bool = True) -> bool:
         """Stores an entry in this process and on disk. False if the disk did not take it."""
@@ -120,28 +115,35 @@ class Folder:
 
     def entries(self) -> list[Entry]:
         """All entries on disk that this version can read."""
-        return [found for path in self._disk.entries() if (found := _read(self._disk, path.stem)) is not None]
+        return [found for path in self._disk.entries() if (found := self._decoded(path.stem)) is not None]
 
     def _name(self, place: tuple[str, str]) -> str:
-        return fingerprint(SCHEMA, *self._versions(), *place)
+        return fingerprint(SCHEMA, *self._versions, *place)
+
+    def _decoded(self, name: str) -> Entry | None:
+        """Reads an entry. One that cannot be read counts as absent, so that its class is measured again."""
+        raw = self._disk.get(name, ".json")
+        try:
+            return None if raw is None else decoded(json.loads(raw), OWN)
+        except ValueError:
+            return None
 
 
 class TuningTable:
-    """All entries that this process knows: the user's, the shipped ones, and the choices of "auto"."""
+    """All that this process knows: the user's entries, the shipped ones, the entries of "auto", and in `made` the
+    choices that followed from them."""
 
     def __init__(self, root: Path | None = None) -> None:
         self.own = Folder("tuning", root)
-        self.choices = Folder("choices", root, lambda: (sys.modules["multigemm"].__version__, torch.__version__))
+        self.choices = Folder("choices", root, sys.modules["multigemm"].__version__, torch.__version__)
+        self.made: dict[Any, Choice] = {}
         tables = {path.name: json.loads(path.read_text()) for path in sorted(SHIPPED.glob("*.json"))}
         entries = [decoded(raw, f"shipped {name}") for name, table in tables.items() for raw in table["entries"]]
         self._shipped = {(entry.device, entry.key): entry for entry in entries}
 
     def find(self, problem_class: ProblemClass, device: torch.device) -> dict[str, Measured]:
-        """The times of backends for a class, by the user's entry, else a shipped one.
-
-        Kernels that read sizes on the device are equally fast wherever the sizes lie, so their times also serve classes
-        with sizes on the host.
-        """
+        """The times of backends for a class, by the user's entry, else a shipped one. Kernels that read sizes on the
+        device run alike wherever these lie, so their times also serve classes with sizes on the host."""
         others = {EQUAL: (ON_HOST, ON_DEVICE), ON_HOST: (ON_DEVICE,)}.get(problem_class.where, ())
         found = dict[str, Measured]()
         for c in (problem_class, *(replace(problem_class, where=where) for where in others)):
@@ -158,10 +160,15 @@ class TuningTable:
             old = self.own.find(entry.device, entry.key)
             tuned = {name: replace(measured, source=OWN) for name, measured in entry.backends.items()}
             kept &= self.own.keep(replace(entry, backends={**(old.backends if old else {}), **tuned}))
-        change_generation()
+        self.choose_anew()
         if kept:
             return ""
         return f"{settings().cache_dir} cannot be written" if settings().cache else "the cache is off (MULTIGEMM_CACHE)"
+
+    def choose_anew(self) -> None:
+        """Forgets the choices of this process. One that is being made meanwhile is not kept."""
+        self.made = {}
+        launch_cache.clear()
 
     def choice(self, problem_class: ProblemClass, device: torch.device, names: Iterable[str]) -> Entry | None:
         """The measured choice of "auto" for a class, by this process or an earlier one, if all these backends took
@@ -194,10 +201,15 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _read(disk: DiskCache, name: str) -> Entry | None:
-    """Reads an entry. One that cannot be read counts as absent, so that its class is measured again."""
-    raw = disk.get(name, ".json")
-    try:
-        return None if raw is None else decoded(json.loads(raw), OWN)
-    except ValueError:
-        return None
+def plan(query: Query, name: str, why: str = "") -> Choice:
+    """The recipe of one backend with the given config, else a measured one that is valid, else its first guess."""
+    spec, device = query.spec, query.problem.device
+    valid = registry.get(name).configs(spec, device)
+    config, source = valid[0] if valid else None, "heuristic"
+    if query.config is not None:
+        config, source = completed(query.config, valid), "given"
+    elif (measured := table().find(query.problem_class, device).get(name)) is not None:
+        same = [x for x in valid if is_dataclass(x) and as_dict(x) == dict(measured.config)]
+        if same:
+            config, source = same[0], f"measured ({measured.us:.1f} us, {measured.source})"
+    return Choice(name, registry.recipe(name, spec, device, config), spec, f"{why}; config {source}")

@@ -31,7 +31,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from multigemm.cuda.nvrtc import Kernel, kernel
+from multigemm.cuda.launch import Kernel
+from multigemm.cuda.nvrtc import loaded
 from multigemm.errors import CompileError
 from multigemm.torch_internals import current_raw_stream
 
@@ -431,7 +432,7 @@ def other_code(index: int) -> Kernel | None:
     """A kernel that evicts other kernels' code from the instruction caches of a device; None if no NVRTC compiles
     it."""
     try:
-        return kernel(long_code(CODE_BYTES), "long_code", (), index)
+        return loaded(long_code(CODE_BYTES), "long_code", (), index)
     except (OSError, CompileError):
         return None
 
@@ -447,7 +448,7 @@ class Caches:
         if other is not None:
             blocks = BLOCKS_EACH * torch.cuda.get_device_properties(device).multi_processor_count
             values = ctypes.c_float(0.5), ctypes.c_float(0.25), ctypes.c_void_p(self._data.data_ptr())  # writes nothing
-            self._run = other.bound(blocks, THREADS, values, self._data)
+            self._run = other.step(blocks, THREADS, values, self._data)
 
     def empty(self) -> None:
         """Evicts what ran before."""

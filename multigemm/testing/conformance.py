@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from multigemm.backend import Backend, Recipe
+from multigemm.backends import registry
 from multigemm.errors import UnknownBackend
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.spec import ACTIVATIONS, FORMS, Form
-from multigemm.select import registry
 from multigemm.testing import corpus
 from multigemm.testing.case import Case
 from multigemm.testing.deep_oracles import GPU_ORACLES, ORACLES, THREAD_ORACLES

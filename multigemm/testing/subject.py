@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from multigemm.backend import Backend, Recipe
+from multigemm.backend import Backend, Recipe, refusals
+from multigemm.backends import registry
 from multigemm.errors import BackendUnsupported, InvalidSetting
 from multigemm.problem.spec import ProblemSpec
-from multigemm.select import registry
 from multigemm.testing.case import Case
 from multigemm.testing.placed_case import spec_of
 from multigemm.testing.strategies import Limits, random_case
@@ -98,7 +98,7 @@ class Subject:
         state = self.backend.availability()
         if not state.ok:
             return [f"unavailable: {state.reason}"]
-        return registry.refusals(self.backend, spec, device)
+        return refusals(self.backend, spec, device)
 
     def offered(self, spec: ProblemSpec, device: torch.device) -> list[Any]:
         """The shipped configs; none if the backend refuses the problem."""

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from multigemm.__main__ import main
+from multigemm.backends import registry
 from multigemm.backends.cpu import BACKEND as CPU_BACKEND
 from multigemm.bench import entries, reports
 from multigemm.bench.entries import Entry, Prepared, backend_entry
@@ -23,7 +24,6 @@ from multigemm.bench.tune import ClassResult, from_reports, kept_of, lines_of, t
 from multigemm.bench.workloads import Workload, parse_shape
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ProblemSpec
-from multigemm.select import registry
 from multigemm.select import table as tuning
 from multigemm.select.problem_class import class_of
 from tests.support.bench_entries import CASE, CPU, FAST, loop, run

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from multigemm.__main__ import main
+from multigemm.backends import registry
 from multigemm.fuzz.plan import Options, Summary, Tally
 from multigemm.fuzz.report import failed, to_text
-from multigemm.select import registry
 from multigemm.testing import Case
 from multigemm.testing.model_kernel import ModelBackend
 from multigemm.testing.model_mutants import planted
@@ -181,7 +181,7 @@ from types import SimpleNamespace
 import triton
 import triton.language as tl
 
-from multigemm.select import registry
+from multigemm.backends import registry
 
 @triton.jit
 def poke(pointer):

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from multigemm.backend import Recipe
+from multigemm.backends import registry
 from multigemm.errors import InvalidSetting
 from multigemm.fuzz import worker as workers
 from multigemm.fuzz.plan import GATE_FROM, Batch, Options, Summary, Tally
 from multigemm.fuzz.report import failed, idle, to_dict, to_text
 from multigemm.fuzz.worker import Position, Worker, with_required
 from multigemm.problem.spec import ProblemSpec
-from multigemm.select import registry
 from multigemm.testing import Case, Limits, Subject, check_case
 from multigemm.testing.corpus import snippet
 from multigemm.testing.model_kernel import Kernel, ModelBackend, Tile

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from multigemm.backends import registry
 from multigemm.errors import InvalidSetting
-from multigemm.select import registry
 from multigemm.testing import Case, Subject, check_case, corpus
 from multigemm.testing.model_kernel import ModelBackend
 from multigemm.testing.placed_case import spec_of
@@ -60,7 +60,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from typing import Any
-from multigemm.select import registry
+from multigemm.backends import registry
 from multigemm.testing import check_case, corpus
 state = registry.get(sys.argv[1]).availability()
 if not state.ok:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import multigemm as mg
+from multigemm.backends import registry
 from multigemm.problem.spec import GIANT
-from multigemm.select import registry
 from multigemm.settings import settings
 
 BACKENDS = ("cublas", "cupy", "numba", "triton")

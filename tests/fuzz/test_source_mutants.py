@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from multigemm.select import registry
+from multigemm.backends import registry
 from multigemm.settings import settings
 from multigemm.testing.case import Case, Fused, Layout, RowNumbers, Scale
 from multigemm.testing.placed_case import spec_of

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, target
 
+from multigemm.backends import registry
 from multigemm.fuzz.shrink import simpler
 from multigemm.problem.spec import FORMS
-from multigemm.select import registry
 from multigemm.testing import (
     EMULATED,
     Case,

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 import multigemm as mg
+from multigemm.backends import registry
 from multigemm.integrations.layer_ops import geglu
 from multigemm.reference.numpy_reference import activate
-from multigemm.select import registry
 from tests.support.activation_cases import TAILS, points, problem_of
 from tests.support.python_process import NO_GPU, run_python
 

@@ -401,7 +401,7 @@ def test_flops_and_bytes_are_those_of_the_tokens() -> None:
 
 
 def test_backends_that_take_steps_refuse_lists() -> None:
-    from multigemm.select import registry
+    from multigemm.backends import registry
 
     lists = mg.GroupedGemmProblem([A], [B[0]], activation="swiglu")
     for name in ("numba", "cublas"):
@@ -414,9 +414,8 @@ def test_backends_that_take_steps_refuse_lists() -> None:
 
 
 def test_a_foreign_backend_is_asked_only_if_it_says_that_it_knows() -> None:
-    from multigemm.backend import BuiltinBackend
+    from multigemm.backend import BuiltinBackend, refusals
     from multigemm.backends.cpu import BACKEND
-    from multigemm.select import registry
 
     class Foreign(BuiltinBackend):
         takes_fused = False
@@ -425,10 +424,10 @@ def test_a_foreign_backend_is_asked_only_if_it_says_that_it_knows() -> None:
         name: getattr(BACKEND, name) for name in ("availability", "not_supported_reasons", "configs", "plan")
     }
     backend, spec = Foreign("foreign", **fields), mg.GroupedGemmProblem(A, B, sizes=SIZES, a_rows=ROWS).spec
-    assert "a_rows" in registry.refusals(backend, spec, torch.device("cpu"))[0]
+    assert "a_rows" in refusals(backend, spec, torch.device("cpu"))[0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Foreign, "takes_fused", True)
-        assert registry.refusals(backend, spec, torch.device("cpu")) == []
+        assert refusals(backend, spec, torch.device("cpu")) == []
 
 
 # --- quantised operands -------------------------------------------------------------------------------

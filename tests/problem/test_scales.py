@@ -293,7 +293,7 @@ def test_arrays_of_other_libraries() -> None:
 
 
 def test_weights_are_refused_with_one_reason() -> None:
-    from multigemm.select import registry
+    from multigemm.backends import registry
 
     for made, word in ((problem(A16), "quantised weights (float8_e4m3fn)"),
                        (problem(A16, B4, b_format="int4"), "quantised weights (int4)")):  # fmt: skip
@@ -304,7 +304,7 @@ def test_weights_are_refused_with_one_reason() -> None:
 
 
 def test_a_foreign_backend_that_knows_nothing_of_them_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    from multigemm.select import registry
+    from multigemm.backends import registry
     from multigemm.testing.model_kernel import ModelBackend
 
     foreign: Any = type("Foreign", (ModelBackend,), {"takes_quantised": False})("foreign")

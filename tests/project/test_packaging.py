@@ -183,7 +183,7 @@ def test_wheel_sdist_and_editable_install_work_and_show_their_types(tmp_path: Pa
     assert len(data) > 20 and all((site / "multigemm" / name).exists() for name in data)
     assert (site / "multigemm" / "py.typed").exists()
     code = (
-        "import multigemm, torch; from multigemm.select.registry import names;"
+        "import multigemm, torch; from multigemm.backends.registry import names;"
         f"assert multigemm.__file__.startswith({str(site)!r});"
         "p = multigemm.GroupedGemmProblem(torch.ones(4, 3), torch.ones(2, 3, 5), offsets=[0, 1, 4]);"
         "assert multigemm.verify(p, multigemm.solve(p)).ok; print(len(multigemm.list_backends()))"

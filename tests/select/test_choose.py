@@ -13,8 +13,8 @@ import torch
 
 import multigemm as mg
 from multigemm.backend import Availability, Backend, Recipe
+from multigemm.backends import registry
 from multigemm.problem.spec import ProblemSpec
-from multigemm.select import registry
 from tests.support.concurrency import on_new_threads
 from tests.support.fake_backends import Fake, problem
 from tests.support.trial_cases import tune

@@ -15,7 +15,9 @@ import torch.distributed as group
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import multigemm as mg
-from multigemm.select import choose, ranking, registry
+from multigemm.backend import Recipe
+from multigemm.backends import registry
+from multigemm.select import choose, ranking
 from multigemm.select import measure_once as trial
 from multigemm.select import table as tuning
 from multigemm.select.timing import Timing
@@ -46,21 +48,17 @@ def test_a_table_that_holds_one_backend_compares_nothing(fresh: Install, trials:
 def test_tuning_changes_a_choice_that_was_made(fresh: Install) -> None:
     fresh(*pair())
     assert mg.plan(problem()).backend == "fast"
-    before = tuning.generation
     tune(problem(), slow=1.0, fast=2.0)
-    assert tuning.generation != before
     assert mg.plan(problem()).backend == "slow"
 
 
 def test_a_class_is_measured_once_for_all_its_problems(fresh: Install, trials: list[list[str]]) -> None:
     fresh(*pair())
-    before = tuning.generation
     assert [mg.plan(problem(rows)).backend for rows in (60, 64, 50, 60)] == ["fast"] * 4
     assert trials == [["slow", "fast"]]
     mg.plan(problem(32))
     mg.plan(problem(60, dtype=torch.float64))
     assert len(trials) == 3
-    assert tuning.generation == before
 
 
 def test_another_process_finds_the_choice_and_measures_nothing(fresh: Install, trials: list[list[str]]) -> None:
@@ -134,30 +132,22 @@ def test_where_measuring_is_forbidden_nothing_that_was_measured_so_counts(
     assert "first of the static order; not measured: MULTIGEMM_MEASURE=0 forbids it" in plan.why
 
 
-def test_ranks_of_a_process_group_choose_alike(
-    fresh: Install, trials: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_a_process_group_choose_alike(fresh: Install, trials: list[list[str]]) -> None:
     """Neither do they measure, nor go by what one of their machines measured: only tables and the order are alike."""
     fresh(*pair())
     assert mg.plan(problem()).backend == "fast"
-    monkeypatch.setattr(trial, "ranks_of_group", lambda: 2)
-    plan = mg.plan(problem())
-    assert plan.backend == "slow"
-    assert "the 2 ranks of a process group have to choose alike" in plan.why
-    fresh(*pair())
-    assert mg.plan(problem()).backend == "slow"
-    tune(problem(), slow=2.0, fast=1.0)
-    assert mg.plan(problem()).backend == "fast"
-    assert len(trials) == 1
-
-
-def test_a_process_group_of_two_is_seen() -> None:
-    assert trial.ranks_of_group() == 1
     group.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
-        assert trial.ranks_of_group() == 2
+        plan = mg.plan(problem())
+        assert plan.backend == "slow"
+        assert "the 2 ranks of a process group have to choose alike" in plan.why
+        fresh(*pair())
+        assert mg.plan(problem()).backend == "slow"
+        tune(problem(), slow=2.0, fast=1.0)
+        assert mg.plan(problem()).backend == "fast"
     finally:
         group.destroy_process_group()
+    assert len(trials) == 1
 
 
 def test_a_choice_that_was_made_unmeasured_stays_in_its_process(
@@ -186,13 +176,26 @@ def test_a_kept_choice_holds_in_a_capture_too(fresh: Install, monkeypatch: pytes
     assert choose.choose(problem()).backend == "fast"
 
 
-def test_forgetting_is_a_new_generation(fresh: Install) -> None:
+def test_a_choice_stays_until_it_is_forgotten(fresh: Install) -> None:
     fresh(*pair())
-    first, before = choose.choose(problem()), tuning.generation
+    first = choose.choose(problem())
     assert choose.choose(problem()) is first
     choose.forget()
-    assert tuning.generation != before
     assert choose.choose(problem()) is not first
+
+
+def test_a_choice_that_was_being_made_while_tables_changed_is_not_kept(fresh: Install) -> None:
+    slow, fast = pair()
+    fresh(slow, fast)
+    plan = slow.plan
+
+    def tuned_meanwhile(*given: Any) -> Recipe:
+        tune(problem(), slow=1.0, fast=2.0)
+        return plan(*given)
+
+    slow.plan = tuned_meanwhile  # type: ignore[method-assign,assignment]
+    assert choose.choose(problem()).backend == "fast"
+    assert choose.choose(problem()).backend == "slow"
 
 
 def test_the_memory_of_choices_is_bounded(fresh: Install, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +266,7 @@ def test_explain_shows_the_times_that_its_own_call_measured(fresh: Install) -> N
     assert told.chosen == "fast"
     assert told.why.startswith("the fastest, ")
     assert told.problem_class == str(class_in(problem()))
-    times = {c.name: (c.us or 0.0, c.measured.source if c.measured else "") for c in told.candidates}
+    times = {c.name: (c.us or 0.0, c.source) for c in told.candidates}
     assert times["slow"][0] > times["fast"][0] >= 500
     assert times["slow"][1].startswith("measured on ")
     assert [c.name for c in told.candidates] == ["fast", "slow", "bad"]

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import multigemm as mg
+from multigemm.backends import registry
 from multigemm.bench.runner import flush_text
 from multigemm.cuda import nvrtc
-from multigemm.select import registry, timing
+from multigemm.select import timing
 from multigemm.select.timing import CODE_BYTES, CudaClock, Timing, cuda, long_code, measure, quantile
 from tests.support.nvrtc_here import nvrtc_here
 
@@ -258,9 +259,9 @@ def test_a_report_says_whether_code_was_emptied(monkeypatch: pytest.MonkeyPatch)
         return flush_text(style, torch.device("cuda", 0))
 
     assert flush("do_bench") == "256 MB written before each call"
-    monkeypatch.setattr(timing, "kernel", lambda *_: object())
+    monkeypatch.setattr(timing, "loaded", lambda *_: object())
     assert flush("cold") == "128 KB of other code run and 256 MB written before each call"
-    monkeypatch.setattr(timing, "kernel", missing)
+    monkeypatch.setattr(timing, "loaded", missing)
     assert "no NVRTC" in flush("cold")
     timing.other_code.cache_clear()
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from multigemm.select import registry
+from multigemm.backends import registry
 from multigemm.settings import settings
 from multigemm.testing.campaigns import versions
 from tests.source_mutants.equivalents import excuse

@@ -33,6 +33,7 @@ from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.library import Batch, Call
 from multigemm.backends.cublas.products import Shape
 from multigemm.cuda import driver, nvrtc
+from multigemm.cuda.launch import Step
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
 from tests.support.host_kernels import host_kernel, need_compiler
@@ -212,13 +213,13 @@ class Fake:
             ctypes.memset(at.value + i * pitch.value, value, width.value)
         return 0
 
-    def kernel(self, source: str, name: str, defines: tuple[str, ...], device: int) -> Any:
-        """A kernel as `nvrtc.kernel` gives it."""
+    def loaded(self, source: str, name: str, defines: tuple[str, ...], device: int) -> Any:
+        """A kernel as `nvrtc.loaded` gives it."""
         if self.folder is not None and (source, defines) not in self.kernels:
             self.kernels[source, defines] = host_kernel(source, name, ARGUMENTS[name], defines, self.folder)
         runs = self.kernels.get((source, defines))
 
-        def bound(blocks: int, threads: int, values: Sequence[Any], keep: object, overlap: bool = False) -> nvrtc.Step:
+        def bound(blocks: int, threads: int, values: Sequence[Any], keep: object, overlap: bool = False) -> Step:
             assert overlap == (name == "clamp_offsets"), "only a kernel that waits may begin early"
 
             def step(stream: int, _keep: object = keep) -> None:
@@ -228,7 +229,7 @@ class Fake:
 
             return step
 
-        return type("Kernel", (), {"bound": staticmethod(bound)})
+        return type("Kernel", (), {"step": staticmethod(bound)})
 
     def scaled_grouped_mm(
         self, keys: Any, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor, *rest: Any
@@ -261,6 +262,11 @@ class Fake:
                     product = (a[:, start:end] @ b[start:end]) * rows.view(len(ends), -1, 1)[g]
                     out[g] = (product * columns.view(len(ends), -1)[g]).to(out.dtype)
         return out
+
+    def public_grouped_mm(self, a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+        """torch's public function, which would record a gradient."""
+        assert not (torch.is_grad_enabled() and torch_internals.any_requires_grad(a, b))
+        return self.grouped_mm(None, a, b, offs, None, None)
 
     def grouped_mm(self, keys: Any, a: Tensor, b: Tensor, ends: Tensor, bias: None, dtype: None) -> Tensor:
         """torch's operation: it asks for memory, trusts the ends, and leaves rows behind the last one as they are."""
@@ -304,8 +310,9 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path | None = None) -> Fake
     monkeypatch.setattr(run, "_kits", {})
     monkeypatch.setattr(driver, "library", lambda: fake)
     monkeypatch.setattr(driver, "use_context", lambda device: None)
-    monkeypatch.setattr(nvrtc, "kernel", fake.kernel)
+    monkeypatch.setattr(nvrtc, "loaded", fake.loaded)
     monkeypatch.setattr(grouped_mm, "redispatched_grouped_mm", (fake.grouped_mm, *known[1:]))
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", fake.public_grouped_mm)
     monkeypatch.setattr(scaled_grouped_mm, "redispatched_scaled_grouped_mm", (fake.scaled_grouped_mm, *known[1:]))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch_internals, "empty_cuda", lambda *x: torch.empty_strided(*x[:2], dtype=x[2]))

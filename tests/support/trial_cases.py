@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import multigemm as mg
+from multigemm.backends import registry
 from multigemm.planning.staging import staged_spec
 from multigemm.select import measure_once as trial
-from multigemm.select import registry
 from multigemm.select import table as tuning
 from multigemm.select.problem_class import ProblemClass, class_of
 from multigemm.select.table import Entry, Measured

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import multigemm as mg
+from multigemm.backends import registry
 from multigemm.problem.spec import GATES
 from multigemm.reference import answer, judge
-from multigemm.select import registry
 
 G = torch.Generator().manual_seed(0)
 

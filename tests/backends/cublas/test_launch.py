@@ -373,13 +373,28 @@ def test_a_torch_that_allocates_elsewhere_is_copied_from(fake: Fake, monkeypatch
 def test_without_torchs_private_names_the_public_function_is_called(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def public(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-        return fake.grouped_mm(None, a, b, offs, None, None)
-
     monkeypatch.setattr(grouped_mm, "redispatched_grouped_mm", None)
-    monkeypatch.setattr(torch.nn.functional, "grouped_mm", public)
     out, want = solved_by_grouped_mm()
     assert torch.equal(out.double(), want)
+
+
+@pytest.mark.parametrize("form", ["offsets", "a list of sizes"])
+def test_a_hit_calls_torchs_public_function(
+    install: Callable[..., None], fake: Fake, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """Parameters, too, where no gradient is recorded."""
+    install(HostCublas("grouped_mm"))
+    a, b, more = ints(ROWS, K), torch.nn.Parameter(ints(GROUPS, K, N)), FORMS[form]()
+    with torch.no_grad():
+        want = [mg.grouped_gemm(a, b, backend="cublas", **more) for _ in range(2)][-1]
+        redispatch_by(monkeypatch, None)
+        assert torch.equal(mg.grouped_gemm(a, b, backend="cublas", **more), want)
+
+
+def test_autocast_casts_nothing_of_torchs_function() -> None:
+    """It is called with whatever autocast the caller has set, which must not change its result."""
+    for key in ("AutocastCUDA", "AutocastCPU"):
+        assert not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", key)
 
 
 def test_the_mode_is_gone_after_an_error(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

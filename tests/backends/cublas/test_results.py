@@ -97,7 +97,7 @@ def _breaks(monkeypatch: pytest.MonkeyPatch, folder: Path, types: str, old: str,
     """Whether random problems notice a change of the epilogue's source."""
     assert old in epilogue.FINISH
     fake = install(monkeypatch, folder)
-    monkeypatch.setattr(nvrtc, "kernel", lambda source, *rest: fake.kernel(source.replace(old, new), *rest))
+    monkeypatch.setattr(nvrtc, "loaded", lambda source, *rest: fake.loaded(source.replace(old, new), *rest))
     subject = Subject(HostCublas("loop"))
     stands = (Stand.build(World.build(_case(seed, types)), torch.device("cpu")) for seed in range(96))
     return any(not check(stand, subject).ok for stand in stands)

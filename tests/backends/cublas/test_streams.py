@@ -10,7 +10,6 @@ import torch
 
 from multigemm.backends.cublas import run
 from multigemm.backends.cublas.library import EXACT_MATH, Batch
-from multigemm.cuda import nvrtc
 from multigemm.cuda.launch import Kernel
 from multigemm.errors import LibraryError
 from tests.support import cuda_driver
@@ -195,8 +194,7 @@ def test_a_kernel_runs_on_the_stream_of_each_call_and_on_any_thread(
 ) -> None:
     """A thread without a context gets one."""
     driver = cuda_driver.install(monkeypatch)
-    monkeypatch.setattr(nvrtc, "library", lambda: driver)
-    step = nvrtc.Kernel(Kernel(b"cubin", "name", 0)).bound(5, 64, [ctypes.c_int(1)], None, overlap=overlap)
+    step = Kernel(b"cubin", "name", 0).step(5, 64, [ctypes.c_int(1)], None, overlap=overlap)
     for stream, context in ((7, cuda_driver.CONTEXT), (0, 0), (7, 0), (9, 0)):
         driver.make_current(context)
         step(stream)
@@ -206,7 +204,6 @@ def test_a_kernel_runs_on_the_stream_of_each_call_and_on_any_thread(
 
 def test_a_launch_that_fails_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = cuda_driver.install(monkeypatch)
-    monkeypatch.setattr(nvrtc, "library", lambda: driver)
     monkeypatch.setattr(driver, "_cuLaunchKernelEx", lambda *rest: 700)
-    with pytest.raises(LibraryError, match="launch of name returned 700"):
-        nvrtc.Kernel(Kernel(b"cubin", "name", 0)).bound(1, 32, [], None)(7)
+    with pytest.raises(LibraryError, match="cuLaunchKernelEx of name returned 700"):
+        Kernel(b"cubin", "name", 0).step(1, 32, [], None)(7)

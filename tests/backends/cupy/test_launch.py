@@ -15,6 +15,7 @@ import torch
 
 import multigemm as mg
 from multigemm.backend import Availability
+from multigemm.backends import registry
 from multigemm.backends.cupy import BACKEND, build, choice, generic, hopper, hopper_shift_b, support
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
@@ -26,7 +27,7 @@ from multigemm.cuda.tensor_map import SIZE
 from multigemm.errors import CompileError
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.operands import view_of
-from multigemm.select import choose, registry
+from multigemm.select import choose
 from tests.support.concurrency import on_new_threads
 from tests.support.cuda_driver import FakeDriver
 from tests.support.cupy_world import BF16, SPEC, bound, install
