@@ -62,7 +62,8 @@ class Tensors:
 @dataclass
 class _Maker:
     """Draws matrices of one dtype, or quantised ones, from one seeded source. Quantised elements are drawn, not
-    quantised: normal numbers in float8, any code of 4 bits, and scales between 0.5 and 1.5."""
+    quantised: normal numbers in float8, any code of 4 bits, and scales between 0.5 and 1.5, or powers of two from 2^-8 to
+    2^-4, which weights of a variance of 1 / K have."""
 
     workload: Workload
     device: torch.device
@@ -113,7 +114,7 @@ class _Maker:
         if self.drawn:
             numbers = numbers.uniform_(0.5, 1.5, generator=self.source)
         if recipe.scale is E8M0:
-            numbers = torch.exp2(numbers.log2().round()).to(E8M0)
+            numbers = torch.exp2((numbers * 4 - 10).round()).to(E8M0)
         return numbers.mT if tokens else numbers
 
 

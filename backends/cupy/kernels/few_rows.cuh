@@ -127,13 +127,13 @@ struct LaneNumbers {
 // ---- Codes ----
 
 // Two pairs of a word: of four bits those of its lower bytes' halves, or with `upper` those of the upper ones.
-__device__ __forceinline__ void two_pairs(u32 word, bool upper, u32& first, u32& second) {
+__device__ __forceinline__ void two_pairs(u32 word, bool upper, const Masks& masks, u32& first, u32& second) {
     if (W_CODE == CODE_E4M3 || W_CODE == CODE_E5M2) {
         first = pair_of_bytes(word), second = pair_of_bytes(word >> 16);
         return;
     }
     if (W_CODE == CODE_I8) {
-        first = pair_of_even_bytes(word), second = pair_of_even_bytes(word >> 8);
+        first = pair_of_even_bytes(word, masks), second = pair_of_even_bytes(word >> 8, masks);
         return;
     }
     if (upper) word >>= 8;
@@ -142,13 +142,13 @@ __device__ __forceinline__ void two_pairs(u32 word, bool upper, u32& first, u32&
     } else if (W_CODE == CODE_E2M1) {
         first = (word << 12 & 0x80008000u) | (word << 9 & 0x0E000E00u), second = (word << 8 & 0x80008000u) | (word << 5 & 0x0E000E00u);
     } else {
-        first = pair_of_counts(word), second = pair_of_counts(word >> 4);
+        first = pair_of_counts(word, masks), second = pair_of_counts(word >> 4, masks);
     }
 }
 
 // The products of one stage: 16 bytes of codes of each of a lane's columns.
 template <int EIGHTS, bool LARGE>
-__device__ __forceinline__ void multiply_words(const uint4 (&line)[2 * HALVES_HERE], const uint4 (&x)[EIGHTS][CHUNKS], const LaneNumbers& numbers, int slot, float (&d)[HALVES_HERE][2][EIGHTS][4]) {
+__device__ __forceinline__ void multiply_words(const uint4 (&line)[2 * HALVES_HERE], const uint4 (&x)[EIGHTS][CHUNKS], const LaneNumbers& numbers, int slot, const Masks& masks, float (&d)[HALVES_HERE][2][EIGHTS][4]) {
     u32 factor[2 * HALVES_HERE] = {}, rest[2 * HALVES_HERE] = {}, zero[2 * HALVES_HERE] = {};
 #pragma unroll
     for (int i = 0; i < 2 * HALVES_HERE; ++i) {
@@ -172,7 +172,7 @@ __device__ __forceinline__ void multiply_words(const uint4 (&line)[2 * HALVES_HE
                 for (int i = 0; i < 2; ++i) {
                     const int column = side * 2 + i;
                     const u32 codes = word == 0 ? line[column].x : word == 1 ? line[column].y : word == 2 ? line[column].z : line[column].w;
-                    two_pairs(codes, h, w[i], w[2 + i]);
+                    two_pairs(codes, h, masks, w[i], w[2 + i]);
 #pragma unroll
                     for (int e = i; e < 4; e += 2) {
                         if (W_CODE == CODE_E2M1 && !AT_ONCE_LIFTED) w[e] = multiply_pairs(w[e], LIFT);
@@ -238,6 +238,8 @@ __device__ __forceinline__ void multiply_few(Shared& s, u32 stages, u32 staging,
         piece[j] = rows + (((first + j) ^ turn) << 4);
         keep_in_register(piece[j]);
     }
+    Masks masks;
+    masks.keep(ring.at >> 31);                          // a ring is shorter
     float d[HALVES_HERE][2][EIGHTS][4] = {}, sums[HALVES_HERE][EIGHTS * 4] = {};
     if (BY_STAGES && half == 1) ring.next(bytes);
 #pragma unroll 1
@@ -259,8 +261,8 @@ __device__ __forceinline__ void multiply_few(Shared& s, u32 stages, u32 staging,
             if (lane < EVERY) barrier_arrive(shared_address(&s.empty[ring.place]), 0);     // for the other warpgroup, too
             ring.next(bytes);
             if (BY_STAGES && kb + 1 < blocks) ring.next(bytes);
-            if (AT_ONCE_LIFTED && __any_sync(~0u, numbers.large(held))) multiply_words<EIGHTS, AT_ONCE_LIFTED>(line, x, numbers, held, d);
-            else multiply_words<EIGHTS, false>(line, x, numbers, held, d);
+            if (AT_ONCE_LIFTED && __any_sync(~0u, numbers.large(held))) multiply_words<EIGHTS, AT_ONCE_LIFTED>(line, x, numbers, held, masks, d);
+            else multiply_words<EIGHTS, false>(line, x, numbers, held, masks, d);
             if (PARTS) {                                // a stage lies in one block of scales
 #pragma unroll
                 for (int side = 0; side < HALVES_HERE; ++side)

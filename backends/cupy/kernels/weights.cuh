@@ -48,10 +48,20 @@ constexpr u32 MAGIC = BFLOAT ? 0x43004300u : 0x64006400u;      // 128 or 1024, w
 // What a pair of e2m1 is multiplied by, whose bits stand where those of the 16-bit format do: 2^126 or 2^14.
 constexpr u32 LIFT = BFLOAT ? 0x7E807E80u : 0x74007400u;
 
+__device__ __forceinline__ void keep_in_register(u32& v) { asm volatile("" : "+r"(v)); }
+__device__ __forceinline__ void keep_in_register(i64& v) { asm volatile("" : "+l"(v)); }
+
+// What codes are joined with. An instruction has room for one constant, and the assembler would load the other one into a register
+// each time: so these are no constants, but have `nothing` added, which is zero and only known when the kernel runs.
+struct Masks {
+    u32 count = 0x000F000Fu, magic = MAGIC;
+    __device__ __forceinline__ void keep(u32 nothing) { count += nothing, magic += nothing; }
+};
+
 // The codes of int4 or uint4 in the low four bits of both halves.
-__device__ __forceinline__ u32 pair_of_counts(u32 v) {
+__device__ __forceinline__ u32 pair_of_counts(u32 v, const Masks& masks = {}) {
     const u32 shift = W_CODE == CODE_INT4 ? 0x00080008u : 0;    // of two's complement to counting from -8
-    return subtract_pairs((v & 0x000F000Fu) ^ (MAGIC | shift), MAGIC | shift);
+    return subtract_pairs((v & masks.count) ^ (MAGIC | shift), MAGIC | shift);
 }
 
 // Byte c of a word: two codes of four bits, the one with the lower k in its low half. `place` puts it twice into t, so that they
@@ -64,8 +74,8 @@ __device__ __forceinline__ u32 pair_of_nibbles(u32 word, u32 place) {
 }
 
 // The bytes of int8 in the low half of both halves; what is above them does not count.
-__device__ __forceinline__ u32 pair_of_even_bytes(u32 v) {
-    if (BFLOAT) return subtract_pairs((v & 0x007F007Fu) | MAGIC, (v & 0x00800080u) | MAGIC);    // 7 bits less 0 or 128
+__device__ __forceinline__ u32 pair_of_even_bytes(u32 v, const Masks& masks = {}) {
+    if (BFLOAT) return subtract_pairs((v & 0x007F007Fu) | masks.magic, (v & 0x00800080u) | masks.magic);        // 7 bits less 0 or 128
     return subtract_pairs((v & 0x00FF00FFu) ^ (MAGIC | 0x00800080u), 0x64806480u);
 }
 
@@ -77,9 +87,6 @@ __device__ __forceinline__ u32 pair_of_bytes(u32 codes) {
 }
 
 // ---- The bytes of a stage ----
-
-__device__ __forceinline__ void keep_in_register(u32& v) { asm volatile("" : "+r"(v)); }
-__device__ __forceinline__ void keep_in_register(i64& v) { asm volatile("" : "+l"(v)); }
 
 // One thread's bytes of 64 of k. Columns of 64 bytes lie swizzled (hopper_weights.py), those of 32 bytes as they are.
 struct Codes {
