@@ -86,7 +86,7 @@ from multigemm.planning.fused import products_spec
 from multigemm.planning.tiles import Number, TileCost, longest_time, typical_extent
 from multigemm.problem.spec import HALVES, ProblemSpec
 
-# Fitted numbers, last changed on 2026-11-22: times in bfloat16 on an H100 or H200 (docs/notes/cupy-hopper.md).
+# Fitted numbers, last changed on 2026-11-23: times in bfloat16 on an H100 or H200 (docs/notes/cupy-hopper.md).
 # `multigemm tune` times every config of a class of problems, which is how to fit them anew.
 
 ONE_WAVE = 160
@@ -137,6 +137,17 @@ THIN_K = 128
 """k per group of jagged k up to which storing is most of the work: clusters would share rows that cost nothing."""
 MANY_ROWS = 448
 """Rows per group from which warpgroups take turns: lower tiles read weights more often, but hide their stores."""
+TURNS_PRODUCT, TURNS_ENDS, UNEVEN_ROUNDS = 0.98, 18, 3
+"""Of tall tiles of jagged k whose results the copy engine stores: a product in turns relative to one of shared tiles,
+the elements of k by which turns start and end later, and the rounds of tiles for which the ends of a launch count.
+
+Least squares of the logarithm of turns' time relative to that of shared tiles, 37 problems on an H200, bfloat16,
+2026-11-23 (benchmarks/results/h200/weight-gradients.json): its error has a root mean square of 2.7 %. The choices are
+0.15 % behind the faster config on average and 2.5 % at most, also for shapes left out of the fit; shared tiles for all
+2.8 % and 16 %.
+"""
+TURNS_ROWS, TURNS_ROUNDS = 768, 5
+"""About the fewest rows of such results, and rounds of shared tiles, that were measured. Fewer: tiles are shared."""
 AT_ONCE = 3 * PROCESSORS
 """Tiles of 64, or of 32 with eight blocks of k in flight, that run at once, for which there is shared memory."""
 ODD_US = (7.0, 1.0)
@@ -555,6 +566,19 @@ def _sends(layout: Layout, counts: Counts) -> Condition:
     return layout.sends & ((counts.total <= MAX_ROWS) | (layout.spec.form not in ("jagged_m", "jagged_n")))
 
 
+def _turns_take_less(layout: Layout, counts: Counts) -> Condition:
+    """Whether tall tiles of jagged k that the copy engine stores are estimated to take less time in turns than shared.
+
+    Pairs of multiprocessors take tiles of two blocks of columns each, of which low ones cost as much as full ones.
+    """
+    height = (layout.spec.n if is_swapped(layout.spec) else layout.spec.m) or 0
+    pairs = counts.groups * -(-layout.columns // 2)
+    shared, turns = (pairs * -(-height // config.rows) / (PROCESSORS // 2) for config in (WIDE, TURNS))
+    shared_time = WIDE.rows * counts.mean * (shared + UNEVEN_ROUNDS)
+    turns_time = TURNS.rows * (TURNS_PRODUCT * counts.mean + TURNS_ENDS) * (turns + UNEVEN_ROUNDS)
+    return (height >= TURNS_ROWS) & (shared >= TURNS_ROUNDS) & (turns_time < shared_time)
+
+
 def _hopper_rules(layout: Layout, counts: Counts) -> list[tuple[Condition, Ladder]]:
     """The rules for the Hopper kernel; each applies if none before it does."""
     spec, total, rows = layout.spec, counts.total, _rows(layout, counts)
@@ -570,13 +594,16 @@ def _hopper_rules(layout: Layout, counts: Counts) -> list[tuple[Condition, Ladde
     ):
         found.append((left & holds, ladder))
         left = left & (holds ^ True)
-    # Groups of many rows: no clusters for an odd number of blocks of columns, turns where the warps store.
+    # Groups of many rows: no clusters for an odd number of blocks of columns; turns where the warps store, and where
+    # they are estimated to take less than the copy engine's stores of shared tiles.
     known = spec.form not in ("jagged_k", "per_group")  # a list's columns change from call to call
     alone: Condition = known and layout.columns % 2 == 1 and layout.columns <= FEW_COLUMNS
     if spec.form == "jagged_k":
         alone = total <= THIN_K * counts.groups
     turns = layout.plain & (counts.groups <= TURNS_GROUPS)
     early = turns & (_sends(layout, counts) ^ True) & ((rows > MANY_ROWS) | (spec.form == "jagged_k"))
+    if spec.form == "jagged_k" and layout.sends:
+        early = turns & _turns_take_less(layout, counts)
     kinds = (early, turns & (early ^ True), turns ^ True)
     found += [(left & alone & kind, ladder) for kind, ladder in zip(kinds, TALL_ALONE, strict=True)]
     return found + [(left & (alone ^ True) & kind, ladder) for kind, ladder in zip(kinds, TALL, strict=True)]
