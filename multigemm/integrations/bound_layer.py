@@ -25,7 +25,7 @@ from multigemm.cuda.launch import Kernel, PatchedLaunches
 from multigemm.errors import LibraryError
 from multigemm.integrations import torch_op
 from multigemm.integrations.expert_network import Network, by_rows
-from multigemm.integrations.layer_ops import triton_kernels
+from multigemm.integrations.layer_ops import gate_kernels, triton_kernels
 from multigemm.planning.binding import bind
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.launch_key import GPU_BITS, PLAIN
@@ -294,13 +294,12 @@ def _bind_steps(net: Network, given: Given, out: Tensor, between: dict[str, Tens
     """Binds the gather by expert, the products with the gate between them, and the weighted sum."""
     kernels, device, ends = triton_kernels(), out.get_device(), between["ends"]
     rows, first, hidden, last, inverse = (between[name] for name in ("rows", "first", "hidden", "last", "inverse"))
-    gated = net.gate is not None
     sorting = {name: between[name] for name in ("rows", "inverse", "ends", "order", "counts")}
     launches = [_step(device, step) for step in kernels.arrival_steps(given.top_k_index, given.x, **sorting)]
-    activation = None if gated else net.activation
+    activation = net.activation if net.gate is None else None
     launches.append(_product(net, rows, given.up, first, ends, given.up_bias, activation=activation))
-    if gated:
-        launches.append(_step(device, kernels.gate_step(first, hidden, net.activation == "geglu")))
+    if net.gate is not None:
+        launches.append(_step(device, gate_kernels().gate_step(net.gate, first, hidden)))
     launches.append(_product(net, hidden, given.down, last, ends, given.down_bias))
     return [
         *launches,

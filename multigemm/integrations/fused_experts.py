@@ -3,20 +3,22 @@
 Forward: a sort, h = gate(x[rows] @ up), out = the weighted sums of h @ down. For backward only g and u are kept (the
 columns that the gate joins), besides the inputs and two numbers for each pair of token and expert:
 
-    dh     rows of the gradient, picked by token, @ down^T
-    dP     gate'(P) * weight * dh, and the gradient of a weight is <dh, h>, in one pass over P
-    down   (weight * h)^T @ rows of the gradient
+    rows   of the gradient by expert, copied once for two products
+    dh     rows @ down^T
+    dP     gate'(P) * weight * dh; the gradient of a weight is <dh, h>, and of down's bias <row, bias>; in one pass
+    down   (weight * h)^T @ rows
     x      sums of dP @ up^T
     up     rows of x ^T @ dP
 
-With `recompute` not even P is kept: the first product runs once more. Second derivatives go through the same layer in
-steps. Expert numbers outside of 0..E-1 contribute nothing, and get gradients of zero.
+Where P is kept on a GPU, the first product is a plain one, and the gate a kernel behind it: P is rounded before the
+gate then, so that a result has other bits than without gradients, unless the layer is batch invariant. With `recompute`
+not even P is kept: the first product runs once more. Second derivatives go through the same layer in steps. Expert
+numbers outside of 0..E-1 contribute nothing, and get gradients of zero.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +28,9 @@ from multigemm.integrations import torch_op
 from multigemm.integrations.bound_layer import run_bound
 from multigemm.integrations.expert_network import Network, by_rows
 from multigemm.integrations.fused_gradients import differentiated, gate_by_torch
-from multigemm.integrations.layer_ops import sort_pairs, triton_kernels
+from multigemm.integrations.layer_ops import gate_kernels, kernels_for, rows_of_pairs, sort_pairs, sum_by_expert
 from multigemm.integrations.routing import check_routing, through_experts
+from multigemm.settings import settings
 from multigemm.torch_internals import any_requires_grad
 
 
@@ -94,7 +97,7 @@ def run_experts(
         return _in_graph(net, x, index, weights, up, down, up_bias, down_bias)
     if not (torch.is_grad_enabled() and any_requires_grad(x, weights, up, down, up_bias, down_bias)):
         with torch.no_grad():
-            return _forward(net, pairs_of(net, index, up), x, weights, up, down, up_bias, down_bias, None)
+            return _forward(net, pairs_of(net, index, up, False), x, weights, up, down, up_bias, down_bias, False)[0]
     result: Tensor = _Experts.apply(net, index, x, weights, up, down, up_bias, down_bias)  # type: ignore[no-untyped-call]
     return result
 
@@ -111,18 +114,18 @@ def in_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
 # --- the fused way ------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Pairs:
+class Pairs(NamedTuple):
     """Pairs of token and expert, sorted by expert: their tokens [S], the position of each pair [T, k], the ends of
-    experts [E]."""
+    experts [E] and, where gradients are wanted, which pair each one is [S]."""
 
     rows: Tensor
     place: Tensor
     ends: Tensor
+    order: Tensor | None
 
 
-def pairs_of(net: Network, index: Tensor, up: Tensor) -> Pairs:
-    return Pairs(*sort_pairs(index, up.shape[0], up=up.detach(), stacked=net.stacked)[:3])
+def pairs_of(net: Network, index: Tensor, up: Tensor, ordered: bool) -> Pairs:
+    return Pairs(*sort_pairs(index, up.shape[0], ordered, up.detach(), net.stacked))
 
 
 def product(net: Network, a: Tensor, b: Tensor, ends: Tensor | None, **keywords: Any) -> Tensor:
@@ -136,13 +139,23 @@ def product(net: Network, a: Tensor, b: Tensor, ends: Tensor | None, **keywords:
     return found
 
 
-def first_product(net: Network, x: Tensor, pairs: Pairs, up: Tensor, up_bias: Any, preact: Tensor | None) -> Tensor:
-    return product(net, x, by_rows(up, net.stacked), pairs.ends, a_rows=pairs.rows, bias=up_bias, preact_out=preact,
-                    **net.keywords)  # fmt: skip
+def first_product(
+    net: Network, x: Tensor, pairs: Pairs, up: Tensor, up_bias: Tensor | None, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """h = gate(x[rows] @ up + bias), and the input of the gate if `keep` it.
 
-
-def preact_for(net: Network, x: Tensor, pairs: Pairs, up: Tensor) -> Tensor:
-    return x.new_empty((pairs.rows.shape[0], up.shape[2 if net.stacked else 1]))
+    A product of two results takes a fifth longer than a plain one (H200), and a pass of the gate over its result a
+    tenth. The product does both where no kernel passes once, and where gradients must not change bits.
+    """
+    b, keywords = by_rows(up, net.stacked), {"a_rows": pairs.rows, "bias": up_bias}
+    if not keep:
+        return product(net, x, b, pairs.ends, **keywords, **net.keywords), None
+    invariant = settings().batch_invariant if net.batch_invariant is None else net.batch_invariant
+    if net.gate is not None and kernels_for(x) is not None and not invariant:
+        preact = product(net, x, b, pairs.ends, **keywords)
+        return gate_kernels().gated_rows(net.gate, preact), preact
+    preact = x.new_empty((pairs.rows.shape[0], b.shape[2]))
+    return product(net, x, b, pairs.ends, preact_out=preact, **keywords, **net.keywords), preact
 
 
 def _summable(weights: Tensor, x: Tensor) -> Tensor:
@@ -152,12 +165,12 @@ def _summable(weights: Tensor, x: Tensor) -> Tensor:
 
 def _forward(
     net: Network, pairs: Pairs, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Any, down_bias: Any,
-    preact: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Computes both products. `preact` receives the input of the gate."""
-    hidden = first_product(net, x, pairs, up, up_bias, preact)
+    keep: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The result, and the input of the gate if `keep` it."""
+    hidden, preact = first_product(net, x, pairs, up, up_bias, keep)
     sums = (pairs.place, _summable(weights, x).detach())
-    return product(net, hidden, by_rows(down, net.stacked), pairs.ends, bias=down_bias, combine=sums)
+    return product(net, hidden, by_rows(down, net.stacked), pairs.ends, bias=down_bias, combine=sums), preact
 
 
 class _Experts(torch.autograd.Function):
@@ -168,12 +181,11 @@ class _Experts(torch.autograd.Function):
         ctx: Any, net: Network, index: Tensor, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Any,
         down_bias: Any,
     ) -> Tensor:  # fmt: skip
-        pairs = pairs_of(net, index, up)
-        preact = None if net.recompute else preact_for(net, x, pairs, up)
-        out = _forward(net, pairs, x, weights, up, down, up_bias, down_bias, preact)
+        pairs = pairs_of(net, index, up, True)
+        out, preact = _forward(net, pairs, x, weights, up, down, up_bias, down_bias, not net.recompute)
         ctx.net = net
         ctx.save_for_backward(
-            index, x, weights, up, down, up_bias, down_bias, preact, pairs.rows, pairs.place, pairs.ends
+            index, x, weights, up, down, up_bias, down_bias, preact, pairs.place, pairs.ends, pairs.order
         )
         return out
 
@@ -182,8 +194,7 @@ class _Experts(torch.autograd.Function):
         net, saved, wanted = ctx.net, ctx.saved_tensors, ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():
             return None, None, *_through_steps(net, saved, wanted, grads[0])
-        found = _Backward(net, saved, grads[0].contiguous()).gradients(wanted)
-        return None, None, *found
+        return None, None, *_gradients(net, saved, grads[0].contiguous(), wanted)
 
 
 def _through_steps(net: Network, saved: Any, wanted: Any, grad: Tensor) -> list[Tensor | None]:
@@ -198,109 +209,80 @@ def _through_steps(net: Network, saved: Any, wanted: Any, grad: Tensor) -> list[
     return differentiated(given, wanted, results, [grad])
 
 
-class _Backward:
-    """The first derivatives of one layer."""
-
-    def __init__(self, net: Network, saved: Any, grad: Tensor) -> None:
-        self._net, self._grad = net, grad
-        _, self._x, self._weights, self._up, self._down, self._up_bias, self._down_bias, preact, *pairs = saved
-        self._pairs = Pairs(*pairs)
-        if preact is None:
-            preact = preact_for(net, self._x, self._pairs, self._up)
-            first_product(net, self._x, self._pairs, self._up, self._up_bias, preact)
-        self._preact = preact
-        place, weights = self._pairs.place.view(-1).long(), _summable(self._weights, self._x)
-        self._by_pair = torch.empty_like(weights.reshape(-1)).scatter_(0, place, weights.reshape(-1))
-
-    def gradients(self, wanted: Any) -> list[Tensor | None]:
-        """The wanted gradients of x, the routing weights, up, down and the biases."""
-        net, x, pairs, grad = self._net, self._x, self._pairs, self._grad
-        dh = product(net, grad, by_rows(self._down, not net.stacked), pairs.ends, a_rows=pairs.rows)
-        dpreact, weighted, dweights = gate_backward(net, self._preact, dh, self._by_pair, pairs.ends)
-        found: list[Tensor | None] = [None] * 6
-        if wanted[0]:
-            sums = (pairs.place, None)
-            found[0] = product(net, dpreact, by_rows(self._up, not net.stacked), pairs.ends, combine=sums)
-        if wanted[1]:
-            found[1] = self._of_weights(dweights)
-        if wanted[2]:
-            found[2] = matrix_gradient(net, pairs, x, dpreact, turned=not net.stacked)
-        if wanted[3]:
-            found[3] = matrix_gradient(net, pairs, grad, weighted, turned=net.stacked)
-        if wanted[4]:
-            ones = torch.ones_like(self._by_pair)
-            found[4] = summed_by_expert(net, pairs.ends, ones, dpreact, None, self._up_bias)
-        if wanted[5]:
-            found[5] = summed_by_expert(net, pairs.ends, self._by_pair, grad, pairs.rows, self._down_bias)
-        return found
-
-    def _of_weights(self, dots: Tensor) -> Tensor:
-        """<gradient, row of down> for each pair; `dots` hold the part without bias."""
-        place = self._pairs.place
-        found = dots[place.long()]
-        if self._down_bias is not None:
-            numbers = torch.arange(place.numel(), device=place.device, dtype=self._pairs.ends.dtype)
-            expert = torch.searchsorted(self._pairs.ends, numbers, right=True)[place.long()]
-            there = expert < self._up.shape[0]
-            every = self._grad.to(dots.dtype) @ self._down_bias.detach().to(dots.dtype).t()
-            found = found + torch.where(there, every.gather(1, torch.where(there, expert, 0)), 0)
-        return found.to(self._weights.dtype)
+def _gradients(net: Network, saved: Any, grad: Tensor, wanted: Any) -> list[Tensor | None]:
+    """The wanted first derivatives by x, the routing weights, up, down and the biases."""
+    _, x, weights, up, down, up_bias, down_bias, preact, place, ends, order = saved
+    weights, top_k, x_rows = weights.detach().contiguous(), place.shape[1], None
+    if preact is None:
+        x_rows = rows_of_pairs(x.detach(), order, top_k)
+        preact = product(net, x_rows, by_rows(up, net.stacked), ends, bias=up_bias)
+    grad_rows = rows_of_pairs(grad, order, top_k)
+    dh = product(net, grad_rows, by_rows(down, not net.stacked), ends)
+    added = None if down_bias is None else (grad, down_bias.detach())
+    dpreact, weighted, dweights = gate_backward(net, preact, dh, order, weights, ends, added)
+    found: list[Tensor | None] = [None, dweights if wanted[1] else None, None, None, None, None]
+    if wanted[3]:
+        found[3] = matrix_gradient(net, ends, grad_rows, weighted, turned=net.stacked)
+    if wanted[5]:
+        found[5] = sum_by_expert(grad_rows, ends, down_bias.dtype, order, weights)
+    del dh, grad_rows, weighted
+    if wanted[0]:
+        found[0] = product(net, dpreact, by_rows(up, not net.stacked), ends, combine=(place, None))
+    if wanted[2]:
+        x_rows = rows_of_pairs(x.detach(), order, top_k) if x_rows is None else x_rows
+        found[2] = matrix_gradient(net, ends, x_rows, dpreact, turned=not net.stacked)
+    if wanted[4]:
+        found[4] = sum_by_expert(dpreact, ends, up_bias.dtype)
+    return found
 
 
-def matrix_gradient(net: Network, pairs: Pairs, tokens: Tensor, of_pairs: Tensor, turned: bool) -> Tensor:
-    """The gradient of a weight: tokens[rows]^T @ of_pairs for each expert, transposed if `turned`."""
-    if turned:
-        return product(net, of_pairs.t(), tokens, pairs.ends, jagged="k", b_rows=pairs.rows)
-    return product(net, tokens.t(), of_pairs, pairs.ends, jagged="k", a_rows=pairs.rows)
-
-
-def summed_by_expert(
-    net: Network, ends: Tensor, factors: Tensor, rows: Tensor, index: Tensor | None, like: Tensor
-) -> Tensor:
-    """The sum of factor * row for each expert. A factor is split into several numbers of the rows' dtype, which
-    together keep all of its digits."""
-    parts, rest = [], factors
-    for _ in range(1 if factors.dtype is rows.dtype else 3):
-        parts.append(rest.to(rows.dtype))
-        rest = rest - parts[-1].to(rest.dtype)
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    found = product(net, torch.stack(parts), rows, ends, jagged="k", b_rows=index, out_dtype=wide)
-    return found.sum(1).to(like.dtype)
+def matrix_gradient(net: Network, ends: Tensor, rows: Tensor, of_pairs: Tensor, turned: bool) -> Tensor:
+    """The gradient of a weight: rows^T @ of_pairs for each expert, transposed if `turned`."""
+    a, b = (of_pairs, rows) if turned else (rows, of_pairs)
+    return product(net, a.t(), b, ends, jagged="k")
 
 
 def gate_backward(
     net: Network,
     preact: Tensor,
     dh: Tensor,
+    order: Tensor,
     weights: Tensor,
     ends: Tensor,
+    added: tuple[Tensor, Tensor] | None = None,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradient of preact, weight * h, <dh, h>) of pairs; zeros for those that no expert has.
+    """(gradient of preact, weight * h, gradient of the weights) of pairs; a weight of no expert here gets zero, the
+    other two are anything there.
 
-    preact [S, W], dh [S, I] without the weights [S] of the pairs; the dots are float32 (float64). `into`: memory for
-    the first two, of more pairs, and [S] the row of each pair there; a pair of no expert may write to the last one,
-    which is then nobody's.
+    preact [S, W], dh [S, I] without the weights [tokens, k], of which `order` [S] are the pairs'. `added`: the gradient
+    [tokens, H] of the layer's result and down's bias [E, H]. `into`: memory for the first two, of more pairs, and [S]
+    the row of each pair there; a pair of no expert may write to the last one, which is then nobody's.
     """
-    kernels = triton_kernels() if preact.is_cuda else None
-    if kernels is not None and net.gate is not None and ends.numel():
-        found: tuple[Tensor, Tensor, Tensor] = kernels.pair_backward(net.gate, preact, dh, weights, ends, into)
+    if net.gate is not None and kernels_for(preact) is not None and ends.numel():
+        given = net.gate, preact, dh, order, weights, ends, added, into
+        found: tuple[Tensor, Tensor, Tensor] = gate_kernels().pair_backward(*given)
         return found
     wide = torch.promote_types(preact.dtype, torch.float32)
-    count = preact.shape[0]
-    last = ends[-1] if ends.numel() else torch.zeros((), dtype=torch.int32, device=preact.device)
-    there = (torch.arange(count, device=preact.device) < last).unsqueeze(1)
+    expert = torch.searchsorted(ends, torch.arange(len(preact), device=ends.device, dtype=ends.dtype), right=True)
+    there, pairs = (expert < ends.numel()).unsqueeze(1), order.long()
     with torch.enable_grad():
         x = torch.where(there, preact.detach(), 0).to(wide).requires_grad_()
         h = gate_by_torch(x, net.activation, net.gate)
-    slope, weight = torch.where(there, dh, 0).to(wide), torch.where(there, weights.to(wide).unsqueeze(1), 0)
+    slope, weight = torch.where(there, dh, 0).to(wide), torch.where(there, weights.view(-1, 1)[pairs].to(wide), 0)
     (dpreact,) = torch.autograd.grad(h, x, slope * weight)
     h = h.detach()
+    dots = (h * slope).sum(1)
+    if added is not None and ends.numel():
+        every = added[0].to(wide) @ added[1].to(wide).t()
+        of_bias = every[pairs // weights.shape[1], expert.clamp(max=ends.numel() - 1)]
+        dots = dots + torch.where(there.squeeze(1), of_bias, 0)
+    dweights = torch.zeros_like(weights).view(-1).index_copy_(0, pairs, dots.to(weights.dtype)).view(weights.shape)
     dpreact, weighted = dpreact.to(preact.dtype), (h * weight).to(preact.dtype)
     if into is not None:
         whole, whole_weighted, rows = into[0], into[1], into[2].long().clamp(max=len(into[0]) - 1)
         dpreact, weighted = whole.index_copy_(0, rows, dpreact), whole_weighted.index_copy_(0, rows, weighted)
-    return dpreact, weighted, (h * slope).sum(1)
+    return dpreact, weighted, dweights
 
 
 # --- the layer as one operator, for graphs -------------------------------------------------------------
@@ -313,8 +295,8 @@ _NETWORK = (
 )
 for schema in (
     f"experts({_GIVEN}, *, {_NETWORK}, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    f"experts_backward(Tensor grad, {_GIVEN}, Tensor preact, Tensor rows, Tensor place, Tensor ends, bool[] wanted, *, "
-    f"{_NETWORK}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"experts_backward(Tensor grad, {_GIVEN}, Tensor preact, Tensor place, Tensor ends, Tensor order, bool[] wanted, "
+    f"*, {_NETWORK}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 ):
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
 _WITH_GRADIENTS = (0, 2, 3, 4, 5, 6)
@@ -339,10 +321,10 @@ def _experts(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The operator on real tensors: the result, the input of the gate (if it is kept), and the pairs."""
     net = _network(options)
-    pairs = pairs_of(net, index, up)
-    preact = preact_for(net, x, pairs, up) if keep else None
-    out = _forward(net, pairs, x, weights, up, down, up_bias, down_bias, preact)
-    return out, x.new_empty(0) if preact is None else preact, pairs.rows, pairs.place, pairs.ends
+    pairs = pairs_of(net, index, up, True)
+    out, preact = _forward(net, pairs, x, weights, up, down, up_bias, down_bias, keep)
+    assert pairs.order is not None
+    return out, x.new_empty(0) if preact is None else preact, pairs.place, pairs.ends, pairs.order
 
 
 def _experts_like(x: Tensor, index: Tensor, *given: Any, keep: bool, **options: Any) -> tuple[Tensor, ...]:
@@ -350,14 +332,14 @@ def _experts_like(x: Tensor, index: Tensor, *given: Any, keep: bool, **options: 
     width = up.shape[2 if options["stacked"] else 1]
     numbers = {"dtype": torch.int32, "device": x.device}
     preact = x.new_empty((count, width)) if keep else x.new_empty(0)
-    rows, place = torch.empty(count, **numbers), torch.empty(index.shape, **numbers)  # type: ignore[call-overload]
-    return x.new_empty(x.shape), preact, rows, place, torch.empty(up.shape[0], **numbers)  # type: ignore[call-overload]
+    place, ends, order = (torch.empty(n, **numbers) for n in (index.shape, up.shape[0], count))  # type: ignore[call-overload]
+    return x.new_empty(x.shape), preact, place, ends, order
 
 
 def _experts_backward(grad: Tensor, x: Tensor, index: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
-    *given, preact, rows, place, ends, wanted = rest
-    saved = (index, x, *given, preact if preact.numel() or not len(rows) else None, rows, place, ends)
-    found = _Backward(_network(options), saved, grad.contiguous()).gradients(wanted)
+    *given, preact, place, ends, order, wanted = rest
+    saved = (index, x, *given, preact if preact.numel() or not len(order) else None, place, ends, order)
+    found = _gradients(_network(options), saved, grad.contiguous(), wanted)
     return tuple(grad.new_empty(0) if each is None else each for each in found)
 
 

@@ -48,11 +48,16 @@ from multigemm.integrations.fused_experts import (
     gate_backward,
     in_autocast,
     matrix_gradient,
-    preact_for,
     product,
-    summed_by_expert,
 )
-from multigemm.integrations.layer_ops import add_returned, copy_rows, exchange_kernels, sort_pairs
+from multigemm.integrations.layer_ops import (
+    add_returned,
+    copy_rows,
+    exchange_kernels,
+    rows_of_pairs,
+    sort_pairs,
+    sum_by_expert,
+)
 from multigemm.integrations.rank_agreement import Input, agree, explained
 from multigemm.problem.spec import bucket
 from multigemm.torch_internals import no_dynamo, pause_stream
@@ -489,11 +494,11 @@ class _Layer(NamedTuple):
 
     def first(self, x: Tensor, piece: _Piece, keep: bool) -> tuple[Tensor, _Piece]:
         """The gated values of each pair of rows x, and the piece, with the first products if `keep` them."""
-        pairs = Pairs(piece.tokens, piece.place, piece.ends)
-        preact = preact_for(self.net, x, pairs, self.up) if keep else None
         if not len(piece.tokens):
-            return x.new_empty(0, self.down.shape[1 if self.net.stacked else 2]), piece._replace(preact=preact)
-        return first_product(self.net, x, pairs, self.up, self.up_bias, preact), piece._replace(preact=preact)
+            return x.new_empty(0, self.down.shape[1 if self.net.stacked else 2]), piece
+        pairs = Pairs(piece.tokens, piece.place, piece.ends, piece.order)
+        hidden, preact = first_product(self.net, x, pairs, self.up, self.up_bias, keep)
+        return hidden, piece._replace(preact=preact)
 
     def second(self, piece: _Piece, hidden: Tensor) -> Tensor:
         """The weighted sum of each row's pairs on this rank."""
@@ -503,7 +508,7 @@ class _Layer(NamedTuple):
     def _summed(
         self, pairs: _Piece | _EveryPair, rows: Tensor, b: Tensor, weights: Tensor | None, **keywords: Any
     ) -> Tensor:
-        if not len(pairs.tokens):
+        if not len(pairs.order):
             return rows.new_zeros(len(pairs.place), b.shape[2])
         return product(self.net, rows, b, pairs.ends, combine=(pairs.place, weights), **keywords)
 
@@ -520,21 +525,19 @@ class _Layer(NamedTuple):
         whole[ways.pieces[0]].copy_(grad)
         every = self._every_pair(pieces)
         weights = pieces[0].weights
-        of_pairs = grad.new_empty(len(every.tokens), self.up.shape[2 if self.net.stacked else 1])
-        weighted = grad.new_empty(len(every.tokens), self.down.shape[1 if self.net.stacked else 2])
+        of_pairs = grad.new_empty(len(every.order), self.up.shape[2 if self.net.stacked else 1])
+        weighted = grad.new_empty(len(every.order), self.down.shape[1 if self.net.stacked else 2])
         of_rows, of_weights = Return(ways, whole), Return(ways, weights)
         own: tuple[Tensor | None, Tensor | None] = (None, None)
         for number, piece in enumerate(pieces):
             if number:
                 ways.wait(arrivals[number - 1])
             rows = whole[ways.pieces[number]]
-            dots = self._through_gate(number, piece, rows, (of_pairs, weighted, every.places[number]))
-            if call.needs_grad:
-                found = self._of_weights(number, piece, rows, dots)
-                if number:
-                    of_weights.send(number - 1, found)
-                else:
-                    own = None, found
+            found = self._through_gate(number, piece, rows, (of_pairs, weighted, every.places[number]))
+            if number and call.needs_grad:
+                of_weights.send(number - 1, found)
+            elif call.needs_grad:
+                own = None, found
         if call.needs_grad:
             sums = self._summed(every, of_pairs, by_rows(self.up, not self.net.stacked), None)
             own = sums[ways.pieces[0]], own[1]
@@ -546,67 +549,53 @@ class _Layer(NamedTuple):
     def _every_pair(self, pieces: list[_Piece]) -> _EveryPair:
         """The pairs of all pieces, sorted by expert."""
         ways, total = self.call.ways, sum(self.call.ways.pairs)
-        tokens, place, ends, order = self.call.sorted(_index_of(self.routing))
+        _, place, ends, order = self.call.sorted(_index_of(self.routing))
         places = [
             place[rows].view(-1).index_select(0, piece.order) for rows, piece in zip(ways.pieces, pieces, strict=True)
         ]
-        return _EveryPair(tokens[:total], place, ends, order[:total], places)
+        return _EveryPair(place, ends, order[:total], places)
 
     def _through_gate(self, number: int, piece: _Piece, grad: Tensor, into: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Writes the gradients of the first products, and weight * hidden. Returns <gradient, hidden> of each pair."""
-        net, weights = self.net, piece.weights.view(-1).index_select(0, piece.order)
+        """Writes the gradients of the first products, and weight * hidden. Returns the gradient of the weights."""
+        net, preact = self.net, piece.preact
         if not len(piece.tokens):
-            return weights
-        preact = piece.preact
+            return torch.zeros_like(piece.weights)
         if preact is None:
-            preact = self.first(self.x[self.call.ways.pieces[number]], piece, True)[1].preact
-        assert preact is not None
-        matrix = by_rows(self.down, not net.stacked)
-        dh = product(net, grad, matrix, piece.ends, a_rows=piece.tokens)
-        return gate_backward(net, preact, dh, weights, piece.ends, into)[2]
-
-    def _of_weights(self, number: int, piece: _Piece, grad: Tensor, dots: Tensor) -> Tensor:
-        """<gradient, row of down> of each pair on this rank; 0 for the others."""
-        found = torch.cat([dots, dots.new_zeros(1)])[piece.place.clamp(max=len(dots))]
-        if self.down_bias is not None and self.call.here:
-            first = self.call.group.rank() * self.call.each
-            local = _index_of(self.routing[self.call.ways.pieces[number]]).long() - first
-            bias = self.down_bias.detach().t().unsqueeze(0)
-            every = product(self.net, grad.unsqueeze(0), bias, None, out_dtype=dots.dtype).squeeze(0)
-            known = every.gather(1, local.clamp(0, self.call.here - 1))
-            found = found + torch.where((local >= 0) & (local < self.call.here), known, 0)
-        return found.to(piece.weights.dtype)
+            x, up = self.x[self.call.ways.pieces[number]], by_rows(self.up, net.stacked)
+            preact = product(net, x, up, piece.ends, a_rows=piece.tokens, bias=self.up_bias)
+        dh = product(net, grad, by_rows(self.down, not net.stacked), piece.ends, a_rows=piece.tokens)
+        added = None if self.down_bias is None else (grad, self.down_bias.detach())
+        return gate_backward(net, preact, dh, piece.order, piece.weights.detach(), piece.ends, added, into)[2]
 
     def _of_parameters(
         self, every: _EveryPair, grad: Tensor, of_pairs: Tensor, weighted: Tensor, wanted: tuple[bool, ...]
     ) -> list[Tensor | None]:
         net, given = self.net, (self.up, self.down, self.up_bias, self.down_bias)
-        if not len(every.tokens):
+        if not len(every.order):
             return [
                 torch.zeros_like(p) if want and p is not None else None for p, want in zip(given, wanted, strict=True)
             ]
-        pairs = Pairs(every.tokens, every.order, every.ends)
+        order, ends, top_k = every.order, every.ends, every.place.shape[1]
         found: list[Tensor | None] = [None] * 4
         if wanted[0]:
-            found[0] = matrix_gradient(net, pairs, self.x, of_pairs, turned=not net.stacked)
+            rows = rows_of_pairs(self.x, order, top_k)
+            found[0] = matrix_gradient(net, ends, rows, of_pairs, turned=not net.stacked)
+        rows = rows_of_pairs(grad, order, top_k) if wanted[1] or wanted[3] else grad
         if wanted[1]:
-            found[1] = matrix_gradient(net, pairs, grad, weighted, turned=net.stacked)
+            found[1] = matrix_gradient(net, ends, rows, weighted, turned=net.stacked)
         if wanted[2]:
             assert self.up_bias is not None
-            ones = torch.ones(len(every.order), dtype=grad.dtype, device=grad.device)
-            found[2] = summed_by_expert(net, every.ends, ones, of_pairs, None, self.up_bias)
+            found[2] = sum_by_expert(of_pairs, ends, self.up_bias.dtype)
         if wanted[3]:
             assert self.down_bias is not None
-            weights = _weights_of(self.routing).view(-1).index_select(0, every.order)
-            found[3] = summed_by_expert(net, every.ends, weights, grad, every.tokens, self.down_bias)
+            found[3] = sum_by_expert(rows, ends, self.down_bias.dtype, order, _weights_of(self.routing))
         return found
 
 
 class _EveryPair(NamedTuple):
-    """The pairs of all pieces by expert: their tokens in X, the position of each row's pairs, the ends of experts, the
-    number of each pair, and by piece the positions of its pairs."""
+    """The pairs of all pieces by expert: the position of each row's pairs, the ends of experts, the number of each
+    pair, and by piece the positions of its pairs."""
 
-    tokens: Tensor
     place: Tensor
     ends: Tensor
     order: Tensor

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""Triton kernels of a mixture-of-experts layer: its sort, its gathers, its gate and its weighted sum.
+"""Triton kernels of a mixture-of-experts layer: its sort, its gathers and its sums.
 
-Plain torch moves rows again and again: a weighted sum over k gathered rows moves each four times, a gate five times
-forward and some ten times backward. Here rows are read where they lie, once. All sums are of integers or in a fixed
+Plain torch moves rows again and again: a weighted sum over k gathered rows moves each four times. Here rows are read
+where they lie, once. All sums are of integers or in a fixed
 order, so the same call gives the same bits.
 
 A step is (kernel, grid, warps, arguments). The functions of the operators run steps at once; a layer that is bound as a
@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 from multigemm.backends.triton.build import starts_early
-from multigemm.backends.triton.kernels.epilogue import normal_area
 from multigemm.integrations.eager import on_device_of
 from multigemm.planning.tiles import tiles_of
 from multigemm.problem.spec import bucket
@@ -112,7 +111,7 @@ def _one_block_kernel(pairs, order, inverse, ends, rows, weights, total, experts
     tl.store(ends + bins, tl.cumsum(tl.histogram(expert, BINS, mask=live), 0), mask=bins < experts)
     to = _ahead(pairs, expert, 0, lane, total, experts, True, SIZE, 32)
     if ORDER:
-        tl.store(order + to, lane.to(tl.int64), mask=live)
+        tl.store(order + to, lane.to(order.dtype.element_ty), mask=live)
     tl.store(inverse + lane, to.to(inverse.dtype.element_ty), mask=live)
     if K > 0:
         tl.store(rows + to, lane // K, mask=live)
@@ -162,7 +161,7 @@ def _move_kernel(pairs, starts, order, inverse, rows, total, experts, K: tl.cons
     start = tl.load(starts + (tl.num_programs(0) + block) * BINS + expert, mask=live, other=0)
     to = start + _ahead(pairs, expert, first, lane, total, experts, False, SIZE, 64)
     if ORDER:
-        tl.store(order + to, (first + lane).to(tl.int64), mask=live)
+        tl.store(order + to, (first + lane).to(order.dtype.element_ty), mask=live)
     tl.store(inverse + first + lane, to.to(inverse.dtype.element_ty), mask=live)
     if K > 0:
         tl.store(rows + to, (first + lane) // K, mask=live)
@@ -220,7 +219,8 @@ def weights_ahead(weights, stacked, pairs):
 def sort_steps(pairs, order, inverse, ends, counts, rows=None, top_k=0, ahead=None):
     """`counts` (`sort_scratch`) is used where there are several blocks; `rows` (int32) receives the pairs' tokens.
 
-    `order` may be None; `inverse` is int32 or int64. `ahead`: what few pairs' sort fetches besides (`weights_ahead`).
+    `order` may be None; it and `inverse` are int32 or int64. `ahead`: what few pairs' sort fetches besides
+    (`weights_ahead`).
     """
     total, experts = pairs.numel(), ends.shape[0]
     blocks, bins, size = sort_blocks(total, experts)
@@ -296,10 +296,27 @@ def _place_kernel(pairs, x, rows, inverse, ends, total, experts, width, stride, 
 @triton.jit
 def _gather_kernel(x, order, rows, width, stride, K: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    token = tl.load(order + row) // K
+    token = tl.load(order + row).to(tl.int64) // K
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < width
     tl.store(rows + row * width + cols, tl.load(x + token * stride + cols, mask=inside), mask=inside)
+
+
+def gather_step(x, order, rows, top_k):
+    """Copies the row of each pair's token; all rows contiguous along their last dimension."""
+    block = columns_at_once(x.shape[1], 16, MOST_COLUMNS)
+    values = {"width": x.shape[1], "stride": x.stride(0), "K": top_k, "BLOCK": block}
+    grid = (order.shape[0], tiles_of(x.shape[1], block))
+    return _gather_kernel, grid, 4, {"x": x, "order": order, "rows": rows, **values}
+
+
+def rows_of_pairs(x, order, top_k):
+    """x [tokens, H], order [S] -> [S, H]: the row of each pair's token."""
+    x = lined(x)
+    rows = torch.empty(order.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
+    if rows.numel():
+        run_steps(x, gather_step(x, order, rows, top_k))
+    return rows
 
 
 def can_sort(pairs, experts):
@@ -324,174 +341,44 @@ def arrival_steps(index, x, rows, inverse, ends, order, counts):
         known = {"total": pairs, "experts": experts, "SIZE": SORT_BLOCK, "BINS": max(16, bucket(experts + 1))}
         memory = {"pairs": index, "x": x, "rows": rows, "inverse": inverse, "ends": ends}
         return [(_place_kernel, grid, 4, {**memory, **known, **common})]
-    gather = (_gather_kernel, grid, 4, {"x": x, "order": order, "rows": rows, **common})
-    return [*sort_steps(index, order, inverse, ends, counts), gather]
+    return [*sort_steps(index, order, inverse, ends, counts), gather_step(x, order, rows, top_k)]
 
 
-# --- the gate ---------------------------------------------------------------------------------------
+# --- sums of the rows of each expert: one program owns some columns of one expert, in a fixed order ----
 
-GATE_COLUMNS = 1024
-
-
-@triton.jit
-def _gate_parts(gate, GELU: tl.constexpr):
-    """(act(gate), its derivative)."""
-    if GELU:
-        area = normal_area(gate)
-        slope = area + gate * tl.exp(-0.5 * gate * gate) * 0.3989422804014327
-        return gate * area, slope
-    s = 1.0 / (1.0 + tl.exp(-gate))
-    return gate * s, s * (1.0 + gate * (1.0 - s))
+SUMMED_LINES, SUMMED_COLUMNS = 64, 64
 
 
 @triton.jit
-def _gate_kernel(x, out, width, stride, GELU: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def _expert_sum_kernel(rows, order, weights, ends, out, width, WEIGHTED: tl.constexpr, WIDE: tl.constexpr,
+                       LINES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    expert = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = cols < width
-    gate = tl.load(x + row * stride + cols, mask=live, other=0.0).to(WIDE)
-    up = tl.load(x + row * stride + width + cols, mask=live, other=0.0).to(WIDE)
-    act, _ = _gate_parts(gate, GELU)
-    tl.store(out + row * width + cols, (act * up).to(out.dtype.element_ty), mask=live)
+    first, last = tl.load(ends + expert - 1, mask=expert > 0, other=0), tl.load(ends + expert)
+    acc = tl.zeros((LINES, BLOCK), dtype=WIDE)
+    for start in range(first, last, LINES):
+        line = start + tl.arange(0, LINES)
+        at = line.to(tl.int64)[:, None] * width + cols[None, :]
+        value = tl.load(rows + at, mask=(line < last)[:, None] & (cols < width)[None, :], other=0.0).to(WIDE)
+        if WEIGHTED:
+            pair = tl.load(order + line, mask=line < last, other=0)
+            value *= tl.load(weights + pair, mask=line < last, other=0.0).to(WIDE)[:, None]
+        acc += value
+    tl.store(out + expert * width + cols, tl.sum(acc, 0).to(out.dtype.element_ty), mask=cols < width)
 
 
-@triton.jit
-def _gate_backward_kernel(grad, x, dx, width, grad_stride, stride, GELU: tl.constexpr, WIDE: tl.constexpr,
-                          BLOCK: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = cols < width
-    g = tl.load(grad + row * grad_stride + cols, mask=live, other=0.0).to(WIDE)
-    gate = tl.load(x + row * stride + cols, mask=live, other=0.0).to(WIDE)
-    up = tl.load(x + row * stride + width + cols, mask=live, other=0.0).to(WIDE)
-    act, slope = _gate_parts(gate, GELU)
-    target = dx + row * 2 * width + cols
-    tl.store(target, (g * up * slope).to(dx.dtype.element_ty), mask=live)
-    tl.store(target + width, (g * act).to(dx.dtype.element_ty), mask=live)
-
-
-def _gate_grid(rows, width, dtype, gelu):
-    """The grid and constants of the forward and backward gate kernels."""
-    block = columns_at_once(width, 16, GATE_COLUMNS)
-    return (rows, tiles_of(width, block)), {"width": width, "GELU": gelu, "WIDE": wide_type(dtype), "BLOCK": block}
-
-
-def gate_step(x, out, gelu):
-    """`out = act(gate) * up` for rows [gate | up]."""
-    grid, values = _gate_grid(*out.shape, x.dtype, gelu)
-    return _gate_kernel, grid, 4, {"x": x, "out": out, "stride": x.stride(0), **values}
-
-
-def gated(x, gelu):
-    """x [S, 2*I] -> [S, I]."""
-    x = lined(x)
-    out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype, device=x.device)
+def sum_by_expert(rows, ends, dtype, order=None, weights=None):
+    """rows [S, n], contiguous -> [E, n]: the sum of each expert's rows, weighted by `weights` of pairs `order`."""
+    experts, width = ends.shape[0], rows.shape[1]
+    out = torch.empty(experts, width, dtype=dtype, device=rows.device)
     if out.numel():
-        run_steps(x, gate_step(x, out, gelu))
-    return out
-
-
-def gated_backward(grad, x, gelu):
-    """The gradient of x."""
-    x, grad = lined(x), lined(grad)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if dx.numel():
-        grid, values = _gate_grid(x.shape[0], x.shape[1] // 2, x.dtype, gelu)
-        memory = {"grad": grad, "x": x, "dx": dx, "grad_stride": grad.stride(0), "stride": x.stride(0)}
-        run_steps(x, (_gate_backward_kernel, grid, 4, {**memory, **values}))
-    return dx
-
-
-@triton.jit
-def _act_parts(g, KIND: tl.constexpr, ALPHA: tl.constexpr):
-    """(act(g), its derivative) of what a gate applies to g."""
-    if KIND == "geglu":
-        act, slope = _gate_parts(g, True)
-    elif KIND == "reglu":
-        act = tl.where(g <= 0, 0.0, g)
-        slope = tl.where(g <= 0, 0.0, 1.0).to(g.dtype)
-    elif KIND == "geglu_tanh":
-        # 0.5 * (1 + tanh(y)) = 1 / (1 + exp(-2 y))
-        s = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * (g + 0.044715 * g * g * g)))
-        act = g * s
-        slope = s + act * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * g * g)
-    elif KIND == "glu":
-        act = 1.0 / (1.0 + tl.exp(-g))
-        slope = act * (1.0 - act)
-    else:
-        s = 1.0 / (1.0 + tl.exp(-ALPHA * g))
-        act = g * s
-        slope = s * (1.0 + ALPHA * g * (1.0 - s))
-    return act, slope
-
-
-@triton.jit
-def _pair_backward_kernel(preact, dh, weights, ends, dpreact, weighted, dots, places, width, experts, g_at, u_at, step,
-                          MOVED: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
-                          LIMIT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """One pair: the gradient of g and u, weight * h, and <dh, h>; zeros where no expert has it. If `MOVED`, the first
-    three go to the pair's place, and nothing of a pair that no expert has."""
-    row = tl.program_id(0).to(tl.int64)
-    place = row
-    if MOVED:
-        place = tl.load(places + row).to(tl.int64)
-    there = row < tl.load(ends + experts - 1)
-    weight = tl.load(weights + row, mask=there, other=0).to(WIDE)
-    dot = tl.zeros((BLOCK,), dtype=WIDE)
-    for start in range(0, width, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        live = cols < tl.where(there, width, 0)
-        gate, up = row * 2 * width + g_at + cols * step, row * 2 * width + u_at + cols * step
-        to_gate, to_up = gate, up
-        if MOVED:
-            to_gate += (place - row) * 2 * width
-            to_up += (place - row) * 2 * width
-        g = tl.load(preact + gate, mask=live, other=0.0).to(WIDE)
-        u = tl.load(preact + up, mask=live, other=0.0).to(WIDE)
-        d = tl.load(dh + row * width + cols, mask=live, other=0.0).to(WIDE)
-        through_g = cols >= 0
-        through_u = cols >= 0
-        if LIMIT is not None:
-            through_g = g <= LIMIT
-            through_u = (u <= LIMIT) & (u >= -LIMIT)
-            g = tl.where(g > LIMIT, LIMIT, g).to(WIDE)
-            u = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u)).to(WIDE)
-        act, slope = _act_parts(g, KIND, ALPHA)
-        u = u + BETA
-        h = act * u
-        inside = live if MOVED else cols < width
-        to = dpreact.dtype.element_ty
-        tl.store(dpreact + to_gate, tl.where(through_g, d * weight * u * slope, 0.0).to(to), mask=inside)
-        tl.store(dpreact + to_up, tl.where(through_u, d * weight * act, 0.0).to(to), mask=inside)
-        tl.store(weighted + place * width + cols, tl.where(live, h * weight, 0.0).to(to), mask=inside)
-        dot += tl.where(live, d * h, 0.0)
-    tl.store(dots + row, tl.sum(dot))
-
-
-def pair_backward(gate, preact, dh, weights, ends, into=None):
-    """(gradient of preact, weight * h, <dh, h>) of pairs; all contiguous. `gate` is a problem's.
-
-    `into`: memory for the first two, of more pairs, and the row of each pair there.
-    """
-    count, width = dh.shape
-    if into is None:
-        dpreact, weighted, places = torch.empty_like(preact), torch.empty_like(dh, dtype=preact.dtype), ends
-    else:
-        dpreact, weighted, places = into
-    wide = torch.promote_types(preact.dtype, torch.float32)
-    dots = torch.zeros(count, dtype=wide, device=dh.device)
-    if dh.numel():
-        starts = {"halves": (0, width, 1), "halves_up_first": (width, 0, 1), "interleaved": (0, 1, 2)}
-        g_at, u_at, step = starts[gate.layout]
         values = {
-            "preact": preact, "dh": dh, "weights": weights, "ends": ends, "dpreact": dpreact, "weighted": weighted,
-            "dots": dots, "places": places, "MOVED": into is not None, "width": width, "experts": ends.shape[0],
-            "g_at": g_at, "u_at": u_at, "step": step,
-            "KIND": gate.kind, "ALPHA": gate.alpha, "BETA": gate.beta, "LIMIT": gate.limit,
-            "WIDE": wide_type(preact.dtype), "BLOCK": columns_at_once(width, 16, GATE_COLUMNS),
+            "rows": rows, "order": ends if order is None else order, "weights": rows if weights is None else weights,
+            "ends": ends, "out": out, "width": width, "WEIGHTED": weights is not None,
+            "WIDE": wide_type(torch.promote_types(rows.dtype, dtype)), "LINES": SUMMED_LINES, "BLOCK": SUMMED_COLUMNS,
         }  # fmt: skip
-        run_steps(dh, (_pair_backward_kernel, (count,), 4, values))
-    return dpreact, weighted, dots
+        run_steps(rows, (_expert_sum_kernel, (experts, tiles_of(width, SUMMED_COLUMNS)), 4, values))
+    return out
 
 
 # --- rows home: one program owns one token, and sums in a fixed order -------------------------------

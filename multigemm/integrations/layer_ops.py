@@ -1,8 +1,8 @@
 """The small operators of a mixture-of-experts layer, which graphs can hold: a sort, a weighted sum, a gate.
 
-On a GPU with Triton each runs one or a few kernels (layer_kernels.py, exchange_kernels.py); elsewhere it calls torch
-functions. Sums are formed in the accumulator's precision, in a fixed order, and rounded once: the same call gives the
-same bits.
+On a GPU with Triton each runs one or a few kernels (layer_kernels.py, gate_kernels.py, exchange_kernels.py); elsewhere
+it calls torch functions. Sums are formed in the accumulator's precision, in a fixed order, and rounded once: the same
+call gives the same bits.
 """
 
 from __future__ import annotations
@@ -72,6 +72,21 @@ def triton_kernels() -> Any:
 
 
 @cache
+def gate_kernels() -> Any:
+    """The module of Triton kernels of gates, or None if Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from multigemm.integrations import gate_kernels
+
+    return gate_kernels
+
+
+def kernels_for(x: Tensor) -> Any:
+    """The module of Triton kernels for what lies on the device of x, or None."""
+    return triton_kernels() if x.is_cuda else None
+
+
+@cache
 def exchange_kernels() -> Any:
     """The module of Triton kernels of layers on many ranks, or None if Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
@@ -81,10 +96,10 @@ def exchange_kernels() -> Any:
     return exchange_kernels
 
 
-def _in_triton(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+def _in_triton(name: str, plain: Callable[..., Any], kernels: Callable[[], Any] = triton_kernels) -> Callable[..., Any]:
     """An operator's kernel for GPUs: the Triton function of that name, or torch functions if Triton is not
     installed."""
-    return lambda *args: getattr(triton_kernels(), name, plain)(*args)
+    return lambda *args: getattr(kernels(), name, plain)(*args)
 
 
 # --- the sort ---------------------------------------------------------------------------------------
@@ -119,18 +134,50 @@ torch.library.register_fake("multigemm::sort_by_expert", _sort_like, lib=_librar
 def sort_pairs(
     index: Tensor, experts: int, ordered: bool = False, up: Tensor | None = None, stacked: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """index [tokens, k] -> the tokens of the pairs by expert [S], where each pair went [tokens, k] and where experts
-    end, all int32; and, if `ordered`, which pair each one was [S].
+    """index [tokens, k] -> the tokens of the pairs by expert [S], where each pair went [tokens, k], where experts end
+    and, if `ordered`, which pair each one was [S]; all int32.
 
     `up`: the weights of the product behind the sort, `stacked` or not, which it may fetch ahead. No operator.
     """
-    kernels = triton_kernels() if index.is_cuda else None
+    kernels = kernels_for(index)
     if kernels is not None and kernels.can_sort(index.numel(), experts):
-        order = torch.empty(index.numel(), dtype=torch.int64, device=index.device) if ordered else None
+        order = torch.empty(index.numel(), dtype=torch.int32, device=index.device) if ordered else None
         rows, place, ends = kernels.sort_pairs(index, experts, order, up, stacked)
         return rows, place, ends, order
     order, inverse, ends = sort_by_expert(index.reshape(-1), experts)
-    return (order // max(index.shape[1], 1)).int(), inverse.int().view(index.shape), ends, order
+    rows, place = (order // max(index.shape[1], 1)).int(), inverse.int().view(index.shape)
+    return rows, place, ends, order.int() if ordered else None
+
+
+# --- the rows of pairs ------------------------------------------------------------------------------
+
+
+def rows_of_pairs(x: Tensor, order: Tensor, top_k: int) -> Tensor:
+    """x [tokens, H], pairs `order` [S] -> [S, H]: the row of each pair's token. No operator."""
+    kernels = kernels_for(x)
+    if kernels is not None:
+        found: Tensor = kernels.rows_of_pairs(x, order, top_k)
+        return found
+    return x.index_select(0, order // max(top_k, 1))
+
+
+def sum_by_expert(
+    rows: Tensor, ends: Tensor, dtype: torch.dtype, order: Tensor | None = None, weights: Tensor | None = None
+) -> Tensor:
+    """rows [S, n] sorted by expert -> [E, n]: the sum of each expert's rows, weighted by `weights` of pairs `order`.
+
+    No operator.
+    """
+    kernels = kernels_for(rows)
+    if kernels is not None:
+        found: Tensor = kernels.sum_by_expert(rows, ends, dtype, order, weights)
+        return found
+    wide = rows.to(torch.promote_types(_wide(rows.dtype), dtype))
+    if order is not None and weights is not None:
+        wide = wide * weights.reshape(-1).index_select(0, order).to(wide.dtype).unsqueeze(1)
+    offsets = F.pad(ends.long(), (1, 0))
+    sums: Tensor = torch.segment_reduce(wide, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
+    return sums.to(dtype)
 
 
 # --- the weighted sum -------------------------------------------------------------------------------
@@ -277,10 +324,15 @@ def _backward_of_gate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 eager.register(
-    _library, torch.ops.multigemm.gated.default, _gate, _in_triton("gated", _gate), _backward_of_gate, _keep_gate
+    _library,
+    torch.ops.multigemm.gated.default,
+    _gate,
+    _in_triton("gated", _gate, gate_kernels),
+    _backward_of_gate,
+    _keep_gate,
 )
 _library.impl("gated_backward", _gate_backward, "CPU")
-_library.impl("gated_backward", _in_triton("gated_backward", _gate_backward), "CUDA")
+_library.impl("gated_backward", _in_triton("gated_backward", _gate_backward, gate_kernels), "CUDA")
 torch.library.register_fake(
     "multigemm::gated", lambda x, gelu: x.new_empty((x.shape[0], x.shape[1] // 2)), lib=_library
 )

@@ -228,8 +228,8 @@ class Experts(nn.Module):
         return self.network.in_steps(rows, ends, *self._weights(), *map(self._scales, (self.first, "down_proj")))
 
     def _fuses(self, x: Tensor) -> bool:
-        """Whether a layer with fused=None runs fused. Decided by its gate alone: the number of tokens and wanted
-        gradients must not change its bits."""
+        """Whether a layer with fused=None runs fused. Decided by its gate alone: the number of tokens must
+        not change its bits."""
         if self.weight_format is not None or torch.compiler.is_compiling():
             return False
         if not has_fast_fused_products(x, self.backend):

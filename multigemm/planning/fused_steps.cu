@@ -221,7 +221,10 @@ __device__ i64 first_from(const index_t* places, i64 tokens, i64 row) {
     return low;
 }
 
+// A thread loads LINES terms, of whatever owned row where there is none, before it adds them, so that as many loads are on
+// their way.
 extern "C" __global__ void __launch_bounds__(256) sum_rows(const Sum t) {
+    constexpr int LINES = TERMS > 0 && TERMS < 8 ? TERMS : 8;
     const i64 chunks = (t.columns + EACH - 1) / EACH;
     const Range owned = owned_range(t.ends, t.count, t.head, t.tokens);
     const index_t* index = (const index_t*)t.index;
@@ -236,15 +239,29 @@ extern "C" __global__ void __launch_bounds__(256) sum_rows(const Sum t) {
             calc total[EACH];
 #pragma unroll
             for (int e = 0; e < EACH; e++) total[e] = (calc)0;
-#pragma unroll 8
-            for (i64 at = first; at < last; at++) {
-                const i64 s = TERMS < 0 ? ((const i64*)t.order)[at] : (i64)index[at];
-                if (s < owned.low || s >= owned.high) continue;
-                calc term[EACH];
-                load_some<ROWS, EACH>(t.y, s * t.columns + j, 1, term);
-                const calc weight = t.weights ? load<SCALE>(t.weights, at) : (calc)1;
+            for (i64 at = first; at < last && owned.low < owned.high; at += LINES) {
+                calc term[LINES][EACH], weight[LINES];
+                bool there[LINES];
 #pragma unroll
-                for (int e = 0; e < EACH; e++) total[e] += t.weights ? term[e] * weight : term[e];
+                for (int i = 0; i < LINES; i++) {
+                    const i64 from = at + i < last ? at + i : at;
+                    const i64 s = TERMS < 0 ? ((const i64*)t.order)[from] : (i64)index[from];
+                    there[i] = at + i < last && s >= owned.low && s < owned.high;
+                    load_some<ROWS, EACH>(t.y, (there[i] ? s : owned.low) * t.columns + j, 1, term[i]);
+                    weight[i] = (calc)1;
+                }
+                if (t.weights) {
+#pragma unroll
+                    for (int i = 0; i < LINES; i++) weight[i] = load<SCALE>(t.weights, at + i < last ? at + i : at);
+                }
+#pragma unroll
+                for (int i = 0; i < LINES; i++) {
+#pragma unroll
+                    for (int e = 0; e < EACH; e++) {
+                        const calc sum = total[e] + term[i][e] * weight[i];
+                        total[e] = there[i] ? sum : total[e];
+                    }
+                }
             }
             if (t.c) {
                 calc given[EACH];

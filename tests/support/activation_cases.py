@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import multigemm as mg
+from multigemm.problem.fused import Gate
 
 TAILS = {
     torch.float32: {"gelu": -14.5, "gelu_tanh": -10.5, "silu": -95.0},
@@ -41,11 +42,11 @@ def problem_of(
 
 def gate_verdict(dtype: torch.dtype) -> Any:
     """The kernel of geglu, which shares the formula: gelu(gate) * 1."""
-    from multigemm.integrations.layer_kernels import gate_step
+    from multigemm.integrations.gate_kernels import gate_step
 
     x = thinned(points("gelu", dtype))
     out = torch.empty(len(x), 1, dtype=dtype)
-    kernel, grid, _, values = gate_step(torch.stack([x, torch.ones_like(x)], 1), out, True)  # type: ignore[no-untyped-call]
+    kernel, grid, _, values = gate_step(Gate("geglu"), torch.stack([x, torch.ones_like(x)], 1), out)  # type: ignore[no-untyped-call]
     kernel[grid](**values)
     return mg.verify(problem_of(x, "gelu"), out[None])
 

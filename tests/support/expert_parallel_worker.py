@@ -306,7 +306,7 @@ def fused_rows_travel_while_multiplying() -> None:
         kept: list[bool] = []
 
         def keeps(*given: Any) -> Any:
-            kept.append(given[5] is not None)
+            kept.append(given[5])
             seen.append("first")
             return first_product(*given)
 

@@ -14,6 +14,7 @@
 #define MOST_GROUPS (TILE_COLUMNS > 128 ? 448 : 960)
 #define LATE (SEND && ROWS <= 128 && TILE_COLUMNS == 128)          // registers for a tile's packed results beside two sets of sums
 #define HALVES_LAST (CLUSTER == 2)
+#define EVEN (ROWS <= 128)                                         // as stage_bytes has it
 #include "announce.cuh"
 #include "consume_fp8.cuh"
 #include "load.cuh"

@@ -32,6 +32,9 @@
 #define TILE_COLUMNS 128            // columns of a tile that one block has (hopper_fp8.cu: or 192)
 #endif
 #define BROAD (TILE_COLUMNS > 128)
+#ifndef EVEN
+#define EVEN 0                      // hopper_fp8.cu: all stages are of one size
+#endif
 #ifndef W_LINE
 #define W_LINE 128                  // bytes of a column of the weights in a stage
 #endif
@@ -78,7 +81,8 @@ constexpr int LONG_K = FAST_MEMORY ? 0x7FFFFFFF : 5120;        // see stage_byte
 // Tiles of few rows: how far the blocks of rows of a stage are apart, where lanes that read both meet other banks, and its bytes.
 [[maybe_unused]] constexpr int FEW_ROWS = 16, FEW_APART = (FEW_ROWS + 2) * LINE_BYTES;
 [[maybe_unused]] constexpr int FEW_BYTES = (W_BYTES + (DEEP - 1) * FEW_APART + FEW_ROWS * LINE_BYTES + 1023) / 1024 * 1024;
-constexpr int PLACES = RING_BYTES / (FEW ? FEW_BYTES : W_BYTES + STEP * LINE_BYTES) + 1;   // stages at most, each with its two barriers
+// Stages at most, each with its two barriers.
+constexpr int PLACES = EVEN ? STAGES : RING_BYTES / (FEW ? FEW_BYTES : W_BYTES + STEP * LINE_BYTES) + 1;
 [[maybe_unused]] constexpr int PITCH = 68;              // floats per row of the general epilogue's staging
 constexpr int STAGING_BYTES = BROAD ? 64 * 2 * COLUMNS : PLAIN || GATE ? 64 * 128 : 9216; // per consumer warpgroup
 constexpr i64 FAR = 1 << 30;                           // ragged maps: see arguments.py
@@ -133,7 +137,7 @@ struct Ring {
     u32 at = 0;                 // where the stage lies
     int place = 0;              // which barriers are its own, and their parity
     u32 parity = 0;
-    __device__ __forceinline__ void fit(u32 bytes) { if (at + bytes > RING_BYTES) at = 0; }
+    __device__ __forceinline__ void fit(u32 bytes) { if (!EVEN && at + bytes > RING_BYTES) at = 0; }
     // To the first of a tile's `blocks` stages, each of which takes the bytes that are returned.
     __device__ __forceinline__ u32 begin(const Tile& t, int blocks) {
         const u32 bytes = stage_bytes(t);
@@ -143,7 +147,9 @@ struct Ring {
     __device__ __forceinline__ void next(u32 bytes) {
         at += bytes;
         fit(bytes);
-        if (++place == PLACES) place = 0, parity ^= 1;
+        if (++place < PLACES) return;
+        place = 0, parity ^= 1;
+        if (EVEN) at = 0;
     }
 };
 

@@ -18,10 +18,11 @@ import multigemm as mg
 from multigemm import quantize as q
 from multigemm.backends.triton import BACKEND, Config, choice
 from multigemm.backends.triton.config import problem_with
-from multigemm.integrations import eager, fused_parallel
+from multigemm.integrations import eager, fused_experts, fused_parallel, layer_ops
 from multigemm.integrations.expert_network import Network
 from multigemm.integrations.fused_experts import experts_forward, gate_backward
-from multigemm.integrations.layer_ops import add_returned, copy_rows
+from multigemm.integrations.fused_gradients import gate_by_torch
+from multigemm.integrations.layer_ops import add_returned, copy_rows, rows_of_pairs, sum_by_expert
 from multigemm.problem.spec import GATES, GLU_LAYOUTS
 from multigemm.testing.model_mutants import FUSED_HUNTING
 from tests.support.fused_cases import findings
@@ -166,32 +167,98 @@ def test_a_layer_and_its_gradients(options: Any) -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The kernels of layers on a GPU, which the interpreter runs."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    monkeypatch.setattr(eager, "current_device", lambda: -1)  # which is where tensors on the CPU say that they lie
+    return importlib.import_module("multigemm.integrations.layer_kernels")
+
+
 @pytest.mark.parametrize("layout", GLU_LAYOUTS)
 @pytest.mark.parametrize("kind", GATES)
-def test_the_pass_between_backward_products(kind: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel that layers on a GPU take, beside the same in steps of torch."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    kernels: Any = importlib.import_module("multigemm.integrations.layer_kernels")
-    monkeypatch.setattr(eager, "current_device", lambda: -1)  # which is where tensors on the CPU say that they lie
+@pytest.mark.usefixtures("kernels")
+def test_gates_behind_a_product_and_back(kind: str, layout: str) -> None:
+    """The kernels that layers on a GPU take, beside the same in steps of torch."""
+    kernels = layer_ops.gate_kernels()
     torch.manual_seed(6)
     for dtype, limit in ((torch.float64, 0.7), (torch.float32, None)):
         alpha = 1.702 if kind == "swiglu" else 1.0
         net = Network(kind, layout, alpha, 0.3, limit)
-        preact, dh, weights = (torch.randn(shape, dtype=dtype) for shape in ((9, 40), (9, 20), (9,)))
+        preact, dh, weights = (torch.randn(shape, dtype=dtype) for shape in ((10, 40), (10, 20), (5, 2)))
         preact[0, :3], ends = limit or 0.0, torch.tensor([2, 2, 7], dtype=torch.int32)
-        preact[7:], weights[8] = torch.nan, torch.nan
-        got = kernels.pair_backward(net.gate, preact, dh, weights, ends)
-        for one, other in zip(got, gate_backward(net, preact, dh, weights, ends), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-        places, there = torch.randperm(12)[:9], slice(0, int(ends[-1]))
-        wanted = preact.new_full((12, 40), 5.0), preact.new_full((12, 20), 5.0)
-        for whole, rows in zip(wanted, got, strict=False):
-            whole[places[there]] = rows[there]
-        places[ends[-1] :] = 1 << 40  # nothing is written for pairs of no expert
-        into = preact.new_full((12, 40), 5.0), preact.new_full((12, 20), 5.0), places
-        moved = kernels.pair_backward(net.gate, preact, dh, weights, ends, into)
-        for one, other in zip(moved, (*wanted, got[2]), strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=0)
+        want = gate_by_torch(preact, net.activation, net.gate)
+        torch.testing.assert_close(kernels.gated_rows(net.gate, preact), want, rtol=1e-5, atol=1e-6)
+        order = torch.randperm(10).int()
+        preact[7:], dh[7:], weights.view(-1)[order[7:].long()] = torch.nan, torch.nan, torch.nan
+        added = torch.randn(5, 33, dtype=dtype), torch.randn(3, 33, dtype=dtype)
+        there, places = slice(0, 7), torch.randperm(12)[:10]
+        for more in (None, added):
+            given = net.gate, preact, dh, order, weights, ends, more
+            got = kernels.pair_backward(*given)
+            for one, other in zip(got, gate_backward(net, *given[1:]), strict=True):
+                part = there if len(one) == 10 else slice(None)  # what no expert has is anything
+                torch.testing.assert_close(one[part], other[part], rtol=1e-5, atol=1e-5)
+            wanted = preact.new_full((12, 40), 5.0), preact.new_full((12, 20), 5.0)
+            for whole, rows in zip(wanted, got, strict=False):
+                whole[places[there]] = rows[there]
+            away = torch.where(torch.arange(10) < 7, places, 1 << 40)  # nothing is written for pairs of no expert
+            into = preact.new_full((12, 40), 5.0), preact.new_full((12, 20), 5.0), away
+            moved = kernels.pair_backward(*given, into)
+            for one, other in zip(moved, (*wanted, got[2]), strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_rows_of_pairs_and_their_sums(kernels: Any) -> None:
+    """Copied by pair, and summed by expert, where one has none, one many, and some pairs have no expert."""
+    torch.manual_seed(8)
+    order, ends = torch.randperm(200).int(), torch.tensor([3, 3, 150, 170], dtype=torch.int32)
+    x, weights = torch.randn(50, 90)[:, :70], torch.rand(50, 4)
+    rows = kernels.rows_of_pairs(x, order, 4)
+    assert torch.equal(rows, rows_of_pairs(x, order, 4)) and rows.is_contiguous()
+    rows[170:] = torch.nan
+    for given in ((), (order, weights)):
+        got = kernels.sum_by_expert(rows, ends, torch.float32, *given)
+        torch.testing.assert_close(got, sum_by_expert(rows, ends, torch.float32, *given), rtol=1e-5, atol=1e-5)
+        factors = weights.view(-1)[order.long()] if given else torch.ones(200)
+        torch.testing.assert_close(got[2], (factors[3:150, None] * rows[3:150]).sum(0), rtol=1e-5, atol=1e-5)
+        assert (got[1] == 0).all()
+        half = kernels.sum_by_expert(rows.half(), ends, torch.float16, *given)
+        torch.testing.assert_close(half.float(), got, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("options", [{"recompute": True}, {"activation": "silu"}, GPT_OSS])
+def test_training_by_the_kernels_of_a_layer(options: Any, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sort, gather, gates and sums by the kernels that a GPU takes; the products by the cpu backend."""
+    torch.manual_seed(4)
+    width, stacked = 10 if "activation" in options else 20, "stacked" in options
+    shapes = [(3, 16, width), (3, 10, 16)] if stacked else [(3, width, 16), (3, 16, 10)]
+    given = [torch.randn(shape, requires_grad=True) for shape in ((7, 16), (7, 2), *shapes, (3, width), (3, 16))]
+    index = torch.rand(7, 4).argsort(1)[:, :2]  # number 3 is elsewhere
+    found = []
+    for on_gpu in (False, True):
+        for module in (fused_experts, layer_ops) if on_gpu else ():
+            monkeypatch.setattr(module, "kernels_for", lambda x: kernels)
+        y = experts_forward(given[0], index, *given[1:], backend="cpu", **options)
+        found.append((y, *torch.autograd.grad(y.square().sum(), given)))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_the_gate_of_a_batch_invariant_layer_stays_inside(
+    invariant: bool, kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the bits do not depend on wanted gradients; else the kept input of the gate is rounded before the gate."""
+    monkeypatch.setattr(fused_experts, "kernels_for", lambda x: kernels)
+    torch.manual_seed(5)
+    x, up, down = (torch.randn(shape).bfloat16() / 4 for shape in ((40, 16), (3, 20, 16), (3, 16, 10)))
+    index, weights = torch.randint(0, 3, (40, 2)), torch.rand(40, 2)
+    options: dict[str, Any] = {"backend": "cpu", "batch_invariant": invariant}
+    want = experts_forward(x, index, weights, up, down, **options)
+    y = experts_forward(x.requires_grad_(), index, weights, up, down, **options)
+    torch.testing.assert_close(y, want, rtol=2e-2, atol=1e-2)
+    assert torch.equal(y, want) == invariant
 
 
 def test_rows_that_came_home_are_added_to_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
