@@ -137,17 +137,16 @@ THIN_K = 128
 """k per group of jagged k up to which storing is most of the work: clusters would share rows that cost nothing."""
 MANY_ROWS = 448
 """Rows per group from which warpgroups take turns: lower tiles read weights more often, but hide their stores."""
-TURNS_PRODUCT, TURNS_ENDS, UNEVEN_ROUNDS = 0.98, 18, 3
-"""Of tall tiles of jagged k whose results the copy engine stores: a product in turns relative to one of shared tiles,
-the elements of k by which turns start and end later, and the rounds of tiles for which the ends of a launch count.
+TURNS_ENDS, LAUNCH_ROUNDS = 14, 5
+"""Of tall tiles of jagged k whose results the copy engine stores: the elements of k that take as long as what a tile in
+turns costs beyond one that is shared, and the rounds of tiles that take as long as a launch starts and ends.
 
-Least squares of the logarithm of turns' time relative to that of shared tiles, 37 problems on an H200, bfloat16,
-2026-11-23 (benchmarks/results/h200/weight-gradients.json): its error has a root mean square of 2.7 %. The choices are
-0.15 % behind the faster config on average and 2.5 % at most, also for shapes left out of the fit; shared tiles for all
-2.8 % and 16 %.
+Least squares of the logarithm of turns' time relative to that of shared tiles, 51 problems of more than 128 k per group
+on an H200, bfloat16, 2026-11-23 (benchmarks/results/h200/weight-gradients.json): its error has a root mean square of
+5 %. The choices are 0.14 % behind the faster config on average and 2.9 % at most, for problems left out of the fit
+0.22 % and 4.7 %; shared tiles for all 4.1 % and 34 %, turns for all 1.1 % and 12 %. Results below 384 rows were not
+measured.
 """
-TURNS_ROWS, TURNS_ROUNDS = 768, 5
-"""About the fewest rows of such results, and rounds of shared tiles, that were measured. Fewer: tiles are shared."""
 AT_ONCE = 3 * PROCESSORS
 """Tiles of 64, or of 32 with eight blocks of k in flight, that run at once, for which there is shared memory."""
 ODD_US = (7.0, 1.0)
@@ -572,11 +571,12 @@ def _turns_take_less(layout: Layout, counts: Counts) -> Condition:
     Pairs of multiprocessors take tiles of two blocks of columns each, of which low ones cost as much as full ones.
     """
     height = (layout.spec.n if is_swapped(layout.spec) else layout.spec.m) or 0
-    pairs = counts.groups * -(-layout.columns // 2)
-    shared, turns = (pairs * -(-height // config.rows) / (PROCESSORS // 2) for config in (WIDE, TURNS))
-    shared_time = WIDE.rows * counts.mean * (shared + UNEVEN_ROUNDS)
-    turns_time = TURNS.rows * (TURNS_PRODUCT * counts.mean + TURNS_ENDS) * (turns + UNEVEN_ROUNDS)
-    return (height >= TURNS_ROWS) & (shared >= TURNS_ROUNDS) & (turns_time < shared_time)
+    pairs, processors = counts.groups * -(-layout.columns // 2), PROCESSORS // 2
+    shared, turns = (
+        min(height, config.rows) * (-(-pairs * -(-height // config.rows) // processors) + LAUNCH_ROUNDS)
+        for config in (WIDE, TURNS)
+    )
+    return turns * (counts.mean + TURNS_ENDS) < shared * counts.mean
 
 
 def _hopper_rules(layout: Layout, counts: Counts) -> list[tuple[Condition, Ladder]]:

@@ -204,9 +204,10 @@ def test_the_copy_engine_stores_plain_results(changes: dict[str, Any], sent: boo
         (configs.TURNS_GROUPS, 512, 2880, 5760, configs.TURNS),
         (configs.TURNS_GROUPS + 1, 512, 2880, 5760, configs.WIDE),  # more than the schedule holds
         (32, 128, 2880, 5760, configs.ALONE),
-        # Not measured: fewer rows, fewer rounds.
-        (128, 2048, 704, 2048, configs.WIDE),
-        (1, 2048, 2880, 5760, configs.WIDE),
+        (8, 2048, 4096, 14336, configs.WIDE),
+        (1, 4096, 2880, 2880, configs.TURNS),  # three rounds of either
+        (64, 512, 384, 2048, configs.TURNS),  # two tiles of either
+        (64, 512, 192, 2048, configs.WIDE),  # one tile of either, not measured
     ],
 )
 def test_tall_results_of_jagged_k_are_multiplied_in_turns_where_that_takes_less(

@@ -32,7 +32,7 @@ DEFAULTS = asdict(Config())
 """Of fields that a config had not yet when a report was made."""
 REGRET = 1.03
 """How many times slower than the fastest config a choice may be."""
-UNJUDGED = 0.1
+UNJUDGED = 0.11
 """The part of the workloads that may have a choice that no report measured."""
 Fields = frozenset[tuple[str, str]]
 
@@ -99,7 +99,7 @@ def test_weight_gradients_have_the_config_that_takes_least() -> None:
         spec = ProblemSpec("jagged_k", *extents, 0, left, right, right, compute=torch.bfloat16)
         key = " ".join(str(row[name]) for name in ("groups", "total", "m", "n", "sizes"))
         regrets[key] = row["cupy"][names[heuristic(spec, (9, 0))]] / min(row["cupy"].values())
-    assert len(regrets) == 37
-    assert geomean(regrets.values()) < 1.004
+    assert len(regrets) == 59
+    assert geomean(regrets.values()) < 1.003
     assert [key for key, regret in regrets.items() if regret > REGRET] == ["8 1024 4096 14336 multinomial"]
     assert max(regrets.values()) < 1.06

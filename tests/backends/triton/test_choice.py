@@ -72,7 +72,7 @@ HOPPER_FIRST: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "88 tiles took 98 us, 96 of 256x128 71":
         (BF16, {"groups": 4, "n": 272, "k": 5888, "total": 8192}, {"block_m": 256, "block_n": 128}),
     **{f"jagged k of {k} a group": ("jagged_k bf16", {**WRITTEN, "total": 64 * k}, {"block_m": block_m, "block_n": 256})
-       for k, block_m in ((32, 192), (128, 192), (256, 128), (1024, 128))},
+       for k, block_m in ((64, 128), (128, 192), (256, 128), (1024, 128))},
     **{f"short jagged k, {why}": ("jagged_k bf16", {**WRITTEN, **changes}, {"block_m": 128, "block_n": 256})
        for why, changes in NOT_WRITTEN.items()},
     "both operands are copied": (UNALIGNED, {"total": 2**14}, {"pack": ("a", "b")}),
@@ -109,12 +109,14 @@ def test_the_first_config_of_the_hopper_kernel(why: str) -> None:
 
 def test_weight_gradients_take_the_faster_tile_of_a_report() -> None:
     path = Path(__file__).parents[3] / "benchmarks" / "results" / "h200" / "weight-gradients.json"
-    rows = [row for row in json.loads(path.read_text())["rows"] if "triton" in row]
+    rows = [row for row in json.loads(path.read_text())["rows"] if len(row["triton"]) > 1]
     for row in rows:
         problem = {name: row[name] for name in ("groups", "m", "n", "total")}
         best = hopper_candidates(spec_of("jagged_k bf16", **problem))[0]
-        assert row["triton"][f"{best.block_m}x{best.block_n}"] <= 1.01 * min(row["triton"].values()), problem
-    assert len(rows) == 7
+        few = row["groups"] * row["m"] * row["n"] <= 4 * 132 * 128 * 256  # so that an estimate chooses
+        regret = row["triton"][f"{best.block_m}x{best.block_n}"] / min(row["triton"].values())
+        assert regret <= (1.04 if few else 1.01), problem
+    assert len(rows) == 29
 
 
 POINTER_FIRST: dict[str, tuple[str, dict[str, Any], tuple[int, int], int]] = {
