@@ -86,7 +86,7 @@ from multigemm.planning.fused import products_spec
 from multigemm.planning.tiles import Number, TileCost, longest_time, typical_extent
 from multigemm.problem.spec import HALVES, ProblemSpec
 
-# Fitted numbers, last changed on 2026-11-22: times in bfloat16 on an H100 or H200 (docs/notes/cupy-hopper.md).
+# Fitted numbers, last changed on 2026-11-23: times in bfloat16 on an H100 or H200 (docs/notes/cupy-hopper.md).
 # `multigemm tune` times every config of a class of problems, which is how to fit them anew.
 
 ONE_WAVE = 160
@@ -137,6 +137,16 @@ THIN_K = 128
 """k per group of jagged k up to which storing is most of the work: clusters would share rows that cost nothing."""
 MANY_ROWS = 448
 """Rows per group from which warpgroups take turns: lower tiles read weights more often, but hide their stores."""
+TURNS_ENDS, LAUNCH_ROUNDS = 14, 5
+"""Of tall tiles of jagged k whose results the copy engine stores: the elements of k that take as long as what a tile in
+turns costs beyond one that is shared, and the rounds of tiles that take as long as a launch starts and ends.
+
+Least squares of the logarithm of turns' time relative to that of shared tiles, 51 problems of more than 128 k per group
+on an H200, bfloat16, 2026-11-23 (benchmarks/results/h200/weight-gradients.json): its error has a root mean square of
+5 %. The choices are 0.14 % behind the faster config on average and 2.9 % at most, for problems left out of the fit
+0.22 % and 4.7 %; shared tiles for all 4.1 % and 34 %, turns for all 1.1 % and 12 %. Results below 384 rows were not
+measured.
+"""
 AT_ONCE = 3 * PROCESSORS
 """Tiles of 64, or of 32 with eight blocks of k in flight, that run at once, for which there is shared memory."""
 ODD_US = (7.0, 1.0)
@@ -555,6 +565,20 @@ def _sends(layout: Layout, counts: Counts) -> Condition:
     return layout.sends & ((counts.total <= MAX_ROWS) | (layout.spec.form not in ("jagged_m", "jagged_n")))
 
 
+def _turns_take_less(layout: Layout, counts: Counts) -> Condition:
+    """Whether tall tiles of jagged k that the copy engine stores are estimated to take less time in turns than shared.
+
+    Pairs of multiprocessors take tiles of two blocks of columns each, of which low ones cost as much as full ones.
+    """
+    height = (layout.spec.n if is_swapped(layout.spec) else layout.spec.m) or 0
+    pairs, processors = counts.groups * -(-layout.columns // 2), PROCESSORS // 2
+    shared, turns = (
+        min(height, config.rows) * (-(-pairs * -(-height // config.rows) // processors) + LAUNCH_ROUNDS)
+        for config in (WIDE, TURNS)
+    )
+    return turns * (counts.mean + TURNS_ENDS) < shared * counts.mean
+
+
 def _hopper_rules(layout: Layout, counts: Counts) -> list[tuple[Condition, Ladder]]:
     """The rules for the Hopper kernel; each applies if none before it does."""
     spec, total, rows = layout.spec, counts.total, _rows(layout, counts)
@@ -570,13 +594,16 @@ def _hopper_rules(layout: Layout, counts: Counts) -> list[tuple[Condition, Ladde
     ):
         found.append((left & holds, ladder))
         left = left & (holds ^ True)
-    # Groups of many rows: no clusters for an odd number of blocks of columns, turns where the warps store.
+    # Groups of many rows: no clusters for an odd number of blocks of columns; turns where the warps store, and where
+    # they are estimated to take less than the copy engine's stores of shared tiles.
     known = spec.form not in ("jagged_k", "per_group")  # a list's columns change from call to call
     alone: Condition = known and layout.columns % 2 == 1 and layout.columns <= FEW_COLUMNS
     if spec.form == "jagged_k":
         alone = total <= THIN_K * counts.groups
     turns = layout.plain & (counts.groups <= TURNS_GROUPS)
     early = turns & (_sends(layout, counts) ^ True) & ((rows > MANY_ROWS) | (spec.form == "jagged_k"))
+    if spec.form == "jagged_k" and layout.sends:
+        early = turns & _turns_take_less(layout, counts)
     kinds = (early, turns & (early ^ True), turns ^ True)
     found += [(left & alone & kind, ladder) for kind, ladder in zip(kinds, TALL_ALONE, strict=True)]
     return found + [(left & (alone ^ True) & kind, ladder) for kind, ladder in zip(kinds, TALL, strict=True)]

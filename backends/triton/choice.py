@@ -55,6 +55,11 @@ CHEAP_TO_COPY = 4 << 20
 """Elements of weights up to which a copy of them costs less than the slower products: it never leaves the L2 cache."""
 DEEP = 2048
 """From that K on half as many rows again: a tile's end, which the copied way hides better, counts for less."""
+WRITTEN_K, WRITTEN_ROUNDS = 128, 20
+"""K per group of jagged K, if it is more than one block, up to which writing results takes most of the time, and the
+rounds of tiles of 192 x 256 from which those take less of it than 128 x 256: 0.96 to 0.98 (H200, 2026-11-23, six
+problems of 22 rounds and more; benchmarks/results/h200/weight-gradients.json). They take 1.02 with 64 of K, 1.00 with
+96 and with 192, 1.02 to 1.12 with 256, and 0.99 and more with 512; less than 22 rounds was not measured."""
 
 MANY_TILES = 100
 """Large tiles of a list that keep a GPU busy."""
@@ -353,11 +358,21 @@ def emulated_quantised(spec: ProblemSpec) -> Config:
     return Config("quantised", 64, 64, deep, warps=4, stages=1, width=2, programs=3)
 
 
+def _mostly_written(large: Config, spec: ProblemSpec) -> bool:
+    """Whether the time is that of writing many tiles: plain results of 16 bits in rows, of a jagged K that is short."""
+    plain = spec.c is None and spec.bias is None and spec.activation is None and spec.out.order == "row"
+    whole = all(mappable(x) and x.dtype.itemsize == 2 for x in (spec.a, spec.b, spec.out))
+    short = spec.form == "jagged_k" and large.block_k < shape_of(spec).deep <= WRITTEN_K
+    return plain and whole and short and tiles_in(large, spec) >= WRITTEN_ROUNDS * PROCESSORS
+
+
 def _ranked(spec: ProblemSpec, large: Config, wide: Config, tall: Config, flat: Config) -> tuple[Config, ...]:
     """The order of configs by rows per group, as measured on an H100 (docs/notes/triton-tuning.md)."""
     rows = shape_of(spec).rows
     if shape_of(spec).columns <= 128:
         return tall, flat
+    if _mostly_written(large, spec):
+        return large, wide, tall, flat
     if spec.form == "jagged_k" or 384 < rows <= 1536:
         return wide, large, tall, flat
     if 32 < rows <= 384:

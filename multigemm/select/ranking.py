@@ -33,7 +33,12 @@ LESS_BUSY = 0.8
 """Of the other backend's host time: with less, an eager call over equal groups takes a backend that is up to 3 %
 slower, since a caller who waits for the device has the rest of the time for work of his own."""
 LONG_K, MANY_ROWS = 1024, 128
-"""From both on, 16-bit kernels of CuPy lead those of Triton: a slower start of each tile, and a faster main loop."""
+"""From both on, 16-bit kernels of CuPy lead those of Triton: a slower start of each tile, and a faster main loop.
+
+Of a weight gradient K is that of an average group: Triton's best config takes 0.81 to 0.95 of the time of CuPy's up to
+192, 0.99 in the mean of 512, and 1.02 of 1024 (59 problems, H200, bfloat16, 2026-11-23,
+benchmarks/results/h200/weight-gradients.json).
+"""
 FEW_ROWS = 16
 """Up to this many rows per group CuPy's 16-bit kernels are ahead of Triton's: both wait for the weights."""
 BATCH_ROWS = 32

@@ -13,6 +13,7 @@ import pytest
 
 from multigemm.bench.suites import UNTUNED
 from multigemm.bench.workloads import geomean
+from multigemm.problem.spec import bucket, half_octave
 from multigemm.select.measure_once import fastest as fastest_of
 from multigemm.select.problem_class import ON_DEVICE, ProblemClass
 from multigemm.select.ranking import static_order
@@ -117,6 +118,21 @@ def test_no_single_backend_does_as_well() -> None:
     for name in BACKENDS:
         alone = [r.regret((name,)) for r in rankings() if name in r.us]
         assert geomean(alone) > own + 0.02
+
+
+def test_weight_gradients_go_to_cupy_where_k_is_long() -> None:
+    """By the best config of each: another limit of k per group takes 1.007 (512) or 1.008 (1448), not 1.003."""
+    form = "jagged_k g{} m{} n{} k* t{} bfloat16/col bfloat16/row bfloat16/row ieee device-sizes"
+    found, firsts = list[float](), dict[float, str]()
+    for row in json.loads((RESULTS / "h200" / "weight-gradients.json").read_text())["rows"]:
+        us = {name: min(row[name].values()) for name in ("cupy", "triton")}
+        c = class_from(form.format(bucket(row["groups"]), row["m"], row["n"], half_octave(row["total"])))
+        firsts[c.total / c.groups] = first = static_order(c)[0]
+        found.append(us[first] / min(us.values()))
+    assert len(found) == 59
+    assert geomean(found) < 1.004
+    assert {first for k, first in firsts.items() if k <= 512} == {"triton"}
+    assert {first for k, first in firsts.items() if k >= 1024} == {"cupy"}
 
 
 def test_products_whose_rows_are_summed_go_to_cupy_where_its_fast_kernel_takes_them() -> None:

@@ -193,6 +193,32 @@ def test_the_copy_engine_stores_plain_results(changes: dict[str, Any], sent: boo
     assert choice.heuristic(many) == (configs.TURNS if takes_turns else configs.WIDE)
 
 
+@pytest.mark.parametrize(
+    ("groups", "k", "rows", "columns", "best"),
+    [
+        (32, 512, 2880, 5760, configs.TURNS),  # gpt-oss-20b: 15 tiles of 192 rows, where 12 of 256 leave 192 empty
+        (8, 640, 1536, 2048, configs.TURNS),  # few rounds
+        (128, 1024, 1536, 2048, configs.TURNS),
+        (128, 256, 1536, 2048, configs.WIDE),  # little k
+        (32, 1024, 2048, 7168, configs.WIDE),  # 11 tiles of 192 rows instead of 8
+        (configs.TURNS_GROUPS, 512, 2880, 5760, configs.TURNS),
+        (configs.TURNS_GROUPS + 1, 512, 2880, 5760, configs.WIDE),  # more than the schedule holds
+        (32, 128, 2880, 5760, configs.ALONE),
+        (8, 2048, 4096, 14336, configs.WIDE),
+        (1, 4096, 2880, 2880, configs.TURNS),  # three rounds of either
+        (64, 512, 384, 2048, configs.TURNS),  # two tiles of either
+        (64, 512, 192, 2048, configs.WIDE),  # one tile of either, not measured
+    ],
+)
+def test_tall_results_of_jagged_k_are_multiplied_in_turns_where_that_takes_less(
+    groups: int, k: int, rows: int, columns: int, best: Config
+) -> None:
+    more: Change = {**JAGGED_K, "groups": groups, "total": groups * k}
+    assert choice.heuristic(spec(**more, m=rows, n=columns)) == best
+    assert choice.heuristic(spec(**more, m=columns, n=rows, out=COLUMNS)) == best, "the sides swap"
+    assert best in choice.first_choices(spec(**more, m=rows, n=columns), (9, 0))
+
+
 def test_the_sides_swap_where_rows_are_contiguous_in_the_result() -> None:
     column = spec(form="batched", out=COLUMNS)
     assert hopper.roles(SPEC) == (False, True, False)
