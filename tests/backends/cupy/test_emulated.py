@@ -14,7 +14,7 @@ from torch import Tensor
 
 from multigemm import quantize
 from multigemm.backends.cupy import config as configs
-from multigemm.backends.cupy import support
+from multigemm.backends.cupy import hopper_weights, support
 from multigemm.backends.cupy.config import Config
 from multigemm.planning.binding import Choice, bind, caller_result
 from multigemm.planning.staging import allocate
@@ -280,6 +280,16 @@ def test_weights_by_wgmma(config: Config, chosen: str) -> None:
     dtype, scale = (torch.bfloat16, SCALES[seed % 3]) if half == "bf16" else (torch.float16, torch.float32)
     problem = weights_problem(seed + len(name), dtype, name, scale, int(block))
     assert configs.is_valid(config, problem.spec)
+    _is_right(problem, config)
+
+
+@pytest.mark.parametrize("config", configs.WEIGHTS, ids=lambda c: f"{c.rows}x{c.cluster}")
+@pytest.mark.parametrize(("seed", "pairs"), [(6, 1), (11, 0)], ids=["pairs of scales", "single scales"])
+def test_mxfp4_weights_are_multiplied_by_their_powers_of_two(seed: int, pairs: int, config: Config) -> None:
+    """In bfloat16 that is exact, and sums wait for no scale: a way of its own, with another one in the lowest tile."""
+    problem = weights_problem(seed, torch.bfloat16, "e2m1", torch.float8_e8m0fnu, 32)
+    constants = dict(hopper_weights.source(problem.spec, config).defines)
+    assert constants["FOLD"] == 1 and constants["PAIRS"] == pairs
     _is_right(problem, config)
 
 
