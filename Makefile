@@ -10,12 +10,16 @@ WORKERS := 3
 # of the cores, for each of them: threads of several that spin for one core hold each other up
 SHARE = $(shell echo $$(( ($$(nproc) + 1) / 2 )))
 
+# Python keeps the byte code of what it imports, a third of what pip would compile before the first test
+unexport PYTHONDONTWRITEBYTECODE
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+
 .PHONY: installed demo test quick test-gpu check docs bench fuzz clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(INSTALL) torch==2.13.0
+	$(INSTALL) -e ".[dev]"
 	touch $@
 
 installed: $(STAMP)  ## .venv alone
@@ -25,8 +29,10 @@ demo: $(STAMP)  ## every backend solves and cross-checks one jagged problem, on 
 
 test: $(STAMP)  ## the whole suite
 	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --ignore-glob '*/triton/test_*interprete*.py' $(ARGS)
-	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/backends/triton/test_*interprete*.py  # apart: triton is interpreted or compiled, per process
-	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest tests/backends/triton/test_lists.py  # in one process: interprets, then compiles
+	# apart, for triton is interpreted or compiled, per process; the process of test_lists interprets, then compiles
+	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -q tests/backends/triton/test_lists.py & lists=$$!; \
+	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/backends/triton/test_*interprete*.py; \
+	code=$$?; wait $$lists && exit $$code
 
 quick: $(STAMP)  ## what a contributor runs first: no compiler, no other process, under a minute
 	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)

@@ -63,10 +63,10 @@ def test_all_ranks_agree_with_one_process(ranks: int, scenario: str, launcher: L
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("wrote", "read"), [(4, 2), (2, 4), (2, 1)])
-def test_a_checkpoint_is_read_by_another_number_of_ranks(wrote: int, read: int, launcher: Launcher) -> None:
+@pytest.mark.parametrize(("wrote", "read"), [(4, [2]), (2, [4, 1])])
+def test_a_checkpoint_is_read_by_another_number_of_ranks(wrote: int, read: list[int], launcher: Launcher) -> None:
     """Weights and the optimizer's moments, by torch.distributed.checkpoint."""
-    for ranks, scenario in ((wrote, "save"), (read, "load")):
+    for ranks, scenario in ((wrote, "save"), *((number, "load") for number in read)):
         for code, said in launcher.run(ranks, scenario, TIMEOUT):
             assert code == 0 and "fine" in said, said[-3000:]
 

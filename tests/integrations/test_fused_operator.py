@@ -71,7 +71,7 @@ def test_second_derivatives() -> None:
         return grouped_gemm(h, down, ends=r["ends"], combine=(r["place"], weights), backend="cpu")
 
     assert torch.autograd.gradcheck(smooth, given)
-    assert torch.autograd.gradgradcheck(smooth, given)
+    assert torch.autograd.gradgradcheck(smooth, given, fast_mode=True)  # along random directions of all elements
 
 
 CASES: dict[str, Any] = {

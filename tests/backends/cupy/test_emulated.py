@@ -14,7 +14,7 @@ from torch import Tensor
 
 from multigemm import quantize
 from multigemm.backends.cupy import config as configs
-from multigemm.backends.cupy import support
+from multigemm.backends.cupy import hopper_weights, support
 from multigemm.backends.cupy.config import Config
 from multigemm.planning.binding import Choice, bind, caller_result
 from multigemm.planning.staging import allocate
@@ -252,20 +252,45 @@ def test_words_after_copies(dtype: torch.dtype, form: str) -> None:
     assert ran >= 3
 
 
+BLOCKS = (0, 32, 64, 128)
+CHOSEN = {
+    configs.WEIGHTS[0]: ("e4m3 0 bf16", "int4 32 bf16", "e2m1 0 fp16", "int8 32 fp16", "uint4 128 fp16", "e5m2 0 fp16"),
+    configs.WEIGHTS[1]: (
+        "uint4 32 bf16", "e5m2 128 fp16", "e2m1 64 bf16", "int8 32 bf16", "int8 128 bf16", "e4m3 64 fp16",
+        "e5m2 64 bf16", "int4 64 bf16", "uint4 128 bf16", "e4m3 32 bf16", "int4 128 fp16", "e2m1 128 fp16",
+    ),
+    configs.WEIGHTS[2]: (
+        "int4 64 fp16", "uint4 128 fp16", "int8 64 bf16", "e5m2 32 bf16", "uint4 32 fp16", "uint4 64 bf16",
+        "e4m3 128 fp16", "e2m1 32 bf16", "e4m3 64 bf16",
+    ),
+}  # fmt: skip
+"""Format, what a scale covers along k, and dtype: each two constants that kernels of all triples are compiled with
+(those of the height, the format, the dtype, the scales, zero points, folding) meet in one of these."""
+
+
+@pytest.mark.parametrize(
+    ("config", "chosen"),
+    [pytest.param(config, chosen, id=f"{config.rows}x{config.cluster} {chosen}")
+     for config, those in CHOSEN.items() for chosen in those],
+)  # fmt: skip
+def test_weights_by_wgmma(config: Config, chosen: str) -> None:
+    """Every format and scales of every width along k; threads and copies come in a random order."""
+    name, block, half = chosen.split()
+    seed = BLOCKS.index(int(block))
+    dtype, scale = (torch.bfloat16, SCALES[seed % 3]) if half == "bf16" else (torch.float16, torch.float32)
+    problem = weights_problem(seed + len(name), dtype, name, scale, int(block))
+    assert configs.is_valid(config, problem.spec)
+    _is_right(problem, config)
+
+
 @pytest.mark.parametrize("config", configs.WEIGHTS, ids=lambda c: f"{c.rows}x{c.cluster}")
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_weights_by_wgmma(name: str, config: Config) -> None:
-    """Every format and scales of every width along k; threads and copies come in a random order. Both 16-bit dtypes
-    take turns, so that each meets every pair of a format and a config, and of a config and a width."""
-    ran, turn = 0, WEIGHTS.index(name) + configs.WEIGHTS.index(config)
-    for seed, block in enumerate((0, 32, 64, 128)):
-        turn += 1
-        dtype, scale = (torch.bfloat16, SCALES[seed % 3]) if turn % 2 else (torch.float16, torch.float32)
-        problem = weights_problem(seed + len(name), dtype, name, scale, block)
-        if configs.is_valid(config, problem.spec):
-            _is_right(problem, config)
-            ran += 1
-    assert ran
+@pytest.mark.parametrize(("seed", "pairs"), [(6, 1), (11, 0)], ids=["pairs of scales", "single scales"])
+def test_mxfp4_weights_are_multiplied_by_their_powers_of_two(seed: int, pairs: int, config: Config) -> None:
+    """In bfloat16 that is exact, and sums wait for no scale: a way of its own, with another one in the lowest tile."""
+    problem = weights_problem(seed, torch.bfloat16, "e2m1", torch.float8_e8m0fnu, 32)
+    constants = dict(hopper_weights.source(problem.spec, config).defines)
+    assert constants["FOLD"] == 1 and constants["PAIRS"] == pairs
+    _is_right(problem, config)
 
 
 @pytest.mark.parametrize("config", configs.FP8, ids=lambda c: f"{c.rows}x{c.cluster}x{c.columns}")
@@ -292,11 +317,11 @@ def test_float8_of_a_jagged_k(config: Config) -> None:
         _is_right(jagged_k_problem(seed), config)
 
 
-def unaligned_problem(seed: int) -> GroupedGemmProblem:
+def unaligned_problem(seed: int, dtype: torch.dtype) -> GroupedGemmProblem:
     """Whole numbers, N and K of any size, operands that begin at any element: in lines along k or across it."""
     rng = np.random.default_rng(seed)
     form, turned = ("jagged_m", "list", "batched", "masked")[seed % 4], bool(seed // 4 % 2)
-    groups, dtype = int(rng.integers(1, 5)), torch.bfloat16 if seed % 5 else torch.float16
+    groups = int(rng.integers(1, 5))
     n, k = int(rng.integers(1, 300)), int(rng.choice([rng.integers(1, 200), rng.integers(200, 400)]))
     sizes = rng.choice([0, 1, 7, 8, 60, 129, 257, 300], groups).tolist()
 
@@ -319,11 +344,11 @@ def unaligned_problem(seed: int) -> GroupedGemmProblem:
     return GroupedGemmProblem(operand(groups, m, k), b, **valid)
 
 
-def biased_problem(seed: int) -> GroupedGemmProblem:
+def biased_problem(seed: int, dtype: torch.dtype) -> GroupedGemmProblem:
     """Whole numbers, a bias of each column in either dtype and with any strides; in some also a number of each row.
     Results are such as the copy engine stores, and others."""
     rng = np.random.default_rng(seed)
-    form, dtype = ("jagged_m", "batched", "masked")[seed % 3], torch.bfloat16 if seed % 4 else torch.float16
+    form = ("jagged_m", "batched", "masked")[seed % 3]
     groups, m = int(rng.integers(1, 5)), int(rng.integers(1, 200))
     n, k = int(rng.choice([8 * rng.integers(1, 40), rng.integers(1, 300)])), 8 * int(rng.integers(1, 30))
     sizes = rng.choice([0, 1, 7, 8, 60, 129, 200], groups).tolist()
@@ -343,6 +368,7 @@ def biased_problem(seed: int) -> GroupedGemmProblem:
     return GroupedGemmProblem(numbers(*rows, k).to(dtype), b, bias=bias, alpha=float(rng.choice([1, -0.5])), **options)
 
 
+HALVES = (torch.bfloat16, torch.float16)
 BIASED = (
     Config("hopper", rows=64, stages=3, cluster=2),
     Config("hopper", rows=64, stages=4, cluster=1, pingpong=True),
@@ -352,10 +378,10 @@ BIASED = (
 
 @pytest.mark.parametrize("config", BIASED, ids=lambda c: f"{c.rows}x{c.cluster}{'-turns' * c.pingpong}")
 def test_a_bias_is_added_to_sums_in_registers(config: Config) -> None:
-    """As an epilogue of any kind would add it: to the last bit."""
-    stored = set[bool]()
+    """As an epilogue of any kind would add it: to the last bit. Both dtypes take turns."""
+    stored, dtype = set[bool](), HALVES[BIASED.index(config) % 2]
     for seed in range(PROBLEMS):
-        problem = biased_problem(seed)
+        problem = biased_problem(seed, dtype)
         assert configs.is_valid(config, problem.spec) and support.is_biased(problem.spec)
         _is_right(problem, config)
         stored.add(support.sends(problem.spec))
@@ -363,13 +389,16 @@ def test_a_bias_is_added_to_sums_in_registers(config: Config) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [configs.SHIFT_B, configs.SHIFT_B_MIDDLE, configs.SHIFT_B_NARROW], ids=lambda c: str(c.rows)
-)
-def test_shifted_weights_by_wgmma(config: Config) -> None:
+    ("config", "dtype"),
+    [(configs.SHIFT_B, torch.bfloat16), (configs.SHIFT_B_MIDDLE, torch.float16),
+     (configs.SHIFT_B_NARROW, torch.bfloat16)],
+    ids=["256", "128", "64"],
+)  # fmt: skip
+def test_shifted_weights_by_wgmma(config: Config, dtype: torch.dtype) -> None:
     """One to six blocks of k, tails of them, lists, empty groups; registers of products under way stay as they are."""
     forms = set[str]()
     for seed in range(PROBLEMS + 4):
-        problem = unaligned_problem(seed)
+        problem = unaligned_problem(seed, dtype)
         if configs.is_valid(config, problem.spec):
             _is_right(problem, config)
             forms.add(f"{problem.spec.form} {problem.spec.b.order}")

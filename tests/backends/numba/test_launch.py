@@ -55,19 +55,21 @@ def test_the_kernel_of_a_config_is_loaded_once(fake: FakeDriver) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("form", ["masked", "per_group"])
-def test_a_launch_keeps_its_workspace_alive_and_no_operand(form: str, config: Config, fake: FakeDriver) -> None:
-    ops: Any = operands(form)
-    made = bound(config, ops)
-    tensors = [*ops.a, *ops.b, *ops.out] if form == "per_group" else [ops.a, ops.b, ops.out, ops.valid_rows]
-    seen = [weakref.ref(x) for x in tensors]
-    del ops, tensors
+def test_a_launch_keeps_its_workspace_alive_and_no_operand(form: str, fake: FakeDriver) -> None:
+    seen, launches = {}, {}
+    for config in CONFIGS:
+        ops: Any = operands(form)
+        launches[config] = bound(config, ops)
+        tensors = [*ops.a, *ops.b, *ops.out] if form == "per_group" else [ops.a, ops.b, ops.out, ops.valid_rows]
+        seen[config] = [weakref.ref(x) for x in tensors]
+        del ops, tensors
     gc.collect()
-    assert not any(ref() is not None for ref in seen)
-    kept = (made.__self__ if form == "per_group" else made)._keep
-    assert sum(isinstance(x, Tensor) for x in kept) == (form == "per_group")
-    made()
+    for config, launch in launches.items():
+        assert not any(ref() is not None for ref in seen[config]), config
+        kept = (launch.__self__ if form == "per_group" else launch)._keep
+        assert sum(isinstance(x, Tensor) for x in kept) == (form == "per_group"), config
+        launch()
 
 
 def copies(made: Any) -> dict[tuple[int, ...], Tensor]:

@@ -181,7 +181,8 @@ NUMBERS = np.stack(
 )
 
 
-COMPILER = ("g++", "-std=gnu++20", "-Og", "-w", "-Wno-psabi", "-ftrivial-auto-var-init=pattern", "-fPIC")
+COMPILER = ("g++", "-std=gnu++20", "-Og", "-w", "-Wno-psabi", "-ftrivial-auto-var-init=pattern", "-fPIC",
+            "-fvisibility-inlines-hidden")  # fmt: skip
 LIBRARIES: dict[Source, bytes] = {}
 """What was compiled in this process: each test loads a copy, whose variables are its own."""
 

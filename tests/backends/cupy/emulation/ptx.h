@@ -164,6 +164,14 @@ inline u64 smem_descriptor(u32 address, u32 leading, u32 stride) {
     return 1ull << 62 | u64(stride >> 4) << 32 | u64(leading >> 4) << 16 | (address & 0x3FFFF) >> 4;
 }
 inline float numbers_of_codes[2][256];          // e4m3, e5m2
+inline u32 start_of(u64 descriptor) { return u32(descriptor & 0x3FFF) << 4; }
+// From an address on to the end of its line of 128 bytes, whose pieces of 16 are swizzled.
+struct Line {
+    char* memory;
+    u32 first, turn;
+    __attribute__((always_inline)) Line(u32 address) : memory(::at(address & ~127u)), first(address & 127), turn((address >> 7 & 7) << 4) { ::at(address | 127u); }
+    __attribute__((always_inline)) char* at(u32 byte) const { return memory + ((first + byte) ^ turn); }
+};
 
 #ifdef W_E5M2
 #pragma GCC push_options
@@ -171,31 +179,36 @@ inline float numbers_of_codes[2][256];          // e4m3, e5m2
 inline void multiply_fp8(int n, float* d, u64 w, u64 x, bool fresh, bool traded) {
     const float* const first = numbers_of_codes[traded ? X_E5M2 : W_E5M2];
     const float* const second = numbers_of_codes[traded ? W_E5M2 : X_E5M2];
-    const int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5;
-    for (int i = 0; i < n / 2; ++i) {
-        const int column = warp * 16 + lane / 4 + (i >> 1 & 1) * 8, row = i / 4 * 8 + (lane & 3) * 2 + (i & 1);
-        double sum = fresh ? 0.0 : d[i];
-        for (u32 k = 0; k < 32; ++k) {
-            const u8 a = *at(swizzled((u32(w & 0x3FFF) << 4) + column * 128 + k)), b = *at(swizzled((u32(x & 0x3FFF) << 4) + row * 128 + k));
-            sum += double(first[a]) * double(second[b]);
+    const int lane = threadIdx.x & 31, own = ((threadIdx.x & 127) >> 5) * 16 + lane / 4;
+    double columns[2][32];
+    for (int upper = 0; upper < 2; ++upper) {
+        const Line line(start_of(w) + (own + upper * 8) * 128);
+        for (int k = 0; k < 32; ++k) columns[upper][k] = first[*(u8*)line.at(k)];
+    }
+    for (int i = 0; i < n / 2; i += i & 1 ? 3 : 1) {        // i and i + 2: both columns of a row
+        const Line line(start_of(x) + (i / 4 * 8 + (lane & 3) * 2 + (i & 1)) * 128);
+        double low = fresh ? 0.0 : d[i], high = fresh ? 0.0 : d[i + 2];
+        for (int k = 0; k < 32; ++k) {
+            const double number = second[*(u8*)line.at(k)];
+            low += columns[0][k] * number, high += columns[1][k] * number;
         }
-        d[i] = float(sum);
+        d[i] = float(low), d[i + 2] = float(high);
     }
 }
 #pragma GCC pop_options
+inline void multiply_fp8_later(int n, float* d, u64 w, u64 x, bool fresh, bool traded) {
+    products().push_back([=] { multiply_fp8(n, d, w, x, fresh, traded); });
+}
 template <int N> struct MmaFp8 {
-    static void later(float* d, u64 w, u64 x, bool fresh, bool traded = false) {
-        products().push_back([=] { multiply_fp8(N, d, w, x, fresh, traded); });
-    }
-    static void start(float (&d)[N / 2], u64 w, u64 x) { later(d, w, x, true); }
-    static void add(float (&d)[N / 2], u64 w, u64 x) { later(d, w, x, false); }
-    static void start_traded(float (&d)[N / 2], u64 x, u64 w) { later(d, x, w, true, true); }
-    static void add_traded(float (&d)[N / 2], u64 x, u64 w) { later(d, x, w, false, true); }
+    static void start(float (&d)[N / 2], u64 w, u64 x) { multiply_fp8_later(N, d, w, x, true, false); }
+    static void add(float (&d)[N / 2], u64 w, u64 x) { multiply_fp8_later(N, d, w, x, false, false); }
+    static void start_traded(float (&d)[N / 2], u64 x, u64 w) { multiply_fp8_later(N, d, x, w, true, true); }
+    static void add_traded(float (&d)[N / 2], u64 x, u64 w) { multiply_fp8_later(N, d, x, w, false, true); }
 };
 #endif
 
 #ifdef W_CODE
-inline float of_16_bits(u32 v) {
+__attribute__((always_inline)) inline float of_16_bits(u32 v) {
     const u32 bits = (v & 0xFFFF) << 16;
     float f;
     memcpy(&f, &bits, 4);
@@ -206,30 +219,39 @@ template <class F> u32 of_pairs(u32 a, u32 b, F f) {
     return to_16_bits(f(of_16_bits(a), of_16_bits(b))) | to_16_bits(f(of_16_bits(a >> 16), of_16_bits(b >> 16))) << 16;
 }
 
-template <int N> struct MmaWeights {
-    template <int COUNT> static void run(float (&d)[COUNT], const u32 (&w)[4], u64 x, int keep) {
-        Slots& s = slots();
-        const int lane = threadIdx.x & 31;
-        for (int i = 0; i < 4; ++i) s.of[lane][i] = w[i];
-        wait_for_warp();
-        struct { u32 of[4][4]; } own[2];        // both columns: of each lane of a quarter, for the lower and upper eight of k
-        for (int c = 0; c < 4; ++c)
-            for (int i = 0; i < 4; ++i) own[i & 1].of[c][i >> 1] = u32(s.of[(lane & ~3) + c][i]);
-        wait_for_warp();
-        products().push_back([=, &d] {
-            for (int i = 0; i < N / 2; ++i) {
-                const int row = i / 4 * 8 + (lane & 3) * 2 + (i & 1);
-                double sum = keep ? d[i] : 0.0;
-                for (u32 k = 0; k < 16; ++k) {
-                    const u32 a = own[i >> 1 & 1].of[k % 8 / 2][k / 8] >> (k & 1) * 16;
-                    u16 b;
-                    memcpy(&b, at(swizzled((u32(x & 0x3FFF) << 4) + row * 128 + k * 2)), 2);
-                    sum += double(of_16_bits(a)) * double(of_16_bits(b));
-                }
-                d[i] = float(sum);
-            }
-        });
+// Of the four lanes of a quarter of a warp: both their columns, for the lower and upper eight of k.
+struct Quarter { u32 of[2][4][2]; };
+#pragma GCC push_options
+#pragma GCC optimize("O2")
+inline void multiply_weights(int n, float* d, const Quarter& own, u64 x, int keep) {
+    const int lane = threadIdx.x & 31;
+    double columns[2][16];
+    for (int upper = 0; upper < 2; ++upper)
+        for (int k = 0; k < 16; ++k) columns[upper][k] = of_16_bits(own.of[upper][k % 8 / 2][k / 8] >> (k & 1) * 16);
+    for (int i = 0; i < n / 2; i += i & 1 ? 3 : 1) {        // i and i + 2: both columns of a row
+        const Line line(start_of(x) + (i / 4 * 8 + (lane & 3) * 2 + (i & 1)) * 128);
+        double low = keep ? d[i] : 0.0, high = keep ? d[i + 2] : 0.0;
+        for (int k = 0; k < 16; ++k) {
+            const double number = of_16_bits(*(u16*)line.at(k * 2));
+            low += columns[0][k] * number, high += columns[1][k] * number;
+        }
+        d[i] = float(low), d[i + 2] = float(high);
     }
+}
+#pragma GCC pop_options
+inline void multiply_weights_later(int n, float* d, const u32 (&w)[4], u64 x, int keep) {
+    Slots& s = slots();
+    const int lane = threadIdx.x & 31;
+    for (int i = 0; i < 4; ++i) s.of[lane][i] = w[i];
+    wait_for_warp();
+    Quarter own;
+    for (int c = 0; c < 4; ++c)
+        for (int i = 0; i < 4; ++i) own.of[i & 1][c][i >> 1] = u32(s.of[(lane & ~3) + c][i]);
+    wait_for_warp();
+    products().push_back([=] { multiply_weights(n, d, own, x, keep); });
+}
+template <int N> struct MmaWeights {
+    template <int COUNT> static void run(float (&d)[COUNT], const u32 (&w)[4], u64 x, int keep) { multiply_weights_later(N, d, w, x, keep); }
 };
 #endif
 

@@ -13,6 +13,8 @@ typedef i64 Exact;
 #else
 typedef double Exact;
 #endif
+#pragma GCC push_options
+#pragma GCC optimize("O2")
 inline Exact number_of(u32 bits) {
     if (INT8) return (signed char)bits;
     if (!TF32) return BFLOAT ? to_float(bf16{u16(bits)}) : to_float(f16{u16(bits)});
@@ -28,45 +30,60 @@ inline Exact element_at(u64 descriptor, bool along_k, int mn, int k) {
     memcpy(&bits, at(swizzled(along_k ? base + mn * 128 + k * SIZE_OF_ONE : base + mn / 64 * apart + k * 128 + mn % 64 * 2)), SIZE_OF_ONE);
     return number_of(bits);
 }
-template <int N, class W> void multiply_later(Sum* d, u64 x, W weight) {
-    products().push_back([=] {
-        const int lane = threadIdx.x & 31;
-        for (int i = 0; i < N / 2; ++i) {
-            const int row = i / 4 * 8 + (lane & 3) * 2 + (i & 1);
-            Exact sum = d[i];
-            for (int k = 0; k < 32 / SIZE_OF_ONE; ++k) sum += weight(i >> 1 & 1, k) * element_at(x, X_K, row, k);
-            d[i] = Sum(sum);
+// Both lines of weights that a lane multiplies, as wgmma found them.
+struct OwnLines { Exact of[2][32 / SIZE_OF_ONE]; };
+inline void multiply(int n, Sum* d, const OwnLines& weights, u64 x) {
+    const int lane = threadIdx.x & 31;
+    for (int i = 0; i < n / 2; i += i & 1 ? 3 : 1) {        // i and i + 2: both lines of weights by a row
+        const int row = i / 4 * 8 + (lane & 3) * 2 + (i & 1);
+        Exact low = d[i], high = d[i + 2];
+        for (int k = 0; k < 32 / SIZE_OF_ONE; ++k) {
+            const Exact number = element_at(x, X_K, row, k);
+            low += weights.of[0][k] * number, high += weights.of[1][k] * number;
         }
-    });
+        d[i] = Sum(low), d[i + 2] = Sum(high);
+    }
+}
+inline void multiply_shared(int n, Sum* d, u64 w, u64 x) {
+    const int own = (threadIdx.x & 127) / 32 * 16 + (threadIdx.x & 31) / 4;
+    OwnLines weights;
+    for (int upper = 0; upper < 2; ++upper)
+        for (int k = 0; k < 32 / SIZE_OF_ONE; ++k) weights.of[upper][k] = element_at(w, W_K, own + upper * 8, k);
+    multiply(n, d, weights, x);
+}
+#pragma GCC pop_options
+inline void multiply_later(int n, Sum* d, u64 w, u64 x) {
+    products().push_back([=] { multiply_shared(n, d, w, x); });
 }
 #endif
 template <int N, int FIRST> struct Mma {
     static void run(Sum (&d)[ACCUMULATORS], u64 w, u64 x) {
 #if !defined(W_CODE) && !defined(W_E5M2)
-        const int own = (threadIdx.x & 127) / 32 * 16 + (threadIdx.x & 31) / 4;
-        multiply_later<N>(d + FIRST, x, [=](int upper, int k) { return element_at(w, W_K, own + upper * 8, k); });
+        multiply_later(N, d + FIRST, w, x);
 #endif
     }
 };
 #if WORD_RESULTS || defined(WSTAGES)
 // Register v of lane l holds line l / 4 + v % 2 * 8, and words l % 4 + v / 2 * 4 of 32 bytes of k. They must not change before
 // the products have been waited for.
+inline void multiply_registers_later(int n, Sum* d, const u32* w, u64 x) {
+    Slots& s = slots();
+    const int lane = threadIdx.x & 31;
+    for (int v = 0; v < 4; ++v) s.of[lane][v] = w[v];
+    wait_for_warp();
+    constexpr int IN_WORD = 4 / SIZE_OF_ONE;
+    OwnLines own;
+    for (int upper = 0; upper < 2; ++upper)
+        for (int k = 0; k < 8 * IN_WORD; ++k)
+            own.of[upper][k] = number_of(u32(s.of[(lane & ~3) + k / IN_WORD % 4][upper + k / IN_WORD / 4 * 2]) >> k % IN_WORD * 8 * SIZE_OF_ONE);
+    wait_for_warp();
+    const uint4 issued = {w[0], w[1], w[2], w[3]};
+    products().push_back([=] {
+        if (memcmp(&issued, w, 16)) fail("registers of products under way were written");
+        multiply(n, d, own, x);
+    });
+}
 template <int N> struct MmaFragment {
-    static void run(Sum (&d)[ROWS / 2], const u32* w, u64 x) {
-        Slots& s = slots();
-        const int lane = threadIdx.x & 31;
-        for (int v = 0; v < 4; ++v) s.of[lane][v] = w[v];
-        wait_for_warp();
-        struct { u32 word[2][8]; } own;
-        for (int upper = 0; upper < 2; ++upper)
-            for (int i = 0; i < 8; ++i) own.word[upper][i] = u32(s.of[(lane & ~3) + i % 4][upper + i / 4 * 2]);
-        wait_for_warp();
-        const uint4 issued = {w[0], w[1], w[2], w[3]};
-        products().push_back([=] { if (memcmp(&issued, w, 16)) fail("registers of products under way were written"); });
-        multiply_later<N>(d, x, [=](int upper, int k) {
-            constexpr int IN_WORD = 4 / SIZE_OF_ONE;
-            return number_of(own.word[upper][k / IN_WORD] >> k % IN_WORD * 8 * SIZE_OF_ONE);
-        });
-    }
+    static void run(Sum (&d)[ROWS / 2], const u32* w, u64 x) { multiply_registers_later(N, d, w, x); }
 };
 #endif
