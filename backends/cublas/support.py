@@ -109,7 +109,7 @@ def _int8_reasons(spec: ProblemSpec) -> list[str]:
     if spec.form == "jagged_k":
         reasons.append(
             f"cuBLAS int8 needs every K to be a multiple of {INT8_STEP}, and jagged k cuts K by data: "
-            "use another backend, or pad each group's K with zeros"
+            f"use another backend, or stack the groups, padded with zeros to one K that is a multiple of {INT8_STEP}"
         )
     if spec.longest > INT8_EXTENT:
         reasons.append(f"an extent of {spec.longest}: cuBLAS has int8 products up to {INT8_EXTENT}: split the problem")

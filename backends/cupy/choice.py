@@ -49,7 +49,7 @@ from multigemm.backends.cupy.config import (
     SMALL_DEEP,
     SMALL_LIST,
     SMALL_LISTS,
-    STAGES,
+    SMALL_STAGES,
     TURNS,
     TURNS_GROUPS,
     WEIGHTS_MIDDLE,
@@ -496,7 +496,7 @@ def _odd_rules(layout: Layout, counts: Counts) -> list[Rule]:
     )
     small = ODD_US[0] + ODD_US[1] * blocks * _most(tiles / PROCESSORS, 1)
     wins = (tiles > 0) & (small <= CLEARLY * (GENERIC_US[0] + GENERIC_US[1] * blocks)) & _fits_small(layout, counts)
-    deep = (blocks > STAGES) & (tiles <= AT_ONCE)
+    deep = (blocks > SMALL_STAGES) & (tiles <= AT_ONCE)
     return [(wins & deep, (SMALL_DEEP, SMALL_32)), (wins & (deep ^ True), (SMALL_32, SMALL_DEEP))]
 
 

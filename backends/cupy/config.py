@@ -274,7 +274,7 @@ WEIGHTS_WIDE = Config("hopper_weights", rows=256, stages=4, cluster=2)
 WEIGHTS_MIDDLE = Config("hopper_weights", rows=128, stages=8, cluster=2)
 WEIGHTS_NARROW = Config("hopper_weights", rows=64, stages=12, cluster=1, step=8)
 WEIGHTS = (WEIGHTS_WIDE, WEIGHTS_MIDDLE, WEIGHTS_NARROW)
-STAGES = 4
+SMALL_STAGES = 4
 """Blocks of k that the small kernel has in flight, if a config does not say it."""
 BLOCK_K = 64
 """k of a stage."""

@@ -10,7 +10,7 @@ import torch
 from multigemm.backend import Launch
 from multigemm.backends.cupy.arguments import problem_bytes
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import BLOCK_K, STAGES, Config
+from multigemm.backends.cupy.config import BLOCK_K, SMALL_STAGES, Config
 from multigemm.backends.cupy.support import MAX_LISTED_GROUPS, begins_anywhere, is_swapped, plain_kind
 from multigemm.cuda.launch import BoundKernel, without_move
 from multigemm.planning.operands import Operands, Packed, view_of
@@ -31,7 +31,7 @@ def shared_bytes(spec: ProblemSpec, config: Config) -> int:
     a_k, b_k, side = spec.a.order != "col", spec.b.order == "col", config.tile
     a = side * (BLOCK_K + 8) if a_k else BLOCK_K * (side + 8)
     b = side * (BLOCK_K + 8) if b_k else BLOCK_K * (side + 8)
-    return 2 * (config.stages or STAGES) * (a + b)
+    return 2 * (config.stages or SMALL_STAGES) * (a + b)
 
 
 def source(spec: ProblemSpec, config: Config) -> Source:
@@ -41,7 +41,7 @@ def source(spec: ProblemSpec, config: Config) -> Source:
         ("BFLOAT", int(spec.compute == torch.bfloat16)), ("A_K", int(spec.a.order != "col")),
         ("B_K", int(spec.b.order == "col")), ("TILE_M", config.tile), ("TILE_N", config.tile),
         ("A_ODD", int(begins_anywhere(spec, "a"))), ("B_ODD", int(begins_anywhere(spec, "b"))),
-        ("DEPTH", config.stages or STAGES),
+        ("DEPTH", config.stages or SMALL_STAGES),
         ("LISTED", int(spec.form == "per_group")), ("PLAIN", int(_plain(spec))),
         ("PAIRS", int(spec.out.align >= 4 and spec.form != "jagged_n")),
         ("SHARED", shared_bytes(spec, config)),

@@ -430,13 +430,13 @@ class HopperPlan:
         # a start that is rounded down can cost one more tile per group
         return most_tiles(rows, groups, block) + (groups if self._slack else 0)
 
-    def _arguments(self, ops: Operands, shape: Packed, records: int, sizes: int) -> list[int | bytes]:
+    def _arguments(self, ops: Operands, shape: Packed, records: int, ends: int) -> list[int | bytes]:
         """The arguments, in the order of `names_of`."""
         spec, a, b, out = self._spec, shape.a, shape.b, shape.out
         c, bias = shape.c or ABSENT, shape.bias or ABSENT
         out_rows = out.group // max(1, out.row) if self._stores_maps else 0
         maps = self._maps(shape)
-        data = (c.ptr, out.ptr, bias.ptr, records, sizes, shape.m, shape.n, shape.k, shape.groups, int(ops.head),
+        data = (c.ptr, out.ptr, bias.ptr, records, ends, shape.m, shape.n, shape.k, shape.groups, int(ops.head),
                 a.group // max(1, a.row))  # fmt: skip
         strides = (c.group, c.row, c.col, out.group, out.row, out.col, bias.group, bias.col,
                    bits_of(ops.alpha, spec), bits_of(ops.beta, spec))  # fmt: skip
@@ -459,6 +459,4 @@ def plan_hopper(spec: ProblemSpec, config: Config, index: int, why: str, instead
     """Compiles (or loads) the kernels. `instead` plans the generic kernel for strides that no map expresses."""
     name = ("hopper, weights through registers" if config.shift_b else "hopper") + after_copies(config)
     sums = sums_sizes(canonical(packed_spec(spec, config)), config)
-    return Recipe(
-        name + after_copies(config), config, HopperPlan(spec, config, index, instead).bind, why, sums_sizes=sums
-    )
+    return Recipe(name, config, HopperPlan(spec, config, index, instead).bind, why, sums_sizes=sums)

@@ -6,7 +6,6 @@ reader has.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import datetime
 import importlib.metadata
@@ -62,11 +61,14 @@ def commit() -> str:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """The versions of the installed packages that matter for a measurement."""
+    """The versions of these packages, as installed; of one that only lies on the path, as its loaded module says."""
     found = {}
     for package in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        try:
             found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            if version := getattr(sys.modules.get(package), "__version__", None):
+                found[package] = str(version)
     return found
 
 

@@ -62,8 +62,8 @@ class Tensors:
 @dataclass
 class _Maker:
     """Draws matrices of one dtype, or quantised ones, from one seeded source. Quantised elements are drawn, not
-    quantised: normal numbers in float8, any code of 4 bits, and scales between 0.5 and 1.5, or powers of two from 2^-8 to
-    2^-4, which weights of a variance of 1 / K have."""
+    quantised: normal numbers in float8, any code of 4 bits, and scales between 0.5 and 1.5. Scales that are powers of
+    two lie between 2^-8 and 2^-4, as those of weights of a variance of 1 / K do."""
 
     workload: Workload
     device: torch.device

@@ -199,6 +199,7 @@ class Runner:
             self._free()
             if time.monotonic() - self._saved > SAVE_EVERY_S:
                 self._save(cases)
+        self.report.machine["packages"] = machine.versions(machine.PACKAGES)  # peers are loaded now
         self.report.machine["clocks_after"] = machine.clocks(self.device)
 
     def _save(self, cases: list[Workload]) -> None:

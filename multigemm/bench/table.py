@@ -495,6 +495,7 @@ VIEWS: dict[str, Callable[..., str]] = {
     "short": lambda report: markdown(shares(report), _bold_backends(report, labels=True)),
     "details": details,
     "losses": lambda report: markdown(losses(report)),
+    "reasons": _fenced(reasons),
     "auto": lambda report: markdown(choices(report)),
     "tutorial": _fenced(tutorial),
     "energy": lambda report: markdown(energy(report), _bold_backends(report)),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from multigemm.bench import peers
+from multigemm.bench import machine, peers
 from multigemm.bench.entries import Refused
 from multigemm.bench.operands import make
 from multigemm.bench.peers import PEERS, _odd_start, peer_entries
@@ -187,3 +187,11 @@ print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_war
     made = run_python("-c", program)
     assert "wgmma.mma_async" in made.stdout
     assert "cp.async.bulk.tensor" in made.stdout
+
+
+def test_a_peer_that_only_lies_on_the_path_has_its_modules_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = types.ModuleType("a_peer_without_metadata")
+    monkeypatch.setitem(sys.modules, peer.__name__, peer)
+    assert machine.versions([peer.__name__, "no_such_package"]) == {}
+    peer.__version__ = "2.6"  # type: ignore[attr-defined]
+    assert machine.versions([peer.__name__, "no_such_package"]) == {peer.__name__: "2.6"}
