@@ -27,9 +27,10 @@ installed: $(STAMP)  ## .venv alone
 demo: $(STAMP)  ## every backend solves and cross-checks one jagged problem, on whatever is here
 	MULTIGEMM_EMULATE=1 $(BIN)/python -m multigemm demo
 
+# the second part is apart because a process of triton interprets or compiles; test_lists' interprets, then compiles
 test: $(STAMP)  ## the whole suite
 	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --ignore-glob '*/triton/test_*interprete*.py' $(ARGS)
-	# apart, for triton is interpreted or compiled, per process; the process of test_lists interprets, then compiles
+	trap 'kill $$lists 2>/dev/null; exit 130' INT TERM; \
 	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -q tests/backends/triton/test_lists.py & lists=$$!; \
 	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/backends/triton/test_*interprete*.py; \
 	code=$$?; wait $$lists && exit $$code

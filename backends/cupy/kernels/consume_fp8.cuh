@@ -25,12 +25,6 @@ __device__ __forceinline__ float4 load_shared_scales(u32 address) {
 __device__ __forceinline__ u32 low_descriptor(u32 address) { return __shfl_sync(~0u, u32(smem_descriptor(address, BLOCK, 1024)), 0); }
 __device__ __forceinline__ u64 descriptor(u32 low) { return smem_descriptor(0, 0, 1024) | low; }
 
-// The value, which the compiler keeps in a register: else it works it out anew for each block.
-__device__ __forceinline__ u32 kept(u32 value) {
-    asm volatile("" : "+r"(value));
-    return value;
-}
-
 // Registers j * 4 + i hold row j * 8 + (lane % 4) * 2 + i % 2 and column (i / 2) * 8 + lane / 4 of a warp's 16: `scales` are
 // this thread's own, `column` those of its two columns.
 template <int N> struct RowScales {
@@ -190,7 +184,9 @@ template <int WIDTH, class More, class Beside>
 __device__ __forceinline__ void multiply_traded(Shared& s, u32 stages, u32 scales, Ring& ring, int blocks, u32 bytes, int half, int first_row, int first_column, float (&total)[SUMS], bool first, More more, Beside beside) {
     constexpr int PARTS = COLUMN_SCALES == 1 ? 1 : WIDTH / SCALED_COLUMNS;          // of the columns, with a scale each
     const int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5, row = first_row + warp * 16 + (lane >> 2);
-    const u32 upper = kept(scales + row_slot(row) * 4), lower = upper + 8, column = scales + (ROWS + first_column / SCALED_COLUMNS) * 4;
+    u32 upper = scales + row_slot(row) * 4;
+    keep_in_register(upper);
+    const u32 lower = upper + 8, column = scales + (ROWS + first_column / SCALED_COLUMNS) * 4;
     const u32 x = low_descriptor(stages + W_BYTES + first_row * LINE_BYTES), w = low_descriptor(stages + first_column * LINE_BYTES);
     if (first && half == 1) wait_for_other(half);
     barrier_wait(shared_address(&s.full[ring.place]), ring.parity);

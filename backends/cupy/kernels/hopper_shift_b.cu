@@ -77,7 +77,6 @@ struct Place {
     u32 bits;             // contiguous k: by how much a pair lies across words
 };
 
-__device__ __forceinline__ void keep_in_registers(u32& a, u32& b, u32& c) { asm volatile("" : "+r"(a), "+r"(b), "+r"(c)); }
 
 __device__ __forceinline__ Place place_of(const Lines& lines, int col, int half) {
     const int lane = threadIdx.x & 31, m = half * 64 + ((threadIdx.x >> 5) & 3) * 16 + (lane >> 2), c = lane & 3;
@@ -93,7 +92,7 @@ __device__ __forceinline__ Place place_of(const Lines& lines, int col, int half)
         }
         r.bits = 0;
     }
-    keep_in_registers(r.at[0], r.at[1], r.bits);        // not worked out anew for every block
+    keep_in_register(r.at[0]), keep_in_register(r.at[1]), keep_in_register(r.bits);
     return r;
 }
 

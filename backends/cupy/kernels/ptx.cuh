@@ -57,6 +57,12 @@ __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// ---- registers ----
+
+// A value that the compiler must not work out anew where it is used.
+__device__ __forceinline__ void keep_in_register(u32& v) { asm volatile("" : "+r"(v)); }
+__device__ __forceinline__ void keep_in_register(i64& v) { asm volatile("" : "+l"(v)); }
+
 // ---- clusters ----
 
 __device__ __forceinline__ u32 cluster_rank() {

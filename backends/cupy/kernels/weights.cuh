@@ -48,9 +48,6 @@ constexpr u32 MAGIC = BFLOAT ? 0x43004300u : 0x64006400u;      // 128 or 1024, w
 // What a pair of e2m1 is multiplied by, whose bits stand where those of the 16-bit format do: 2^126 or 2^14.
 constexpr u32 LIFT = BFLOAT ? 0x7E807E80u : 0x74007400u;
 
-__device__ __forceinline__ void keep_in_register(u32& v) { asm volatile("" : "+r"(v)); }
-__device__ __forceinline__ void keep_in_register(i64& v) { asm volatile("" : "+l"(v)); }
-
 // What codes are joined with. An instruction has room for one constant, and the assembler would load the other one into a register
 // each time: so these are no constants, but have `nothing` added, which is zero and only known when the kernel runs.
 struct Masks {

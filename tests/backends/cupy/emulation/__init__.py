@@ -142,7 +142,6 @@ BODIES = {
     },
     "consume_fp8.cuh": {
         "float4 load_shared_scales(u32 address)": "return load_shared_as<float4>(address);",
-        "u32 kept(u32 value)": "return value;",
     },
     "few_rows.cuh": {"void sync_both()": "named_sync(7, 256);"},
     "gated.cuh": {
@@ -159,11 +158,6 @@ BODIES = {
             "const float* const of = numbers_of_codes[0];"
             " return f16_of(of[codes & 255]) | f16_of(of[codes >> 8 & 255]) << 16;"
         ),
-        "void keep_in_register(u32& v)": "",
-        "void keep_in_register(i64& v)": "",
-    },
-    "hopper_shift_b.cu": {
-        "void keep_in_registers(u32& a, u32& b, u32& c)": "",
     },
     "hopper_fp8.cu": {
         "void copy_number(u32 to, const void* from)": "memcpy(at(to), from, 4);",

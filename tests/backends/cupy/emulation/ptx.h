@@ -33,6 +33,9 @@ inline void some_arrive() {
     }
 }
 
+inline void keep_in_register(u32&) {}
+inline void keep_in_register(i64&) {}
+
 // ---- mbarrier ----
 
 struct Counter { int expected, pending, phase; long bytes; bool made; };
