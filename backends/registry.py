@@ -46,12 +46,13 @@ def check(name: str, text: str = "unknown backend") -> None:
     if "," in name:
         hint = f"pass several names as a list, {[part.strip() for part in name.split(',')]}"
     if name == "auto":
-        hint = "'auto' chooses among all: pass it alone"
+        hint = "'auto' chooses among all: name nothing else (as a setting: leave MULTIGEMM_BACKEND empty)"
     raise UnknownBackend(f"{text} {name!r}: {hint}")
 
 
 def several(given: Any) -> tuple[str, ...]:
-    """Splits a user's text or sequence into backend names. Raises UnknownBackend for an unknown one."""
+    """The names in a user's sequence. Raises UnknownBackend for a set, an empty sequence, or an element that is no
+    text."""
     if isinstance(given, Set):
         raise UnknownBackend(f"backend={given!r} has no order, and the first that can is chosen: pass a list")
     try:
@@ -113,10 +114,10 @@ def reasons(name: str, spec: ProblemSpec, device: torch.device) -> tuple[str, ..
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One backend's answer to one spec: why it cannot solve it.
+    """One backend for one spec: whether it can solve it, and if not, why.
 
-    `us` and `host_us` are the times of the device and of the host in microseconds, if they are known; `source` is who
-    says so.
+    `us` and `host_us` are the times of the device and of the host in microseconds, if they are known; `source` says
+    where the times come from.
     """
 
     name: str

@@ -43,20 +43,20 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
         InvalidSetting: `config` is none of this backend.
     """
     spec, which = staged_spec(problem), backend if isinstance(backend, str) else registry.several(backend)
-    c, made = class_of(problem, spec), table.table().made
+    c, remembered = class_of(problem, spec), table.table().remembered
     eager = eager and which == "auto" and not captured(problem)
     try:
         given = None if config is None else config_key(config)
         key = (spec, c, problem.device, which, given, eager, measure_once.forbidden())
-        found = made.get(key)
+        found = remembered.get(key)
     except TypeError:
         raise InvalidSetting(f"config={config!r} cannot be remembered: pass a frozen config or plain values") from None
     if found is None:
         query, names = Query(problem, spec, c, config, eager), (which,) if isinstance(which, str) else which
         chosen = _choose_auto(query) if which == "auto" else _choose_named(query, names)
-        if len(made) >= CHOICES_KEPT:
-            made.clear()
-        found = made.setdefault(key, chosen)  # that of another thread, if it came first
+        if len(remembered) >= CHOICES_KEPT:
+            remembered.clear()
+        found = remembered.setdefault(key, chosen)  # that of another thread, if it came first
         if settings().print_config:
             recipe = found.recipe
             print(f"multigemm: {found.backend} {recipe.kernel} {recipe.config} ({found.why})", file=sys.stderr)
@@ -89,7 +89,7 @@ def _choose_named(query: Query, names: Sequence[str]) -> Choice:
 def _choose_auto(query: Query) -> Choice:
     allowed = settings().backend
     for name in allowed:
-        registry.check(name, "MULTIGEMM_BACKEND holds")
+        registry.check(name, "MULTIGEMM_BACKEND holds the unknown backend")
     if query.spec.batch_invariant:
         name = _invariant_backend(query, allowed)
         return plan(query, name, "batch invariant: the same backend for all problems of these dtypes")

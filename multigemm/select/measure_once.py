@@ -71,12 +71,12 @@ def measure_once(query: Query, names: Sequence[str]) -> Entry:
             choices = {} if obstacle else _planned(query, names, failed)
             took = _timed(choices, problem, failed) if len(choices) > 1 else {}
     except Exception as error:  # the call itself may well succeed; if not, it says so
-        failed.update(dict.fromkeys(names, describe(error)))
+        took, obstacle = {}, f"it failed: {describe(error)}"
+        warnings.warn(f"multigemm: auto could not measure: {describe(error)}", RuntimeWarning, stacklevel=2)
     for name, reason in failed.items():
         warnings.warn(f"multigemm: auto could not measure backend {name!r}: {reason}", RuntimeWarning, stacklevel=2)
     if len(took) < 2:
-        reason = obstacle or "fewer than two backends could be timed"
-        return Entry(device, key, {}, failed=dict.fromkeys(names, reason))
+        return Entry(device, key, {}, failed=dict.fromkeys(names, obstacle or "fewer than two backends could be timed"))
     chosen, date = fastest({n: m.us for n, m in took.items()}, names), datetime.now(UTC).isoformat(timespec="seconds")
     if settings().print_config:
         times = ", ".join(f"{name} {m.us:.1f} us" for name, m in took.items())
@@ -155,8 +155,7 @@ def _timed(choices: Mapping[str, Choice], problem: GroupedGemmProblem, failed: d
 
 
 def _host_time_us(choice: Choice, problem: GroupedGemmProblem, out: Any, bound: Bound) -> float:
-    """The host's time of a warm call in microseconds: a launch if the launch cache would serve it, else bind and
-    launch."""
+    """The host's microseconds for a warm call: a launch if the launch cache would serve it, else bind and launch."""
     best = math.inf
     for _ in range(HOST_CALLS):
         began = time.perf_counter()

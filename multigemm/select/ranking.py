@@ -68,12 +68,12 @@ def rank(query: Query, able: Sequence[str], why_not: str = "") -> Ranking:
         return _ranked(query, order, times)
     if len(worth) < 2:
         return Ranking(order, "the only one that can", {})
-    made = _measured(query, worth, why_not)
-    if not made.chosen:
-        return Ranking(order, f"first of the static order; not measured: {next(iter(made.failed.values()))}", {})
-    source = f"measured on {made.date[:10]}"
-    times = {name: replace(measured, source=source) for name, measured in made.backends.items()}
-    return _ranked(query, order, times, made.chosen)
+    entry, obstacle = _measured(query, worth, why_not)
+    if entry is None:
+        return Ranking(order, f"first of the static order; not measured: {obstacle}", {})
+    source = f"measured on {entry.date[:10]}"
+    times = {name: replace(measured, source=source) for name, measured in entry.backends.items()}
+    return _ranked(query, order, times, entry.chosen)
 
 
 def candidates(c: ProblemClass, able: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -85,15 +85,18 @@ def candidates(c: ProblemClass, able: Sequence[str]) -> tuple[list[str], list[st
     return order, worth if len(worth) > 1 else order
 
 
-def _measured(query: Query, names: Sequence[str], why_not: str) -> Entry:
-    """What was or is measured of a class, once for all threads; else an entry that holds why nothing is."""
-    device, tuned, forbids = query.problem.device, table.table(), forbidden()
-    found = None if forbids else tuned.choice(query.problem_class, device, names)
-    if found is not None or (why_not := forbids or why_not):
-        return found or Entry(device.type, "", {}, failed={"auto": why_not})
-    with registry.lock_of(device):
-        found = tuned.choice(query.problem_class, device, names)  # another thread may have measured
-        return found or tuned.keep_choice(measure_once(query, names))
+def _measured(query: Query, names: Sequence[str], why_not: str) -> tuple[Entry | None, str]:
+    """The entry of a class that was or is measured, once for all threads; else None and why nothing is measured."""
+    if forbids := forbidden():
+        return None, forbids
+    device, tuned = query.problem.device, table.table()
+    found = tuned.choice(query.problem_class, device, names)
+    if found is None and why_not:
+        return None, why_not
+    if found is None:
+        with registry.lock_of(device):  # another thread may have measured meanwhile
+            found = tuned.choice(query.problem_class, device, names) or tuned.keep_choice(measure_once(query, names))
+    return (found, "") if found.chosen else (None, next(iter(found.failed.values())))
 
 
 def _ranked(query: Query, order: Sequence[str], times: Mapping[str, Measured], chosen: str = "") -> Ranking:

@@ -1,4 +1,5 @@
-"""Measurements of problem classes: the shipped tables, the entries of `multigemm tune`, the choices of "auto".
+"""Measurements of problem classes: the shipped tables, the entries of `multigemm tune`, the choices of "auto". The
+table also remembers the choices that followed from them, and `plan` gives a backend's recipe with a measured config.
 
 An entry belongs to a device and a class (`problem_class`). Entries of tables compare all tuned backends; the user's
 precede the shipped ones. An entry of "auto" names the chosen backend and stays until somebody clears it. It lies in the
@@ -130,13 +131,13 @@ class Folder:
 
 
 class TuningTable:
-    """All that this process knows: the user's entries, the shipped ones, the entries of "auto", and in `made` the
-    choices that followed from them."""
+    """All that this process knows: the user's entries, the shipped ones, the entries of "auto", and in `remembered`
+    the choices that followed from them."""
 
     def __init__(self, root: Path | None = None) -> None:
         self.own = Folder("tuning", root)
         self.choices = Folder("choices", root, sys.modules["multigemm"].__version__, torch.__version__)
-        self.made: dict[Any, Choice] = {}
+        self.remembered: dict[Any, Choice] = {}
         tables = {path.name: json.loads(path.read_text()) for path in sorted(SHIPPED.glob("*.json"))}
         entries = [decoded(raw, f"shipped {name}") for name, table in tables.items() for raw in table["entries"]]
         self._shipped = {(entry.device, entry.key): entry for entry in entries}
@@ -166,8 +167,9 @@ class TuningTable:
         return f"{settings().cache_dir} cannot be written" if settings().cache else "the cache is off (MULTIGEMM_CACHE)"
 
     def choose_anew(self) -> None:
-        """Forgets the choices of this process. One that is being made meanwhile is not kept."""
-        self.made = {}
+        """Forgets the choices and launches of this process. A choice that is being made meanwhile is not remembered; a
+        launch that a call binds meanwhile may be."""
+        self.remembered = {}
         launch_cache.clear()
 
     def choice(self, problem_class: ProblemClass, device: torch.device, names: Iterable[str]) -> Entry | None:

@@ -205,7 +205,7 @@ def test_unknown_backend_names_the_nearest() -> None:
         mg.solve(problem, backend="CPU")
     with pytest.raises(mg.UnknownBackend, match=r"pass several names as a list, \['triton', 'cpu'\]"):
         mg.solve(problem, backend="triton,cpu")
-    with pytest.raises(mg.UnknownBackend, match="'auto' chooses among all: pass it alone"):
+    with pytest.raises(mg.UnknownBackend, match="'auto' chooses among all: name nothing else"):
         mg.plan(problem, backend=["cpu", "auto"])
     with pytest.raises(mg.InvalidSetting, match="config has kernel=None, a NoneType; it must be of type str"):
         mg.solve(problem, backend="cpu", config={"kernel": None})

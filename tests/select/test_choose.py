@@ -98,7 +98,10 @@ def test_settings_restrict_auto(install: Callable[..., None], setting: Callable[
 def test_settings_that_name_no_backend(install: Callable[..., None], setting: Callable[..., None]) -> None:
     install(Fake("first", 1), Fake("null"), Fake("slowly", here=Availability(True, emulated=True)))
     setting(MULTIGEMM_BACKEND="first,secnd")
-    with pytest.raises(mg.UnknownBackend, match="MULTIGEMM_BACKEND holds 'secnd'"):
+    with pytest.raises(mg.UnknownBackend, match="MULTIGEMM_BACKEND holds the unknown backend 'secnd'"):
+        mg.plan(problem())
+    setting(MULTIGEMM_BACKEND="auto")
+    with pytest.raises(mg.UnknownBackend, match=r"'auto': 'auto' chooses among all: .* leave MULTIGEMM_BACKEND empty"):
         mg.plan(problem())
     setting(MULTIGEMM_BACKEND="null,slowly")
     with pytest.raises(mg.BackendUnsupported) as caught:
