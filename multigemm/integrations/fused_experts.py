@@ -3,7 +3,7 @@
 Forward: a sort, h = gate(x[rows] @ up), out = the weighted sums of h @ down. For backward only g and u are kept (the
 columns that the gate joins), besides the inputs and two numbers for each pair of token and expert:
 
-    rows   of the gradient by expert, copied once for two products
+    rows   of the gradient by expert, copied once for two products; only dh picks them if down and its bias are frozen
     dh     rows @ down^T
     dP     gate'(P) * weight * dh; the gradient of a weight is <dh, h>, and of down's bias <row, bias>; in one pass
     down   (weight * h)^T @ rows
@@ -28,7 +28,14 @@ from multigemm.integrations import torch_op
 from multigemm.integrations.bound_layer import run_bound
 from multigemm.integrations.expert_network import Network, by_rows
 from multigemm.integrations.fused_gradients import differentiated, gate_by_torch
-from multigemm.integrations.layer_ops import gate_kernels, kernels_for, rows_of_pairs, sort_pairs, sum_by_expert
+from multigemm.integrations.layer_ops import (
+    gate_kernels,
+    kernels_for,
+    rows_of_pairs,
+    sort_pairs,
+    sum_by_expert,
+    tokens_of_pairs,
+)
 from multigemm.integrations.routing import check_routing, through_experts
 from multigemm.settings import settings
 from multigemm.torch_internals import any_requires_grad
@@ -144,16 +151,18 @@ def first_product(
 ) -> tuple[Tensor, Tensor | None]:
     """h = gate(x[rows] @ up + bias), and the input of the gate if `keep` it.
 
-    A product of two results takes a fifth longer than a plain one (H200), and a pass of the gate over its result a
-    tenth. The product does both where no kernel passes once, and where gradients must not change bits.
+    On a GPU a plain product and the gate's kernel behind it take less time than one product with both results: a tenth
+    more than a plain product, instead of a fifth (H200). One product gives both where there is no such kernel, and in
+    batch-invariant layers, whose bits must not depend on wanted gradients.
     """
     b, keywords = by_rows(up, net.stacked), {"a_rows": pairs.rows, "bias": up_bias}
     if not keep:
         return product(net, x, b, pairs.ends, **keywords, **net.keywords), None
     invariant = settings().batch_invariant if net.batch_invariant is None else net.batch_invariant
-    if net.gate is not None and kernels_for(x) is not None and not invariant:
+    kernels = None if net.gate is None or invariant else kernels_for(x, gate_kernels)
+    if kernels is not None:
         preact = product(net, x, b, pairs.ends, **keywords)
-        return gate_kernels().gated_rows(net.gate, preact), preact
+        return kernels.gated_rows(net.gate, preact), preact
     preact = x.new_empty((pairs.rows.shape[0], b.shape[2]))
     return product(net, x, b, pairs.ends, preact_out=preact, **keywords, **net.keywords), preact
 
@@ -212,25 +221,31 @@ def _through_steps(net: Network, saved: Any, wanted: Any, grad: Tensor) -> list[
 def _gradients(net: Network, saved: Any, grad: Tensor, wanted: Any) -> list[Tensor | None]:
     """The wanted first derivatives by x, the routing weights, up, down and the biases."""
     _, x, weights, up, down, up_bias, down_bias, preact, place, ends, order = saved
-    weights, top_k, x_rows = weights.detach().contiguous(), place.shape[1], None
+    weights, top_k = weights.detach().contiguous(), place.shape[1]
+    grad_rows = rows_of_pairs(grad, order, top_k) if wanted[3] or wanted[5] else None
+    tokens = tokens_of_pairs(order, top_k) if preact is None or grad_rows is None else None
     if preact is None:
-        x_rows = rows_of_pairs(x.detach(), order, top_k)
-        preact = product(net, x_rows, by_rows(up, net.stacked), ends, bias=up_bias)
-    grad_rows = rows_of_pairs(grad, order, top_k)
-    dh = product(net, grad_rows, by_rows(down, not net.stacked), ends)
+        preact = product(net, x, by_rows(up, net.stacked), ends, a_rows=tokens, bias=up_bias)
+    of_hidden = by_rows(down, not net.stacked)
+    if grad_rows is None:
+        dh = product(net, grad, of_hidden, ends, a_rows=tokens)
+    else:
+        dh = product(net, grad_rows, of_hidden, ends)
     added = None if down_bias is None else (grad, down_bias.detach())
     dpreact, weighted, dweights = gate_backward(net, preact, dh, order, weights, ends, added)
+    del preact, dh
     found: list[Tensor | None] = [None, dweights if wanted[1] else None, None, None, None, None]
     if wanted[3]:
+        assert grad_rows is not None
         found[3] = matrix_gradient(net, ends, grad_rows, weighted, turned=net.stacked)
     if wanted[5]:
+        assert grad_rows is not None
         found[5] = sum_by_expert(grad_rows, ends, down_bias.dtype, order, weights)
-    del dh, grad_rows, weighted
+    del grad_rows, weighted
     if wanted[0]:
         found[0] = product(net, dpreact, by_rows(up, not net.stacked), ends, combine=(place, None))
     if wanted[2]:
-        x_rows = rows_of_pairs(x.detach(), order, top_k) if x_rows is None else x_rows
-        found[2] = matrix_gradient(net, ends, x_rows, dpreact, turned=not net.stacked)
+        found[2] = matrix_gradient(net, ends, rows_of_pairs(x.detach(), order, top_k), dpreact, turned=not net.stacked)
     if wanted[4]:
         found[4] = sum_by_expert(dpreact, ends, up_bias.dtype)
     return found
@@ -259,9 +274,10 @@ def gate_backward(
     [tokens, H] of the layer's result and down's bias [E, H]. `into`: memory for the first two, of more pairs, and [S]
     the row of each pair there; a pair of no expert may write to the last one, which is then nobody's.
     """
-    if net.gate is not None and kernels_for(preact) is not None and ends.numel():
+    kernels = None if net.gate is None or not ends.numel() else kernels_for(preact, gate_kernels)
+    if kernels is not None:
         given = net.gate, preact, dh, order, weights, ends, added, into
-        found: tuple[Tensor, Tensor, Tensor] = gate_kernels().pair_backward(*given)
+        found: tuple[Tensor, Tensor, Tensor] = kernels.pair_backward(*given)
         return found
     wide = torch.promote_types(preact.dtype, torch.float32)
     expert = torch.searchsorted(ends, torch.arange(len(preact), device=ends.device, dtype=ends.dtype), right=True)

@@ -54,6 +54,7 @@ from multigemm.integrations.layer_ops import (
     add_returned,
     copy_rows,
     exchange_kernels,
+    kernels_for,
     rows_of_pairs,
     sort_pairs,
     sum_by_expert,
@@ -325,7 +326,7 @@ class Departures:
         self._index, self._experts, self._chunks = index, experts, chunks
         self._ranks, self._here = group.size(), group.rank()
         self._each = max(expert_parallel.experts_per_rank(experts, self._ranks), 1)
-        self._kernels = exchange_kernels() if index.is_cuda else None
+        self._kernels = kernels_for(index, exchange_kernels)
         self._found: Tensor
 
     def count(self, into: Tensor) -> None:
@@ -578,17 +579,17 @@ class _Layer(NamedTuple):
         order, ends, top_k = every.order, every.ends, every.place.shape[1]
         found: list[Tensor | None] = [None] * 4
         if wanted[0]:
-            rows = rows_of_pairs(self.x, order, top_k)
-            found[0] = matrix_gradient(net, ends, rows, of_pairs, turned=not net.stacked)
-        rows = rows_of_pairs(grad, order, top_k) if wanted[1] or wanted[3] else grad
+            found[0] = matrix_gradient(net, ends, rows_of_pairs(self.x, order, top_k), of_pairs, turned=not net.stacked)
+        grad_rows = rows_of_pairs(grad, order, top_k) if wanted[1] or wanted[3] else None
         if wanted[1]:
-            found[1] = matrix_gradient(net, ends, rows, weighted, turned=net.stacked)
+            assert grad_rows is not None
+            found[1] = matrix_gradient(net, ends, grad_rows, weighted, turned=net.stacked)
         if wanted[2]:
             assert self.up_bias is not None
             found[2] = sum_by_expert(of_pairs, ends, self.up_bias.dtype)
         if wanted[3]:
-            assert self.down_bias is not None
-            found[3] = sum_by_expert(rows, ends, self.down_bias.dtype, order, _weights_of(self.routing))
+            assert self.down_bias is not None and grad_rows is not None
+            found[3] = sum_by_expert(grad_rows, ends, self.down_bias.dtype, order, _weights_of(self.routing))
         return found
 
 

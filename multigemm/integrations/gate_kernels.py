@@ -113,8 +113,8 @@ def _gate_backward_kernel(grad, x, dx, width, grad_stride, stride, KIND: tl.cons
     _store_gate(dx + row * 2 * width, d * u * slope, d * act, start, width, width, "halves", BLOCK)
 
 
-def _gate_numbers(gate):
-    """The constants of a kernel that tell a problem's gate."""
+def _gate_constants(gate):
+    """A problem's gate as compile-time constants of a kernel."""
     kind, layout, alpha, beta, limit = gate
     return {"KIND": kind, "LAYOUT": layout, "ALPHA": alpha, "BETA": beta, "LIMIT": limit}
 
@@ -130,9 +130,9 @@ def _gate_grid(rows, width, dtype):
 
 
 def gate_step(gate, x, out):
-    """Applies a problem's gate to rows."""
+    """The step that writes a problem's gate of the rows x [S, 2*I] to out [S, I]."""
     grid, values = _gate_grid(*out.shape, x.dtype)
-    return _gate_kernel, grid, 4, {"x": x, "out": out, "stride": x.stride(0), **values, **_gate_numbers(gate)}
+    return _gate_kernel, grid, 4, {"x": x, "out": out, "stride": x.stride(0), **values, **_gate_constants(gate)}
 
 
 def gated_rows(gate, x):
@@ -223,7 +223,7 @@ def pair_backward(gate, preact, dh, order, weights, ends, added=None, into=None)
             "preact": preact, "dh": dh, "order": order, "weights": weights, "ends": ends, "dpreact": dpreact,
             "weighted": weighted, "dweights": dweights, "places": places, "grad": grad, "bias": bias, "width": width,
             "experts": experts, "features": bias.shape[1], "grad_stride": grad.stride(0), "K": weights.shape[1],
-            "MOVED": into is not None, "BIAS": added is not None, "BINS": bucket(experts), **_gate_numbers(gate),
+            "MOVED": into is not None, "BIAS": added is not None, "BINS": bucket(experts), **_gate_constants(gate),
             "WIDE": wide_type(preact.dtype), "BLOCK": columns_at_once(width, 16, GATE_COLUMNS),
         }  # fmt: skip
         run_steps(dh, (_pair_backward_kernel, (count,), 4, values))

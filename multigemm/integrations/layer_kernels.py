@@ -2,8 +2,7 @@
 """Triton kernels of a mixture-of-experts layer: its sort, its gathers and its sums.
 
 Plain torch moves rows again and again: a weighted sum over k gathered rows moves each four times. Here rows are read
-where they lie, once. All sums are of integers or in a fixed
-order, so the same call gives the same bits.
+where they lie, once. All sums are of integers or in a fixed order, so the same call gives the same bits.
 
 A step is (kernel, grid, warps, arguments). The functions of the operators run steps at once; a layer that is bound as a
 whole (bound_layer.py) takes the same steps and binds them to its memory.
@@ -303,7 +302,7 @@ def _gather_kernel(x, order, rows, width, stride, K: tl.constexpr, BLOCK: tl.con
 
 
 def gather_step(x, order, rows, top_k):
-    """Copies the row of each pair's token; all rows contiguous along their last dimension."""
+    """The step that copies the row of each pair's token; all rows contiguous along their last dimension."""
     block = columns_at_once(x.shape[1], 16, MOST_COLUMNS)
     values = {"width": x.shape[1], "stride": x.stride(0), "K": top_k, "BLOCK": block}
     grid = (order.shape[0], tiles_of(x.shape[1], block))

@@ -7,10 +7,11 @@ call gives the same bits.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -62,38 +63,21 @@ def geglu(x: Tensor) -> Tensor:
 
 
 @cache  # finding a package takes as long as many launches
-def triton_kernels() -> Any:
-    """The module of Triton kernels, or None if Triton is not installed."""
+def _kernels(name: str) -> Any:
+    """A module of Triton kernels beside this one, or None if Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         return None
-    from multigemm.integrations import layer_kernels
-
-    return layer_kernels
+    return importlib.import_module(f"multigemm.integrations.{name}")
 
 
-@cache
-def gate_kernels() -> Any:
-    """The module of Triton kernels of gates, or None if Triton is not installed."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from multigemm.integrations import gate_kernels
-
-    return gate_kernels
+triton_kernels: Callable[[], Any] = partial(_kernels, "layer_kernels")
+gate_kernels: Callable[[], Any] = partial(_kernels, "gate_kernels")
+exchange_kernels: Callable[[], Any] = partial(_kernels, "exchange_kernels")
 
 
-def kernels_for(x: Tensor) -> Any:
-    """The module of Triton kernels for what lies on the device of x, or None."""
-    return triton_kernels() if x.is_cuda else None
-
-
-@cache
-def exchange_kernels() -> Any:
-    """The module of Triton kernels of layers on many ranks, or None if Triton is not installed."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from multigemm.integrations import exchange_kernels
-
-    return exchange_kernels
+def kernels_for(x: Tensor, kernels: Callable[[], Any] = triton_kernels) -> Any:
+    """The module that `kernels` returns; None if x does not lie on a GPU, or Triton is not installed."""
+    return kernels() if x.is_cuda else None
 
 
 def _in_triton(name: str, plain: Callable[..., Any], kernels: Callable[[], Any] = triton_kernels) -> Callable[..., Any]:
@@ -145,11 +129,16 @@ def sort_pairs(
         rows, place, ends = kernels.sort_pairs(index, experts, order, up, stacked)
         return rows, place, ends, order
     order, inverse, ends = sort_by_expert(index.reshape(-1), experts)
-    rows, place = (order // max(index.shape[1], 1)).int(), inverse.int().view(index.shape)
+    rows, place = tokens_of_pairs(order, index.shape[1]).int(), inverse.int().view(index.shape)
     return rows, place, ends, order.int() if ordered else None
 
 
 # --- the rows of pairs ------------------------------------------------------------------------------
+
+
+def tokens_of_pairs(order: Tensor, top_k: int) -> Tensor:
+    """Pairs `order` [S] -> [S]: the token of each pair."""
+    return order // max(top_k, 1)
 
 
 def rows_of_pairs(x: Tensor, order: Tensor, top_k: int) -> Tensor:
@@ -158,7 +147,7 @@ def rows_of_pairs(x: Tensor, order: Tensor, top_k: int) -> Tensor:
     if kernels is not None:
         found: Tensor = kernels.rows_of_pairs(x, order, top_k)
         return found
-    return x.index_select(0, order // max(top_k, 1))
+    return x.index_select(0, tokens_of_pairs(order, top_k))
 
 
 def sum_by_expert(
@@ -257,10 +246,8 @@ def add_returned(own: Tensor, rows: Tensor, place: Tensor) -> Tensor:
 
     place is [chunks, ranks, tokens of a chunk]; the last chunk may have more places than there are tokens. This is no
     operator: autograd does not see it.
-
-    No operator: autograd does not see it.
     """
-    kernels = exchange_kernels() if own.is_cuda else None
+    kernels = kernels_for(own, exchange_kernels)
     if kernels is not None:
         found: Tensor = kernels.add_returned(own, rows, place)
         return found
@@ -276,7 +263,7 @@ def copy_rows(sources: tuple[Tensor, Tensor], rows: Tensor | None, to: tuple[Ten
 
     This is no operator: autograd does not see it.
     """
-    kernels = exchange_kernels() if sources[0].is_cuda else None
+    kernels = kernels_for(sources[0], exchange_kernels)
     if kernels is not None:
         kernels.copy_rows(sources, rows, to)
         return

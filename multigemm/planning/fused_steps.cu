@@ -221,8 +221,8 @@ __device__ i64 first_from(const index_t* places, i64 tokens, i64 row) {
     return low;
 }
 
-// A thread loads LINES terms, of whatever owned row where there is none, before it adds them, so that as many loads are on
-// their way.
+// A thread loads LINES terms before it adds them, so that their loads overlap. A term that is missing is loaded from the
+// first owned row and not added.
 extern "C" __global__ void __launch_bounds__(256) sum_rows(const Sum t) {
     constexpr int LINES = TERMS > 0 && TERMS < 8 ? TERMS : 8;
     const i64 chunks = (t.columns + EACH - 1) / EACH;

@@ -14,6 +14,7 @@ import multigemm as mg
 from multigemm.integrations import fused_experts
 from multigemm.integrations.expert_network import Network
 from multigemm.nn import Experts, MoE, experts_forward, moe
+from tests.support.row_copies import note_row_copies
 
 NETWORKS: dict[str, dict[str, Any]] = {
     "swiglu": {},
@@ -62,6 +63,38 @@ def test_results_and_gradients_are_those_of_the_steps(name: str) -> None:
     ):  # fmt: skip
         assert a.shape == b.shape
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("wanted", "count"),
+    [
+        ("all", 2),
+        ("x", 0),
+        ("weights", 0),
+        ("up_proj", 1),
+        ("up_proj_bias", 0),
+        ("down_proj", 1),
+        ("down_proj_bias", 1),
+    ],
+)
+def test_rows_are_copied_for_gradients_of_weights_alone(
+    wanted: str, count: int, recompute: bool, stacked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One copy at a time, of the layer's input for up and of the gradient for down and its bias."""
+    torch.manual_seed(3)
+    experts, (x, index, weights) = layer(bias=True, recompute=recompute, stacked=stacked), drawn()
+    inputs = {"x": x, "weights": weights, **{name.replace("gate_", ""): p for name, p in experts.named_parameters()}}
+    for name, t in inputs.items():
+        t.requires_grad_(wanted in ("all", name))
+    asked = [t for t in inputs.values() if t.requires_grad]
+    want = in_steps(experts, x, index, weights)
+    flow = torch.randn_like(want)
+    copies = note_row_copies(monkeypatch, fused_experts)
+    got = torch.autograd.grad(experts(x, index, weights), asked, flow)
+    assert len(copies) == count
+    torch.testing.assert_close(got, torch.autograd.grad(want, asked, flow))
 
 
 @pytest.mark.slow

@@ -40,6 +40,7 @@ from multigemm.nn.moe import Experts
 from multigemm.nn.parallel import ExpertParallel
 from tests.support import dtensor_cases
 from tests.support.plain_expert_parallel import layer as plain_layer
+from tests.support.row_copies import note_row_copies
 
 EXPERTS, WIDTH, HIDDEN, TOP = 8, 6, 10, 2
 FOLDER = Path()
@@ -312,6 +313,7 @@ def fused_rows_travel_while_multiplying() -> None:
 
         patch.setattr(fused_parallel, "first_product", keeps)
         noted(fused_parallel, "matrix_gradient", "weights")
+        copies = note_row_copies(patch, fused_parallel)
         spread, _ = layers(mesh_of(1), 1, fused=True, bias=False, shared_experts=Noted(seen))
         x = torch.randn(20, WIDTH, dtype=torch.float64, requires_grad=True)
         y: Any = spread(x)
@@ -321,6 +323,7 @@ def fused_rows_travel_while_multiplying() -> None:
         there = ["start", "product", "wait", "product"]  # through down, own pairs first
         home = ["start", "product", "start"]  # gradients of routing weights; those of tokens
         assert seen == [*there, *home, "weights", "weights", "shared", "wait", "wait"], seen
+        assert len(copies) == 2, "of tokens and of their gradients"
         kept.clear()
         with torch.no_grad():
             assert torch.equal(spread(x), y)

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import types
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -178,9 +179,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("layout", GLU_LAYOUTS)
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.usefixtures("kernels")
-def test_gates_behind_a_product_and_back(kind: str, layout: str) -> None:
-    """The kernels that layers on a GPU take, beside the same in steps of torch."""
+def test_gates_behind_a_product_and_back(kind: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels that layers on a GPU take, beside the same in steps of torch. A row takes two blocks of columns."""
     kernels = layer_ops.gate_kernels()
+    monkeypatch.setattr(kernels, "GATE_COLUMNS", 16)
     torch.manual_seed(6)
     for dtype, limit in ((torch.float64, 0.7), (torch.float32, None)):
         alpha = 1.702 if kind == "swiglu" else 1.0
@@ -188,7 +190,8 @@ def test_gates_behind_a_product_and_back(kind: str, layout: str) -> None:
         preact, dh, weights = (torch.randn(shape, dtype=dtype) for shape in ((10, 40), (10, 20), (5, 2)))
         preact[0, :3], ends = limit or 0.0, torch.tensor([2, 2, 7], dtype=torch.int32)
         want = gate_by_torch(preact, net.activation, net.gate)
-        torch.testing.assert_close(kernels.gated_rows(net.gate, preact), want, rtol=1e-5, atol=1e-6)
+        for rows in (preact, torch.cat([preact, preact], 1)[:, :40]):
+            torch.testing.assert_close(kernels.gated_rows(net.gate, rows), want, rtol=1e-5, atol=1e-6)
         order = torch.randperm(10).int()
         preact[7:], dh[7:], weights.view(-1)[order[7:].long()] = torch.nan, torch.nan, torch.nan
         added = torch.randn(5, 33, dtype=dtype), torch.randn(3, 33, dtype=dtype)
@@ -209,6 +212,21 @@ def test_gates_behind_a_product_and_back(kind: str, layout: str) -> None:
                 torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.usefixtures("kernels")
+def test_the_gates_of_a_layer_in_steps(gelu: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of the operators, beside torch; a row takes two blocks of columns."""
+    kernels = layer_ops.gate_kernels()
+    monkeypatch.setattr(kernels, "GATE_COLUMNS", 16)
+    torch.manual_seed(7)
+    x, grad = torch.randn(10, 80, dtype=dtype)[:, :40], torch.randn(10, 60, dtype=dtype)[:, :20]
+    near: dict[str, Any] = {"rtol": 1e-2, "atol": 1e-2} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(kernels.gated(x, gelu), layer_ops._gate(x, gelu), **near)
+    want = layer_ops._gate_backward(grad, x, gelu)
+    torch.testing.assert_close(kernels.gated_backward(grad, x, gelu), want, **near)
+
+
 def test_rows_of_pairs_and_their_sums(kernels: Any) -> None:
     """Copied by pair, and summed by expert, where one has none, one many, and some pairs have no expert."""
     torch.manual_seed(8)
@@ -227,8 +245,13 @@ def test_rows_of_pairs_and_their_sums(kernels: Any) -> None:
         torch.testing.assert_close(half.float(), got, rtol=1e-2, atol=1e-2)
 
 
+def as_on_a_gpu(x: Tensor, kernels: Callable[[], Any] = layer_ops.triton_kernels) -> Any:
+    return kernels()
+
+
 @pytest.mark.parametrize("options", [{"recompute": True}, {"activation": "silu"}, GPT_OSS])
-def test_training_by_the_kernels_of_a_layer(options: Any, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("kernels")
+def test_training_by_the_kernels_of_a_layer(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sort, gather, gates and sums by the kernels that a GPU takes; the products by the cpu backend."""
     torch.manual_seed(4)
     width, stacked = 10 if "activation" in options else 20, "stacked" in options
@@ -238,27 +261,30 @@ def test_training_by_the_kernels_of_a_layer(options: Any, kernels: Any, monkeypa
     found = []
     for on_gpu in (False, True):
         for module in (fused_experts, layer_ops) if on_gpu else ():
-            monkeypatch.setattr(module, "kernels_for", lambda x: kernels)
+            monkeypatch.setattr(module, "kernels_for", as_on_a_gpu)
         y = experts_forward(given[0], index, *given[1:], backend="cpu", **options)
         found.append((y, *torch.autograd.grad(y.square().sum(), given)))
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("invariant", [False, True])
-def test_the_gate_of_a_batch_invariant_layer_stays_inside(
-    invariant: bool, kernels: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("options", "same"), [({}, False), ({"batch_invariant": True}, True), ({"recompute": True}, True)]
+)
+@pytest.mark.usefixtures("kernels")
+def test_the_gate_of_a_layer_that_keeps_its_input_rounds_it(
+    options: dict[str, Any], same: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then the bits do not depend on wanted gradients; else the kept input of the gate is rounded before the gate."""
-    monkeypatch.setattr(fused_experts, "kernels_for", lambda x: kernels)
+    """Else, and in batch-invariant layers, the bits do not depend on wanted gradients."""
+    monkeypatch.setattr(fused_experts, "kernels_for", as_on_a_gpu)
     torch.manual_seed(5)
     x, up, down = (torch.randn(shape).bfloat16() / 4 for shape in ((40, 16), (3, 20, 16), (3, 16, 10)))
     index, weights = torch.randint(0, 3, (40, 2)), torch.rand(40, 2)
-    options: dict[str, Any] = {"backend": "cpu", "batch_invariant": invariant}
+    options = {"backend": "cpu", **options}
     want = experts_forward(x, index, weights, up, down, **options)
     y = experts_forward(x.requires_grad_(), index, weights, up, down, **options)
     torch.testing.assert_close(y, want, rtol=2e-2, atol=1e-2)
-    assert torch.equal(y, want) == invariant
+    assert torch.equal(y, want) == same
 
 
 def test_rows_that_came_home_are_added_to_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
