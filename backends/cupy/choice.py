@@ -601,9 +601,9 @@ def _hopper_rules(layout: Layout, counts: Counts) -> list[tuple[Condition, Ladde
     if spec.form == "jagged_k":
         alone = total <= THIN_K * counts.groups
     turns = layout.plain & (counts.groups <= TURNS_GROUPS)
-    early = turns & (_sends(layout, counts) ^ True) & ((rows > MANY_ROWS) | (spec.form == "jagged_k"))
+    turns_first = turns & (_sends(layout, counts) ^ True) & ((rows > MANY_ROWS) | (spec.form == "jagged_k"))
     if spec.form == "jagged_k" and layout.sends:
-        early = turns & _turns_take_less(layout, counts)
-    kinds = (early, turns & (early ^ True), turns ^ True)
+        turns_first = turns & _turns_take_less(layout, counts)
+    kinds = (turns_first, turns & (turns_first ^ True), turns ^ True)
     found += [(left & alone & kind, ladder) for kind, ladder in zip(kinds, TALL_ALONE, strict=True)]
     return found + [(left & (alone ^ True) & kind, ladder) for kind, ladder in zip(kinds, TALL, strict=True)]
