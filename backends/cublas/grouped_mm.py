@@ -43,7 +43,7 @@ Call = Callable[[Tensor, Tensor, Any, Tensor | None], Tensor]
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """torch's grouped_mm of operands that want no gradient, as the launch cache serves them. The public function takes
-    the host 1 us less than the call below autograd, whose arguments torch has to box (H200, 2026-11-23)."""
+    the host as long as the call below autograd, by a private name: 1 us less and 0.8 us more in two runs (H200)."""
     return torch.nn.functional.grouped_mm(a, b, offs=ends)
 
 

@@ -231,7 +231,7 @@ def _gradients(net: Network, saved: Any, grad: Tensor, wanted: Any) -> list[Tens
         dh = product(net, grad, of_hidden, ends, a_rows=tokens)
     else:
         dh = product(net, grad_rows, of_hidden, ends)
-    added = None if down_bias is None else (grad, down_bias.detach())
+    added = (grad, down_bias.detach()) if wanted[1] and down_bias is not None else None
     dpreact, weighted, dweights = gate_backward(net, preact, dh, order, weights, ends, added)
     del preact, dh
     found: list[Tensor | None] = [None, dweights if wanted[1] else None, None, None, None, None]

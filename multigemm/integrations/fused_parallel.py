@@ -565,7 +565,8 @@ class _Layer(NamedTuple):
             x, up = self.x[self.call.ways.pieces[number]], by_rows(self.up, net.stacked)
             preact = product(net, x, up, piece.ends, a_rows=piece.tokens, bias=self.up_bias)
         dh = product(net, grad, by_rows(self.down, not net.stacked), piece.ends, a_rows=piece.tokens)
-        added = None if self.down_bias is None else (grad, self.down_bias.detach())
+        bias = self.down_bias if self.call.needs_grad else None
+        added = None if bias is None else (grad, bias.detach())
         return gate_backward(net, preact, dh, piece.order, piece.weights.detach(), piece.ends, added, into)[2]
 
     def _of_parameters(

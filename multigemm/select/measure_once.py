@@ -43,7 +43,8 @@ WORTH = 1.03
 with how uneven the groups are: what leads by less on even ones is up to 15 % behind on others."""
 HOST_CALLS = 3
 FRONT_DOOR_US = 8.0
-"""The host's time of a warm eager call besides its launch: the key and the result's memory (H200, November 2026)."""
+"""The host's time of a warm eager call besides its launch, in microseconds: the key and the result's memory (H200,
+November 2026)."""
 LEAST_WORK = 0.1
 """The fraction of the expected operations below which nothing is measured: a dry run tells nothing about its class."""
 
@@ -62,9 +63,10 @@ def measure_once(query: Query, names: Sequence[str]) -> Entry:
     If fewer than two could be timed, the entry holds the reason and no choice. A backend that fails is left out with a
     warning, because the call itself can still run.
     """
-    problem, device, key = query.problem, device_name(query.problem.device), str(query.problem_class)
+    problem, key = query.problem, str(query.problem_class)
+    device, on_gpu = device_name(problem.device), problem.device.type == "cuda"
     took, failed, obstacle = dict[str, Measured](), dict[str, str](), ""
-    began, on_gpu = time.perf_counter(), problem.device.type == "cuda"
+    began = time.perf_counter()
     try:
         with binding.callers_stream(problem), beside_captures() if on_gpu else nullcontext():
             obstacle = _obstacle(problem)
@@ -77,7 +79,8 @@ def measure_once(query: Query, names: Sequence[str]) -> Entry:
         warnings.warn(f"multigemm: auto could not measure backend {name!r}: {reason}", RuntimeWarning, stacklevel=2)
     if len(took) < 2:
         return Entry(device, key, {}, failed=dict.fromkeys(names, obstacle or "fewer than two backends could be timed"))
-    chosen, date = fastest({n: m.us for n, m in took.items()}, names), datetime.now(UTC).isoformat(timespec="seconds")
+    chosen = fastest({n: m.us for n, m in took.items()}, names)
+    date = datetime.now(UTC).isoformat(timespec="seconds")
     if settings().print_config:
         times = ", ".join(f"{name} {m.us:.1f} us" for name, m in took.items())
         spent = f"{time.perf_counter() - began:.2f} s with compiling"

@@ -102,11 +102,19 @@ def _tokens(problem: GroupedGemmProblem) -> int:
 
 @lru_cache(maxsize=4096)
 def _class_of(spec: ProblemSpec, total: int, equal: bool) -> ProblemClass:
-    m = spec.m if spec.form in ("jagged_n", "jagged_k") else None
-    groups, n, k = bucket(spec.groups), spec.n or None, spec.k or None
-    a, b, out = _operand(spec.a), _operand(spec.b), _operand(spec.out)
-    where = ON_DEVICE if spec.device_sizes else EQUAL if equal else ON_HOST
-    return ProblemClass(spec.form, groups, m, n, k, total, a, b, out, _precision(spec), where)
+    return ProblemClass(
+        spec.form,
+        bucket(spec.groups),
+        spec.m if spec.form in ("jagged_n", "jagged_k") else None,
+        spec.n or None,
+        spec.k or None,
+        total,
+        _operand(spec.a),
+        _operand(spec.b),
+        _operand(spec.out),
+        _precision(spec),
+        ON_DEVICE if spec.device_sizes else EQUAL if equal else ON_HOST,
+    )
 
 
 def _precision(spec: ProblemSpec) -> str:
