@@ -30,9 +30,9 @@ struct Room {
             oldest = begins[place];
         }
     }
-    // Until all stages have been handed back.
+    // Until all stages have been handed back. Stages of one size can fill all places, and only the parity tells that from none.
     __device__ __forceinline__ void wait_for_all(Shared& s, const Ring& ring) {
-        while (place != ring.place) {
+        while (place != ring.place || (EVEN && parity != ring.parity)) {
             barrier_wait(shared_address(&s.empty[place]), parity);
             if (++place == PLACES) place = 0, parity ^= 1;
         }
