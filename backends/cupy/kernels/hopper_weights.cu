@@ -125,43 +125,57 @@ __device__ __forceinline__ void multiply_weights(Shared& s, u32 stages, Ring& ri
     if (SCALE_K == 0) for_columns<N>(numbers.factor(0, 0, 0), numbers.factor(0, 1, 0), [&](int i, float scale) { total[i] *= scale; });
 }
 
+// Tiles that go through few_rows.cuh.
+__device__ __forceinline__ bool is_low(const Tile& t) { return FEW && t.n > 0 && t.n <= FEW_ROWS && t.k_len > 0; }
+
 __device__ __forceinline__ void consume_weights(const Problem& p, const Launch& l, const WeightGrids& grids, const Maps& maps, Shared& s, u32 stages, u32 staging, u32 rank, int half) {
+    const auto column_of = [&](const Tile& t, int warpgroup) { return first_column(t, rank, warpgroup) + ((threadIdx.x & 127) >> 5) * 16 + ((threadIdx.x & 31) >> 2); };
     Ring ring;
+    Tile next = {};
     bool first = true;
+#if FEW
+    LaneNumbers of_lane;
+#endif
 #pragma unroll 1
     for (int number = 0;; ++number) {
-        const Tile t = take_tile(s, number, ~0u);
-        if (t.n == STOP) break;
+        const Tile t = next;                            // in the first round there is none yet
         const int blocks = k_blocks(t);
-        const u32 bytes = stage_bytes(t);
-        if (blocks > 0) ring.fit(bytes);
+        const u32 bytes = ring.begin(t, blocks);
         float total[ACCUMULATORS];
         clear(total);
         if (blocks > 0) {
-            const i64 column = first_column(t, rank, half) + ((threadIdx.x & 127) >> 5) * 16 + ((threadIdx.x & 31) >> 2);
-            const GroupGrid scales = grid_of_group(grids.scale, t.group, 0, 0), zeros = grid_of_group(grids.zero, t.group, 0, 0);
             if (first && half == 1) wait_for_other(half);       // apart from the start, so that they take turns
             if (first && half == 0) let_other(half);
             first = false;
-#if FEW
-            if (t.n <= FEW_ROWS) {
-                LaneNumbers numbers;
-                numbers.begin(scales, zeros, column - (BY_HALVES ? half * 64 : 0), grids.columns, t.k_len, BY_HALVES ? half : 0);
-                if (t.n <= 8) multiply_few<1>(s, stages, staging, ring, blocks, bytes, half, total, numbers);
-                else multiply_few<2>(s, stages, staging, ring, blocks, bytes, half, total, numbers);
-            } else
-#endif
-            {
-                Numbers numbers;
-                numbers.begin(scales, zeros, column, grids.columns, t.k_len);
-                BY_WIDTH(t.n, multiply_weights<WIDTH>(s, stages, ring, blocks, bytes, half, total, numbers));
-            }
         }
-#if SEND
-        send_tile(p, maps, t, rank, half, staging, total);
-#else
-        finish_tile(p, l, t, rank, half, staging, total);
+        if (is_low(t)) {
+#if FEW
+            if (t.n <= 8) multiply_few<1>(s, stages, ring, blocks, bytes, half, total, of_lane);
+            else multiply_few<2>(s, stages, ring, blocks, bytes, half, total, of_lane);
 #endif
+        } else if (blocks > 0) {
+            Numbers numbers;
+            numbers.begin(grid_of_group(grids.scale, t.group, 0, 0), grid_of_group(grids.zero, t.group, 0, 0), column_of(t, half), grids.columns, t.k_len);
+            BY_WIDTH(t.n, multiply_weights<WIDTH>(s, stages, ring, blocks, bytes, half, total, numbers));
+        }
+        next = take_tile(s, number, ~0u);
+#if FEW
+        // Its first numbers are on their way while the sums are joined and leave. In one place: a move of them would wait for them.
+        if (is_low(next))
+            of_lane.begin(grid_of_group(grids.scale, next.group, 0, 0), grid_of_group(grids.zero, next.group, 0, 0), column_of(next, BY_HALVES ? 0 : half), grids.columns, next.k_len, BY_HALVES ? half : 0);
+        if (BY_HALVES && is_low(t)) {
+            if (t.n <= 8) join_halves<1>(staging, half, total);
+            else join_halves<2>(staging, half, total);
+        }
+#endif
+        if (number > 0) {
+#if SEND
+            send_tile(p, maps, t, rank, half, staging, total);
+#else
+            finish_tile(p, l, t, rank, half, staging, total);
+#endif
+        }
+        if (next.n == STOP) break;
     }
 #if SEND
     wait_until_written();
