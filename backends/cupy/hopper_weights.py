@@ -42,7 +42,9 @@ def _source(b: OperandSpec, even: bool, bfloat: bool, plain: int, sent: bool, fo
     zero = -1 if scale.zero is None else CODES[scale.zero]
     pairs = even and scale.dtype is torch.float8_e8m0fnu and scale.k == 32 and scale.order == "col" and scale.align >= 2
     deep, boxes = stage_of(b, config)
-    stages = config.stages if deep == 1 else config.ring_bytes // (deep * config.rows * 128 + boxes * COLUMNS * CODE_LINE)
+    stages = (
+        config.stages if deep == 1 else config.ring_bytes // (deep * config.rows * 128 + boxes * COLUMNS * CODE_LINE)
+    )
     defines = (
         ("W_CODE", CODES[b.packed or b.dtype]), ("BFLOAT", int(bfloat)), ("SCALE_K", scale.k),
         ("SCALE_CODE", CODES[scale.dtype]), ("ZERO_CODE", zero), ("FOLD", int(folds)), ("PAIRS", int(pairs)),

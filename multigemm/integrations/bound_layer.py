@@ -25,7 +25,7 @@ from multigemm.cuda.launch import Kernel, PatchedLaunches
 from multigemm.errors import LibraryError
 from multigemm.integrations import torch_op
 from multigemm.integrations.expert_network import Network, by_rows
-from multigemm.integrations.layer_ops import gate_kernels, triton_kernels
+from multigemm.integrations.layer_ops import copies_rows, gate_kernels, triton_kernels
 from multigemm.planning.binding import bind
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.launch_key import GPU_BITS, PLAIN
@@ -244,7 +244,10 @@ def _parts_of(net: Network, fused: bool, given: Given) -> list[Views] | None:
         if given.top_k_weights.dtype not in (torch.float32, dtype):
             return None
         numbers: list[Views] = [{"place": (torch.int32, (tokens, top_k))}, {"rows": (torch.int32, (pairs,))}]
-        return [{"hidden": (dtype, (pairs, inner))}, *numbers, *sorting]
+        copies: list[Views] = [{"copies": (dtype, (pairs, hidden))}]
+        if not copies_rows(given.x, pairs, experts, net.invariant):
+            copies = []
+        return [{"hidden": (dtype, (pairs, inner))}, *copies, *numbers, *sorting]
     rows, first, second = ((dtype, (pairs, n)) for n in (hidden, width, inner))
     sorting += [{"inverse": (torch.int64, (pairs,))}, {"order": (torch.int64, (order // 8,))}]
     if gated:
@@ -314,7 +317,12 @@ def _bind_fused(net: Network, given: Given, out: Tensor, between: dict[str, Tens
     ahead = kernels.weights_ahead(given.up, net.stacked, given.top_k_index.numel())
     sort = kernels.sort_steps(given.top_k_index, None, place, ends, counts, rows, top_k, ahead)
     launches = [_step(out.get_device(), step) for step in sort]
-    launches.append(_product(net, given.x, given.up, hidden, ends, given.up_bias, a_rows=rows, **net.keywords))
+    picked: dict[str, Any] = {"a_rows": rows}
+    x = given.x
+    if "copies" in between:
+        x, picked = between["copies"], {}
+        launches.append(_step(out.get_device(), kernels.spread_step(given.x, place, x)))
+    launches.append(_product(net, x, given.up, hidden, ends, given.up_bias, **picked, **net.keywords))
     sums = (place, given.top_k_weights)
     return [*launches, _product(net, hidden, given.down, out, ends, given.down_bias, combine=sums)]
 

@@ -14,6 +14,7 @@ from multigemm.integrations.torch_op import grouped_gemm
 from multigemm.problem.fused import Gate
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import GATES
+from multigemm.settings import settings
 
 
 class Network(NamedTuple):
@@ -38,6 +39,11 @@ class Network(NamedTuple):
         kind: Any = self.activation
         layout: Any = self.glu_layout
         return Gate(kind, layout, self.glu_alpha, self.glu_beta, self.glu_limit)
+
+    @property
+    def invariant(self) -> bool:
+        """Whether the bits of a row must not depend on the other rows."""
+        return settings().batch_invariant if self.batch_invariant is None else self.batch_invariant
 
     @property
     def usual_gate(self) -> bool:

@@ -29,6 +29,7 @@ from multigemm.integrations.bound_layer import run_bound
 from multigemm.integrations.expert_network import Network, by_rows
 from multigemm.integrations.fused_gradients import differentiated, gate_by_torch
 from multigemm.integrations.layer_ops import (
+    copies_rows,
     gate_kernels,
     kernels_for,
     rows_of_pairs,
@@ -37,7 +38,6 @@ from multigemm.integrations.layer_ops import (
     tokens_of_pairs,
 )
 from multigemm.integrations.routing import check_routing, through_experts
-from multigemm.settings import settings
 from multigemm.torch_internals import any_requires_grad
 
 
@@ -155,11 +155,14 @@ def first_product(
     more than a plain product, instead of a fifth (H200). One product gives both where there is no such kernel, and in
     batch-invariant layers, whose bits must not depend on wanted gradients.
     """
-    b, keywords = by_rows(up, net.stacked), {"a_rows": pairs.rows, "bias": up_bias}
+    b, keywords = by_rows(up, net.stacked), {"bias": up_bias}
+    if copies_rows(x, len(pairs.rows), len(up), net.invariant):
+        x = rows_of_pairs(x.detach(), pairs.place, len(pairs.rows))
+    else:
+        keywords["a_rows"] = pairs.rows
     if not keep:
         return product(net, x, b, pairs.ends, **keywords, **net.keywords), None
-    invariant = settings().batch_invariant if net.batch_invariant is None else net.batch_invariant
-    kernels = None if net.gate is None or invariant else kernels_for(x, gate_kernels)
+    kernels = None if net.gate is None or net.invariant else kernels_for(x, gate_kernels)
     if kernels is not None:
         preact = product(net, x, b, pairs.ends, **keywords)
         return kernels.gated_rows(net.gate, preact), preact
@@ -222,7 +225,7 @@ def _gradients(net: Network, saved: Any, grad: Tensor, wanted: Any) -> list[Tens
     """The wanted first derivatives by x, the routing weights, up, down and the biases."""
     _, x, weights, up, down, up_bias, down_bias, preact, place, ends, order = saved
     weights, top_k = weights.detach().contiguous(), place.shape[1]
-    grad_rows = rows_of_pairs(grad, order, top_k) if wanted[3] or wanted[5] else None
+    grad_rows = rows_of_pairs(grad, place, len(order)) if wanted[3] or wanted[5] else None
     tokens = tokens_of_pairs(order, top_k) if preact is None or grad_rows is None else None
     if preact is None:
         preact = product(net, x, by_rows(up, net.stacked), ends, a_rows=tokens, bias=up_bias)
@@ -245,7 +248,8 @@ def _gradients(net: Network, saved: Any, grad: Tensor, wanted: Any) -> list[Tens
     if wanted[0]:
         found[0] = product(net, dpreact, by_rows(up, not net.stacked), ends, combine=(place, None))
     if wanted[2]:
-        found[2] = matrix_gradient(net, ends, rows_of_pairs(x.detach(), order, top_k), dpreact, turned=not net.stacked)
+        rows = rows_of_pairs(x.detach(), place, len(order))
+        found[2] = matrix_gradient(net, ends, rows, dpreact, turned=not net.stacked)
     if wanted[4]:
         found[4] = sum_by_expert(dpreact, ends, up_bias.dtype)
     return found

@@ -577,11 +577,13 @@ class _Layer(NamedTuple):
             return [
                 torch.zeros_like(p) if want and p is not None else None for p, want in zip(given, wanted, strict=True)
             ]
-        order, ends, top_k = every.order, every.ends, every.place.shape[1]
+        order, ends = every.order, every.ends
         found: list[Tensor | None] = [None] * 4
         if wanted[0]:
-            found[0] = matrix_gradient(net, ends, rows_of_pairs(self.x, order, top_k), of_pairs, turned=not net.stacked)
-        grad_rows = rows_of_pairs(grad, order, top_k) if wanted[1] or wanted[3] else None
+            found[0] = matrix_gradient(
+                net, ends, rows_of_pairs(self.x, every.place, len(order)), of_pairs, turned=not net.stacked
+            )
+        grad_rows = rows_of_pairs(grad, every.place, len(order)) if wanted[1] or wanted[3] else None
         if wanted[1]:
             assert grad_rows is not None
             found[1] = matrix_gradient(net, ends, grad_rows, weighted, turned=net.stacked)

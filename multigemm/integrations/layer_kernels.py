@@ -292,29 +292,40 @@ def _place_kernel(pairs, x, rows, inverse, ends, total, experts, width, stride, 
     tl.store(rows + to.to(tl.int64) * width + cols, value, mask=inside)
 
 
-@triton.jit
-def _gather_kernel(x, order, rows, width, stride, K: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.load(order + row).to(tl.int64) // K
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+SPREAD_BLOCK = 8192
+"""The number of elements that a program of `_spread_kernel` writes at once."""
+
+
+@triton.jit(do_not_specialize=["count"])
+def _spread_kernel(x, place, rows, count, width, stride, K: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
+    """Copies a part of one token's row to the places of its pairs. It is read once: a gather by place would read it K
+    times, far apart."""
+    token = tl.program_id(0).to(tl.int64)
+    cols, pair = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PAIRS)
     inside = cols < width
-    tl.store(rows + row * width + cols, tl.load(x + token * stride + cols, mask=inside), mask=inside)
+    to = tl.load(place + token * K + pair, mask=pair < K, other=-1).to(tl.int64)
+    value = tl.load(x + token * stride + cols, mask=inside)
+    at = rows + to[:, None] * width + cols[None, :]
+    live = ((to >= 0) & (to < count))[:, None] & inside[None, :]
+    tl.store(at, tl.broadcast_to(value[None, :], (PAIRS, BLOCK)), mask=live)
 
 
-def gather_step(x, order, rows, top_k):
-    """The step that copies the row of each pair's token; all rows contiguous along their last dimension."""
-    block = columns_at_once(x.shape[1], 16, MOST_COLUMNS)
-    values = {"width": x.shape[1], "stride": x.stride(0), "K": top_k, "BLOCK": block}
-    grid = (order.shape[0], tiles_of(x.shape[1], block))
-    return _gather_kernel, grid, 4, {"x": x, "order": order, "rows": rows, **values}
+def spread_step(x, place, rows):
+    """The step that copies the rows of x [tokens, H] to the places of their pairs [tokens, k] in `rows` [count, H];
+    pairs with a place outside of it are left out. All rows are contiguous along their last dimension."""
+    (tokens, width), top_k = x.shape, place.shape[1]
+    pairs = bucket(top_k)
+    block = columns_at_once(width, 16, max(SPREAD_BLOCK // pairs, 16))
+    values = {"count": rows.shape[0], "width": width, "stride": x.stride(0), "K": top_k, "PAIRS": pairs, "BLOCK": block}
+    return _spread_kernel, (tokens, tiles_of(width, block)), 4, {"x": x, "place": place, "rows": rows, **values}
 
 
-def rows_of_pairs(x, order, top_k):
-    """x [tokens, H], order [S] -> [S, H]: the row of each pair's token."""
+def rows_of_pairs(x, place, count):
+    """x [tokens, H], place [tokens, k] -> [count, H]: the row of each pair's token at the pair's place."""
     x = lined(x)
-    rows = torch.empty(order.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
-    if rows.numel():
-        run_steps(x, gather_step(x, order, rows, top_k))
+    rows = torch.empty(count, x.shape[1], dtype=x.dtype, device=x.device)
+    if rows.numel() and place.numel():
+        run_steps(x, spread_step(x, place.contiguous(), rows))
     return rows
 
 
@@ -340,7 +351,7 @@ def arrival_steps(index, x, rows, inverse, ends, order, counts):
         known = {"total": pairs, "experts": experts, "SIZE": SORT_BLOCK, "BINS": max(16, bucket(experts + 1))}
         memory = {"pairs": index, "x": x, "rows": rows, "inverse": inverse, "ends": ends}
         return [(_place_kernel, grid, 4, {**memory, **known, **common})]
-    return [*sort_steps(index, order, inverse, ends, counts), gather_step(x, order, rows, top_k)]
+    return [*sort_steps(index, order, inverse, ends, counts), spread_step(x, inverse.view(index.shape), rows)]
 
 
 # --- sums of the rows of each expert: one program owns some columns of one expert, in a fixed order ----

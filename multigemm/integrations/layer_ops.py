@@ -136,18 +136,34 @@ def sort_pairs(
 # --- the rows of pairs ------------------------------------------------------------------------------
 
 
+COPIED_ROWS = 48
+"""Rows per expert from which a layer copies tokens to their pairs before the first product, which else picks them on
+its way (cupy's own limit for copies: backends/cupy/choice.py)."""
+
+
+def copies_rows(x: Tensor, pairs: int, experts: int, invariant: bool) -> bool:
+    """Whether a layer copies tokens to their pairs itself: on a GPU it reads each token once, where a product that
+    copies picked rows reads it for each pair. Not in batch-invariant layers, whose products must not change with the
+    number of tokens."""
+    return not invariant and pairs > COPIED_ROWS * experts and kernels_for(x) is not None
+
+
 def tokens_of_pairs(order: Tensor, top_k: int) -> Tensor:
     """Pairs `order` [S] -> [S]: the token of each pair."""
     return order // max(top_k, 1)
 
 
-def rows_of_pairs(x: Tensor, order: Tensor, top_k: int) -> Tensor:
-    """x [tokens, H], pairs `order` [S] -> [S, H]: the row of each pair's token. No operator."""
+def rows_of_pairs(x: Tensor, place: Tensor, count: int) -> Tensor:
+    """x [tokens, H], place [tokens, k] -> [count, H]: the row of each pair's token at the pair's place. Pairs with a
+    place of `count` or more are left out. No operator."""
     kernels = kernels_for(x)
     if kernels is not None:
-        found: Tensor = kernels.rows_of_pairs(x, order, top_k)
+        found: Tensor = kernels.rows_of_pairs(x, place, count)
         return found
-    return x.index_select(0, tokens_of_pairs(order, top_k))
+    rows = x.new_empty((count + 1, x.shape[1]))
+    at = place.long().clamp(max=count).view(-1)
+    rows.index_copy_(0, at, x.repeat_interleave(place.shape[1], 0))
+    return rows[:count]
 
 
 def sum_by_expert(

@@ -110,15 +110,16 @@ def test_the_launches_in_an_interpreter_are_the_steps() -> None:
 def test_a_bound_kernel_has_the_words_that_its_code_takes() -> None:
     triton = pytest.importorskip("triton")
     kernels = layer_ops.triton_kernels()
-    kernel = kernels._gather_kernel
-    types = {"x": "*bf16", "order": "*i64", "rows": "*bf16", "width": "i32", "stride": "constexpr"}
+    kernel = kernels._spread_kernel
+    types = {"x": "*bf16", "place": "*i64", "rows": "*bf16", "count": "i32", "width": "i32", "stride": "constexpr"}
+    constants = {"K": 2, "PAIRS": 2, "BLOCK": 64}
     source = triton.compiler.ASTSource(
-        kernel, {**types, "K": "constexpr", "BLOCK": "constexpr"}, {"stride": 1, "K": 2, "BLOCK": 64}
+        kernel, {**types, **dict.fromkeys(constants, "constexpr")}, {"stride": 1, **constants}
     )
     compiled = triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32))
-    memory = {name: torch.ones(1) for name in ("x", "order", "rows")}
-    words = bound_layer.words(kernel, compiled, {**memory, "width": 40, "stride": 1, "K": 2, "BLOCK": 64})
-    assert words == [*(memory[name].data_ptr() for name in ("x", "order", "rows")), 40, 0, 0]  # two of Triton's own
+    memory = {name: torch.ones(1) for name in ("x", "place", "rows")}
+    words = bound_layer.words(kernel, compiled, {**memory, "count": 7, "width": 40, "stride": 1, **constants})
+    assert words == [*(memory[name].data_ptr() for name in ("x", "place", "rows")), 7, 40, 0, 0]  # two of Triton's own
 
 
 class _Compiled:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigemm.integrations import bound_layer
+from multigemm.integrations import bound_layer, layer_ops
 from multigemm.integrations.bound_layer import run_bound
 from multigemm.integrations.expert_network import Network
 from multigemm.integrations.fused_experts import run_experts
@@ -70,6 +70,7 @@ def _without_a_gpu() -> None:
     stand_ins.bound = _interpreted
     stand_ins._on_current_device = lambda x: True
     stand_ins.current_raw_stream = lambda device: 0
+    stand_ins.copies_rows = lambda x, pairs, experts, invariant: pairs > layer_ops.COPIED_ROWS * experts
     stand_ins.empty_cuda = lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype)
 
 
@@ -95,7 +96,7 @@ def main() -> None:
 
 
 def fused_as_in_steps(net: Network, parameters: Parameters, tokens: int) -> None:
-    """A layer by fused products, whose launches come again, beside the same in steps."""
+    """A layer by fused products, whose launches come again, beside the same in steps; many tokens are copied first."""
     experts, hidden, top_k = parameters[0].shape[0], parameters[1].shape[2 if net.stacked else 1], 2
     x, weights = torch.empty(tokens, hidden), torch.rand(tokens, top_k)
     index = torch.empty(tokens, top_k, dtype=torch.int64)
@@ -110,6 +111,8 @@ def fused_as_in_steps(net: Network, parameters: Parameters, tokens: int) -> None
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
             served.append(len(LAUNCHES))
     assert served[1] > served[0], "the second call binds"
+    parts = bound_layer._parts_of(net, True, bound_layer.Given(x, index, weights, *parameters))
+    assert parts is not None and any("copies" in views for views in parts) == (tokens == 129)
     print("fused", tokens)
 
 

@@ -232,8 +232,11 @@ def test_rows_of_pairs_and_their_sums(kernels: Any) -> None:
     torch.manual_seed(8)
     order, ends = torch.randperm(200).int(), torch.tensor([3, 3, 150, 170], dtype=torch.int32)
     x, weights = torch.randn(50, 90)[:, :70], torch.rand(50, 4)
-    rows = kernels.rows_of_pairs(x, order, 4)
-    assert torch.equal(rows, rows_of_pairs(x, order, 4)) and rows.is_contiguous()
+    place = order.argsort().int().view(50, 4)
+    rows = kernels.rows_of_pairs(x, place, 200)
+    assert torch.equal(rows, x[order.long() // 4]) and rows.is_contiguous()
+    for copied in (kernels.rows_of_pairs, rows_of_pairs):  # places behind the last row are nobody's
+        assert torch.equal(copied(x, place, 170), rows[:170])
     rows[170:] = torch.nan
     for given in ((), (order, weights)):
         got = kernels.sum_by_expert(rows, ends, torch.float32, *given)
@@ -249,10 +252,12 @@ def as_on_a_gpu(x: Tensor, kernels: Callable[[], Any] = layer_ops.triton_kernels
     return kernels()
 
 
+@pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("options", [{"recompute": True}, {"activation": "silu"}, GPT_OSS])
 @pytest.mark.usefixtures("kernels")
-def test_training_by_the_kernels_of_a_layer(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sort, gather, gates and sums by the kernels that a GPU takes; the products by the cpu backend."""
+def test_training_by_the_kernels_of_a_layer(options: Any, copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sort, copies, gates and sums by the kernels that a GPU takes; the products by the cpu backend."""
+    monkeypatch.setattr(layer_ops, "COPIED_ROWS", 0 if copied else 48)
     torch.manual_seed(4)
     width, stacked = 10 if "activation" in options else 20, "stacked" in options
     shapes = [(3, 16, width), (3, 10, 16)] if stacked else [(3, width, 16), (3, 16, 10)]
