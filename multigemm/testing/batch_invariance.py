@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +35,7 @@ from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.testing.campaigns import add_up, side_by_side
 from multigemm.testing.case import Case, Layout, as_dtype
 from multigemm.testing.placed_case import bits, strides_for
-from multigemm.testing.strategies import Limits, RandomChooser, draw_case
+from multigemm.testing.strategies import Limits, draw_case
 from multigemm.testing.subject import Subject
 
 LONG_KS, MOST_N = (2048, 2880, 4096), 512
@@ -56,9 +57,9 @@ EXAMPLES = 20
 
 def draw_kind(seed: int, work: int) -> Case:
     """Draws a kind whose products of one row take at most `work` multiply-adds."""
-    ch = RandomChooser(seed)
+    ch = Random(seed)
     case = draw_case(ch, LIMITS)
-    k = ch.choice(LONG_KS) if work >= LONG_KS[-1] and ch.integer(0, 5) == 0 else min(max(case.k, 1), LONG_KS[-1], work)
+    k = ch.choice(LONG_KS) if work >= LONG_KS[-1] and ch.randint(0, 5) == 0 else min(max(case.k, 1), LONG_KS[-1], work)
     return replace(
         case, k=k, n=max(1, min(case.n, MOST_N, work // k)), seed=seed, lengths=(), head=0, tail=0, dtype_b="",
         out_dtype=dtype_name(case.result_dtype), a=replace(case.a, zero=""), b=replace(case.b, zero=""),

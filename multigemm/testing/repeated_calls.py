@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import time
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from multigemm.testing.case import INDICES, Case
 from multigemm.testing.deep_oracles import regroup
 from multigemm.testing.oracles import Finding, Outcome, fetch, inspect
 from multigemm.testing.placed_case import DeviceCase, PlacedCase, arguments
-from multigemm.testing.strategies import Limits, RandomChooser, draw_layout, random_case, redrawn, settled
+from multigemm.testing.strategies import Limits, draw_layout, random_case, redrawn, settled
 
 FORMS: tuple[Form, ...] = ("jagged_m", "jagged_m", "jagged_m", "jagged_n", "jagged_k", "batched", "masked", "per_group")
 LIMITS = Limits(work=1 << 15, groups=17, forms=FORMS, longest=133, modes=("int",), quantised=10, fused=10)
@@ -54,7 +54,7 @@ class Count:
 class _Series:
     """Calls of one case, each with something changed."""
 
-    def __init__(self, case: Case, chance: random.Random, backend: str, device: torch.device) -> None:
+    def __init__(self, case: Case, chance: Random, backend: str, device: torch.device) -> None:
         self.chance, self.backend, self.device = chance, backend, device
         self._place(case)
 
@@ -83,7 +83,7 @@ class _Series:
         """Changes something that a program changes between two calls; often nothing."""
         chance, case = self.chance, self.device_case.placed.case
         what, seed = chance.randrange(12), chance.randrange(1 << 30)
-        choose = RandomChooser(seed)
+        choose = Random(seed)
         if what < 3:
             self._fill(replace(case, seed=seed))
         elif what < 5:
@@ -122,7 +122,7 @@ def _on_host(x: Any) -> Any:
 
 def run(backend: str, calls: int, seed: int, device: str, seconds: float = 1e9) -> Count:
     """Makes so many calls of `grouped_gemm`, in series of one case each."""
-    chance, count, until = random.Random(seed), Count(backend), time.monotonic() + seconds
+    chance, count, until = Random(seed), Count(backend), time.monotonic() + seconds
     streams = [torch.cuda.Stream() for _ in range(2)] if device == "cuda" else []  # type: ignore[no-untyped-call]
     while count.calls < calls and time.monotonic() < until:
         case = random_case(chance.randrange(1 << 30), LIMITS)

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -36,7 +37,6 @@ from multigemm.testing.strategies import (
     REQUIRED,
     REQUIRED_FUSED,
     REQUIRED_QUANTISED,
-    RandomChooser,
     kinds,
     most_new_first,
     redrawn,
@@ -124,7 +124,7 @@ def test_a_kind_keeps_what_kernels_are_compiled_for(sort: str) -> None:
     for seed in range(40):
         kind = random_case(seed, DRAWN[sort])
         for number in range(3):
-            other = redrawn(kind, RandomChooser(number), DRAWN[sort])
+            other = redrawn(kind, Random(number), DRAWN[sort])
             assert [getattr(other, name) for name in KEPT[sort].split()] == [
                 getattr(kind, name) for name in KEPT[sort].split()
             ]
