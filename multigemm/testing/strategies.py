@@ -13,7 +13,7 @@ equality where unrestricted sizes gave 17.8 %.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
