@@ -1,8 +1,7 @@
 """Draws cases: structure only, mostly with unaligned extents and empty groups.
 
-One description, `draw_case`, serves two interfaces. `random_case` gives it a generator of Python's `random` with a seed,
-for campaigns of a hundred thousand cases; `cases()` gives it hypothesis' generator, which shrinks what a property test
-finds.
+One description, `draw_case`, serves two interfaces. `random_case` gives it Python's own generator with a seed, for
+campaigns of a hundred thousand cases; `cases()` gives it that of hypothesis, which shrinks what a property test finds.
 
 A *kind* is what compiled kernels are keyed by: a case apart from its sizes and values. A campaign over a fixed
 set of `kinds` compiles each kernel once, and then runs problems that are `redrawn` from a kind.
