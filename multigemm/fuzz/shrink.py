@@ -75,7 +75,7 @@ def _plainer_values(name: str, own: Any, plain: Any) -> Iterator[Any]:
         yield plain
     for field in fields(own) if is_dataclass(own) else ():
         for value in _plainer_values(field.name, getattr(own, field.name), getattr(plain, field.name)):
-            yield replace(own, **{field.name: value})  # type: ignore[type-var]
+            yield replace(own, **{field.name: value})
 
 
 def _plainer(case: Case) -> Iterator[Case]:

@@ -66,8 +66,7 @@ def test_a_wrong_answer_to_a_problem_with_an_epilogue_is_found() -> None:
     tensors = own_tensors(mg.GroupedGemmProblem(r(6, 8), r(2, 8, 4), sizes=[2, 4], activation="relu"), "own")
     truth = tensors.reference()
     assert "wrong answer" in truth.verdict(tensors.out)
-    assert tensors.own is not None
-    mg.solve(tensors.own, "cpu")
+    mg.solve(tensors.problem, "cpu")
     assert truth.verdict(tensors.out) == ""
     group_outputs(tensors, tensors.out)[1][3, 3] += 1
     assert "1 of" in truth.verdict(tensors.out)

@@ -64,8 +64,7 @@ IN_FORMS += [("jagged_k", name) for name in ("fp8-rows", "fp8-1x128", "mxfp8", "
 @pytest.mark.parametrize(("form", "dtype"), [*(("jagged_m", name) for name in RECIPES), *IN_FORMS])
 def test_right_results_are_right_and_others_wrong(form: str, dtype: str) -> None:
     tensors = make(replace(FORMS[form], dtype=dtype), CPU)
-    truth, given = tensors.reference(), tensors.own
-    assert given is not None
+    truth, given = tensors.reference(), tensors.problem
     ready = backend_entry("cpu").prepare(tensors)
     tensors.poison()
     assert truth.verdict(ready.result(None)).startswith("wrong answer")
@@ -83,12 +82,12 @@ def test_right_results_are_right_and_others_wrong(form: str, dtype: str) -> None
 
 
 def test_tensors_lie_as_kernels_read_them_fastest() -> None:
-    given = make(BASE, CPU).own
-    assert given is not None and given.spec.b.order == "col" and given.spec.a.order == "row"
+    given = make(BASE, CPU).problem
+    assert given.spec.b.order == "col" and given.spec.a.order == "row"
     scale: Any = given.scale_a
     assert scale.stride() == (1, 70)
-    undrawn = make(replace(BASE, dtype="mxfp4-weights"), CPU, drawn=False).own
-    assert undrawn is not None and undrawn.spec.b.packed == "e2m1"
+    undrawn = make(replace(BASE, dtype="mxfp4-weights"), CPU, drawn=False).problem
+    assert undrawn.spec.b.packed == "e2m1"
 
 
 def test_peers_without_scales_and_ceilings_say_so() -> None:
