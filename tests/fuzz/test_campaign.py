@@ -13,15 +13,15 @@ from multigemm.backends import registry
 from multigemm.fuzz.plan import Options, Summary, Tally
 from multigemm.fuzz.report import failed, to_text
 from multigemm.testing import Case
-from multigemm.testing.model_kernel import ModelBackend
-from multigemm.testing.model_mutants import planted
+from tests.model_mutants.faults import planted
+from tests.model_mutants.kernel import ModelBackend
 from tests.support.python_process import install_backends, run_python
 
 FAULTY = """
 import ctypes
 import time
-from multigemm.testing.model_kernel import Kernel, ModelBackend
-from multigemm.testing.model_mutants import planted
+from tests.model_mutants.kernel import Kernel, ModelBackend
+from tests.model_mutants.faults import planted
 
 class Crashing(ModelBackend):
     def bind(self, ops, config):

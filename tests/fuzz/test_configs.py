@@ -19,12 +19,12 @@ from multigemm.fuzz.worker import Position, Worker, with_required
 from multigemm.problem.spec import ProblemSpec
 from multigemm.testing import Case, Limits, Subject, check_case
 from multigemm.testing.corpus import snippet
-from multigemm.testing.model_kernel import Kernel, ModelBackend, Tile
-from multigemm.testing.model_mutants import planted
 from multigemm.testing.oracles import Finding, Outcome
 from multigemm.testing.placed_case import spec_of
 from multigemm.testing.strategies import kinds
 from multigemm.testing.subject import _repeated, assigned, kind_of, offered
+from tests.model_mutants.faults import planted
+from tests.model_mutants.kernel import Kernel, ModelBackend, Tile
 
 pytestmark = pytest.mark.slow
 

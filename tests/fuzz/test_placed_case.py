@@ -25,9 +25,9 @@ from multigemm.testing import (
     check_case,
     random_case,
 )
-from multigemm.testing.fused_model import Model, model
-from multigemm.testing.model_kernel import ModelBackend
 from multigemm.testing.placed_case import Arena, foreign_writes, used_blocks
+from tests.model_mutants.fused_kernel import Model, model
+from tests.model_mutants.kernel import ModelBackend
 
 CPU = torch.device("cpu")
 SMALL = Limits(work=1 << 12, groups=20, longest=40)

@@ -18,8 +18,8 @@ from multigemm.fuzz.shrink import shrink
 from multigemm.fuzz.worker import Position, Worker, drawn, with_required
 from multigemm.testing import EMULATED, Case, Layout, Limits, Scale, Subject, check_case, classes, corpus, random_case
 from multigemm.testing.corpus import snippet
-from multigemm.testing.model_mutants import mutant
 from multigemm.testing.strategies import kinds, required
+from tests.model_mutants.faults import mutant
 from tests.support.fused_cases import fused_cases
 
 JAGGED_K_IN_BLOCKS = Case(

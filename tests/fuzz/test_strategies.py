@@ -30,8 +30,6 @@ from multigemm.testing import (
     random_case,
 )
 from multigemm.testing.deep_oracles import ORACLES, run_oracles
-from multigemm.testing.model_kernel import ModelBackend
-from multigemm.testing.model_mutants import FUSED_HUNTING, QUANTISED_HUNTING
 from multigemm.testing.strategies import (
     QUANTISED_MODES,
     REQUIRED,
@@ -41,6 +39,8 @@ from multigemm.testing.strategies import (
     most_new_first,
     redrawn,
 )
+from tests.model_mutants.faults import FUSED_HUNTING, QUANTISED_HUNTING
+from tests.model_mutants.kernel import ModelBackend
 from tests.support.fused_cases import CPU, findings, fused_cases
 
 SMALL = Limits(work=1 << 12, groups=20, longest=40)

@@ -31,10 +31,10 @@ import multigemm.backends
 from multigemm.errors import BackendUnsupported, CompileError, InvalidSetting
 from multigemm.testing.case import Case
 from multigemm.testing.deep_oracles import changed_sizes, edge_of_memory, lying_sizes, other_contents, run_oracles
-from multigemm.testing.model_mutants import examine_device_case
 from multigemm.testing.oracles import Outcome, check_pairs, short_text
 from multigemm.testing.placed_case import DeviceCase, PlacedCase, spec_of
 from multigemm.testing.subject import Subject, compile_singly
+from tests.model_mutants.faults import examine_device_case
 from tests.source_mutants import emulated
 from tests.source_mutants.compiled import Variant, codes_of, compile_once, compiler_key
 from tests.source_mutants.equivalents import excuse

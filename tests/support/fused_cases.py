@@ -11,9 +11,9 @@ import torch
 from multigemm.backend import Backend
 from multigemm.testing import Case, DeviceCase, Finding, Limits, Subject, check, random_case
 from multigemm.testing.case import PLAIN, Layout
-from multigemm.testing.model_mutants import FUSED_HUNTING
 from multigemm.testing.placed_case import spec_of
 from multigemm.testing.strategies import settled
+from tests.model_mutants.faults import FUSED_HUNTING
 
 LAYERS = Limits(work=1 << 22, groups=8, longest=200, forms=("jagged_m", "batched", "masked", "jagged_k"),
                 dtypes=("bfloat16", "float16"), fused=1)  # fmt: skip

@@ -19,9 +19,9 @@ from multigemm.backends.triton.config import foldable, problem_with
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.problem.spec import FORMS, Form, ProblemSpec
 from multigemm.testing import Case, Scale, Subject, check, random_case
-from multigemm.testing.model_mutants import examine
 from multigemm.testing.placed_case import DeviceCase
 from multigemm.testing.strategies import EMULATED
+from tests.model_mutants.faults import examine
 from tests.support.quantised_rows import GRAINS, rows_alone_have_the_same_bits
 
 pytestmark = pytest.mark.usefixtures("interpreter")

@@ -1,7 +1,7 @@
 """Planted faults, and the hunt for them, to prove that the oracles can fail.
 
 Each mutant is a correct model with one fault of a kind that real kernels have shipped with: a change of its source.
-`model_kernel` is a tiled kernel for plain and quantised operands, `fused_model` takes fused problems. `hunt` draws
+`kernel` is a tiled kernel for plain and quantised operands, `fused_kernel` takes fused problems. `hunt` draws
 cases, runs every oracle on them, and reports the first oracle that finds the fault. A mutant that survives shows a gap
 in the oracles.
 """
@@ -23,14 +23,15 @@ import torch
 from multigemm.backend import Backend
 from multigemm.reference.dtypes import round_once, ulp
 from multigemm.reference.numpy_reference import activate
-from multigemm.testing import fused_model, model_kernel, relations
+from multigemm.testing import relations
 from multigemm.testing.case import Case
 from multigemm.testing.deep_oracles import changed_sizes, lying_sizes, other_contents, run_oracles
-from multigemm.testing.model_kernel import Kernel, ModelBackend
 from multigemm.testing.oracles import Outcome, check
 from multigemm.testing.placed_case import DeviceCase
 from multigemm.testing.strategies import Limits, random_case
 from multigemm.testing.subject import Subject
+from tests.model_mutants import fused_kernel, kernel
+from tests.model_mutants.kernel import Kernel, ModelBackend
 
 HUNTING = Limits(work=1 << 14, groups=20, longest=80)
 QUANTISED_HUNTING = Limits(work=1 << 15, groups=20, quantised=1)
@@ -442,14 +443,14 @@ def planted(name: str) -> type[Kernel]:
         'Kernel'
     """
     edits = {**MUTANTS, **QUANTISED_MUTANTS, **EQUIVALENT}[name]
-    found: type[Kernel] = _with_edits(model_kernel, name, edits)["Kernel"]
+    found: type[Kernel] = _with_edits(kernel, name, edits)["Kernel"]
     return found
 
 
 def mutant(name: str) -> Backend:
     """The backend with a fault in it: of the model kernel, or of the model for fused problems."""
     if name in FUSED_MUTANTS:
-        return fused_model.model(name, _with_edits(fused_model, name, [FUSED_MUTANTS[name]])["solve"])
+        return fused_kernel.model(name, _with_edits(fused_kernel, name, [FUSED_MUTANTS[name]])["solve"])
     return ModelBackend(name, planted(name))
 
 

@@ -1,6 +1,6 @@
 """A plain model of a kernel for fused problems, which takes one token after the other, as a definition would.
 
-multigemm.testing.model_mutants makes kernels of this source with a line changed.
+tests.model_mutants.faults makes kernels of this source with a line changed.
 """
 
 from __future__ import annotations
