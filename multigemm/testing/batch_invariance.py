@@ -11,14 +11,12 @@ the comparisons can fail.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
@@ -32,7 +30,7 @@ from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSett
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.arrays import dtype_name
 from multigemm.problem.problem import GroupedGemmProblem
-from multigemm.testing.campaigns import add_up, side_by_side
+from multigemm.testing.campaigns import parser_of, side_by_side
 from multigemm.testing.case import Case, Layout, as_dtype
 from multigemm.testing.placed_case import bits, strides_for
 from multigemm.testing.strategies import Limits, draw_case
@@ -393,35 +391,18 @@ def run(backend: str, device: torch.device, seconds: float, seed: int, promise: 
     return count
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="multigemm.testing.batch_invariance", description=__doc__.splitlines()[0])
-    parser.add_argument("--backends", default="cupy,triton,numba,cublas", help="backends, separated by commas")
-    parser.add_argument("--seconds", type=float, default=60.0, help="seconds for each backend (default: 60)")
-    parser.add_argument("--jobs", type=int, default=1, help="number of processes (default: 1)")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the batches (default: 1)")
-    parser.add_argument(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="cpu or cuda (default: cuda if there is one)",
-    )
-    parser.add_argument(
-        "--control", action="store_true", help="leave batch_invariant=True out, so that bits may differ"
-    )
-    parser.add_argument("--json", type=Path, help="write the counts to this file")
-    return parser.parse_args()
-
-
 def main() -> int:
     """Prints a line for each backend. Returns 1 if a bit differed, a process failed or nothing could be compared."""
-    args = _parse()
+    parser = parser_of(__doc__ or "", "cupy,triton,numba,cublas", 60.0)
+    no_promise = "leave batch_invariant=True out, so that bits may differ"
+    parser.add_argument("--control", action="store_true", help=no_promise)
+    args = parser.parse_args()
     device, report, bad = torch.device(args.device), dict[str, Any](), 0
     for backend in args.backends.split(","):
         calls = [(backend, device, args.seconds, args.seed * 1000 + job, not args.control, device.type == "cpu")
                  for job in range(args.jobs)]  # fmt: skip
-        counts, failures = side_by_side(run, calls)
         count = Count()
-        for part in counts:
-            add_up(count, part)
+        failures = side_by_side(run, calls, count)
         refused = sum(count.refused.values())
         size = (
             f"{count.comparisons} comparisons of {count.rows} rows and {count.elements} elements, {count.kinds} kinds"
