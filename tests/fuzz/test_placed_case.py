@@ -45,7 +45,7 @@ def test_nobody_elses_memory_is_poison(seed: int) -> None:
     """A and B are surrounded by NaN (floats), and their elements are what was drawn."""
     placed = PlacedCase.build(random_case(seed, SMALL))
     place = placed.layout
-    named = [place.a, place.b, place.bias, place.index, None if placed.case.alias else place.c]
+    named = [*place.operands.values(), place.index]
     regions = [r for x in named if x is not None for r in (x if isinstance(x, list) else [x])]
     outside, clean = np.ones(placed.inputs.numel(), bool), place.inputs.poisoned()
     for region in regions:
