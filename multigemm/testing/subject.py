@@ -7,8 +7,7 @@ problems are what a campaign draws. `shipped` names all of them.
 
 So that every config that a backend ships comes up, each kind of problem gets configs of its own (`assigned`): the one
 that other kinds have used least. Later laps over the kinds bring up configs that no kind has used, where there are
-such, and otherwise what is compiled already. What is left then gets further kinds (`kinds_for_rare_configs`): new ones
-where no kind can run under it; one once more where all that can have rarer ones to run.
+such, and otherwise what is compiled already. What is left then gets further kinds (`kinds_for_rare_configs`).
 """
 
 from __future__ import annotations
@@ -168,37 +167,25 @@ def offered(kinds: list[Case], subject: Subject, device: torch.device) -> list[l
 def kinds_for_rare_configs(
     kinds: list[Case], names: Sequence[str], device: torch.device, limits: Limits, turns: int
 ) -> list[Case]:
-    """More kinds, so that every config that any kind offers is assigned to one."""
-    subjects = [Subject(name) for name in names]
-    every = [offered(kinds, subject, device) for subject in subjects]
-    known = [_all_of(_spread(shipped, turns)) for shipped in every]
-    found = []
-    for seed in range(SEARCHED):
-        case, brings = random_case(FAR_SEED + seed, limits), False
-        spec = spec_of(case)
-        ours = [subject.offered(spec, device) for subject in subjects]
-        for shipped, seen in zip(ours, known, strict=True):
-            new = [config for config in shipped if config not in seen][:turns]
-            brings = brings or bool(new)
-            seen.update(new)
-        if brings:
-            found.append(case)
-            every = [[*before, shipped] for before, shipped in zip(every, ours, strict=True)]
-    return found + _repeated([*kinds, *found], every, turns)
+    """More kinds, so that every config that a kind or one of the searched cases offers is assigned to one.
+
+    A kind comes once more where all that offer some config have rarer ones to run: it takes one that is not used yet.
+    """
+    candidates = [*kinds, *(random_case(FAR_SEED + seed, limits) for seed in range(SEARCHED))]
+    return [candidates[at] for at in _added([offered(candidates, Subject(name), device) for name in names],
+                                            len(kinds), turns)]  # fmt: skip
 
 
-def _repeated(kinds: list[Case], every: list[list[list[Any]]], turns: int) -> list[Case]:
-    """Kinds that are needed once more, since all that offer some config have rarer ones to run; each at most as often
-    as it offers configs, for it takes one that is not used yet, if there is one."""
-    found = list[Case]()
+def _added(offers: Sequence[list[list[Any]]], count: int, turns: int) -> list[int]:
+    """Which candidates to add to the first `count`, so that every config that any candidate offers is assigned; for
+    each backend the configs that each candidate offers."""
+    chosen = list(range(count))
     while True:
-        left = [_all_of(shipped) - _all_of(_spread(shipped, turns)) for shipped in every]
-        offer = [any(x.intersection(s[i]) for x, s in zip(left, every, strict=True)) for i in range(len(kinds))]
-        if not any(offer):
-            return found
-        at = offer.index(True)
-        found.append(kinds[at])
-        every = [[*shipped, shipped[at]] for shipped in every]
+        left = [_all_of(each) - _all_of(_spread([each[at] for at in chosen], turns)) for each in offers]
+        helps = (at for at in range(len(offers[0])) if any(x & set(each[at]) for x, each in zip(left, offers)))
+        if (at := next(helps, None)) is None:
+            return chosen[count:]
+        chosen.append(at)
 
 
 def _all_of(each: list[list[Any]]) -> set[Any]:

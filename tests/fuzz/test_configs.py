@@ -22,7 +22,7 @@ from multigemm.testing.corpus import snippet
 from multigemm.testing.oracles import Finding, Outcome
 from multigemm.testing.placed_case import spec_of
 from multigemm.testing.strategies import kinds
-from multigemm.testing.subject import _repeated, assigned, kind_of, offered
+from multigemm.testing.subject import _added, assigned, kind_of, offered
 from tests.model_mutants.faults import planted
 from tests.model_mutants.kernel import Kernel, ModelBackend, Tile
 
@@ -151,10 +151,10 @@ def test_kinds_are_added_for_configs_that_no_kind_can_run(monkeypatch: pytest.Mo
 
 
 def test_a_kind_is_repeated_for_what_all_that_offer_it_have_no_turn_for() -> None:
-    first, second, third = (Case(n=n, k=4, lengths=(3, 2)) for n in (5, 6, 7))
     one, two = [["a", "b", "common"], ["c", "common"], []], [["x"], [], ["y"]]
-    assert _repeated([first, second, third], [one, two], turns=1) == [first, first]
-    assert _repeated([first, second, third], [one, two], turns=3) == []
+    assert _added([one, two], 3, turns=1) == [0, 0]
+    assert _added([one, two], 3, turns=3) == []
+    assert _added([[*one, ["new", "a"]], [*two, []]], 3, turns=3) == [3], "what no kind offers"
 
 
 class Uneven(ModelBackend):
