@@ -35,12 +35,11 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from multigemm.testing.campaigns import versions
-from multigemm.testing.case import Case
 
 BACKENDS = ("cublas", "triton", "cupy", "numba")
 LIBRARIES = ("cublas",)
@@ -54,7 +53,6 @@ QUANTISED = 3
 """One kind in this many has quantised operands."""
 TURNS = 3
 """As in docs/notes/proof.md, so that both find the same compiled kernels."""
-T = TypeVar("T")
 SOURCES = Path(__file__).resolve().parents[1] / "backends"
 
 FIRST_ACCESS = re.compile(r"Race reported between (\w+) access at (\S+?)\+0x[0-9a-f]+ in (\S+?):(\d+)")
@@ -193,29 +191,14 @@ def problems_of(backend: str, tool: str, args: argparse.Namespace) -> list[str]:
     return inner + (["--fill"] if tool == "initcheck" and backend in LIBRARIES else [])
 
 
-def spread(items: list[T], count: int) -> list[T]:
-    """The same items, reordered so that distant ones come first."""
-    step = next(s for s in (7, 11, 13, 17) if count % s)  # without a common divisor
-    return [items[i * step % count] for i in range(count)]
-
-
-def various(pairs: list[tuple[Case, list[Any]]]) -> list[tuple[Case, list[Any]]]:
-    """The same pairs, reordered so that each config comes once first."""
-    seen: set[Any] = set()
-    again = []
-    for pair in pairs:
-        again.append(pair[1][0] in seen)
-        seen.add(pair[1][0])
-    return [pair for _, pair in sorted(zip(again, pairs, strict=True), key=lambda entry: entry[0])]
-
-
 def inside(backend: str, problems: int, kinds: int, work: int, fill: bool) -> int:
     """Runs the problems inside the sanitizer, and judges the values as well."""
     import torch
 
+    from multigemm.testing.case import classes
     from multigemm.testing.oracles import check
     from multigemm.testing.placed_case import DeviceCase
-    from multigemm.testing.strategies import Limits
+    from multigemm.testing.strategies import Limits, most_new_first
     from multigemm.testing.strategies import kinds as kinds_of
     from multigemm.testing.subject import Subject, assigned, compile_singly
 
@@ -225,10 +208,13 @@ def inside(backend: str, problems: int, kinds: int, work: int, fill: bool) -> in
         torch.use_deterministic_algorithms(True, warn_only=True)
     device, bad, ran, configs = torch.device("cuda"), 0, 0, set()
     every = kinds_of(Limits(work=work, quantised=QUANTISED), kinds)
-    chosen = list(zip(every, assigned(every, Subject(backend), device, TURNS), strict=True))
-    for case, wanted in various([pair for pair in spread(chosen, kinds) if pair[1]])[:problems]:
+    configs_of = assigned(every, Subject(backend), device, TURNS)
+    pairs = [(case, offered[0]) for case, offered in zip(every, configs_of, strict=True) if offered]
+    # each config once before any comes twice, and among those the case that shows most
+    various = most_new_first(pairs, lambda x: classes(x[0]) | {x[1]}, lambda x, new: (x[1] in new, len(new)))
+    for case, config in islice(various, problems):
         subject = Subject(backend)
-        subject.pin(wanted[0])
+        subject.pin(config)
         outcome = check(DeviceCase.from_case(case, device), subject)
         ran += outcome.ran
         configs.add(outcome.config)
