@@ -22,7 +22,7 @@ from tests.model_mutants.faults import (
     mutant,
     planted,
 )
-from tests.model_mutants.fused_kernel import model
+from tests.model_mutants.fused_kernel import FusedBackend
 from tests.model_mutants.kernel import Kernel, ModelBackend
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def test_each_fault_of_fused_problems_is_seen(name: str) -> None:
     [
         (ModelBackend(), HUNTING, UNPLANTED),
         (ModelBackend(), QUANTISED_HUNTING, UNPLANTED),
-        (model(), FUSED_HUNTING, 150),
+        (FusedBackend(), FUSED_HUNTING, 150),
         *((mutant(name), HUNTING, 100) for name in EQUIVALENT),
     ],
     ids=["model", "quantised", "fused", *EQUIVALENT],

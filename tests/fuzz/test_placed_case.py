@@ -1,6 +1,5 @@
 """Cases in memory: poison round what nobody owns, foreign writes to the byte, lines that begin aligned."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multigemm.backend import Recipe
 from multigemm.planning.staging import stage, staged_spec
 from multigemm.problem.spec import FORMS
 from multigemm.testing import (
@@ -26,7 +24,7 @@ from multigemm.testing import (
     random_case,
 )
 from multigemm.testing.placed_case import Arena, foreign_writes, used_blocks
-from tests.model_mutants.fused_kernel import Model, model
+from tests.model_mutants.fused_kernel import FusedBackend
 from tests.model_mutants.kernel import ModelBackend
 
 CPU = torch.device("cpu")
@@ -148,23 +146,20 @@ def test_scales_of_rows_that_nobody_owns_hold_nan(case: Case, lines: list[int]) 
     assert scale.isnan().nonzero()[:, -2].unique().tolist() == lines
 
 
-def writes(where: str) -> Model:
+class Writes(FusedBackend):
     """The model, and then a number where it must not be: beside preact_out, or in the weights of rows."""
-    right = model()
 
-    def plan(spec: Any, config: Any, device: torch.device) -> Recipe:
-        def bind(ops: Any) -> Any:
-            launch = right.plan(spec, config, device).bind(ops)
-            x = getattr(ops.fused, where)
-            target = x if where == "row_scale" else x.as_strided((1,), (1,), x.storage_offset() - 1)
-            return lambda: (launch(), target.fill_(3.0))
+    where = ""
 
-        return Recipe("writes", config, bind)
-
-    return replace(right, plan=plan)
+    def bind(self, ops: Any, config: Any) -> Any:
+        launch, x = super().bind(ops, config), getattr(ops.fused, self.where)
+        target = x if self.where == "row_scale" else x.as_strided((1,), (1,), x.storage_offset() - 1)
+        return lambda: (launch(), target.fill_(3.0))
 
 
 @pytest.mark.parametrize(("where", "oracle"), [("preact", "guard"), ("row_scale", "inputs")])
 def test_a_write_into_weights_or_beside_preact_is_seen(where: str, oracle: str) -> None:
+    backend = Writes("writes")
+    backend.where = where
     case = Case(n=4, k=3, lengths=(2, 2), activation="relu", fused=Fused(row_scale="float32", preact=True))
-    assert oracle in {finding.oracle for finding in check_case(case, writes(where)).findings}
+    assert oracle in {finding.oracle for finding in check_case(case, backend).findings}

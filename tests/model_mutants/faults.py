@@ -351,9 +351,9 @@ QUANTISED_MUTANTS: dict[str, tuple[Edit, ...]] = {
 
 _READ = "        row = s if index is None else int(index.values[s])"
 _LIMIT = "    if gate.limit is not None:"
-_BIAS = "        x = x + bias_of(ops, g, where, b.shape[1]).double()"
-_ACT = "        y = (act(x, spec.activation, 1.0)"
-_KEPT = "            rows |= {where.start + i: row for i, row in enumerate(y)}"
+_BIAS = "            x = x + bias_of(ops, g, where, b.shape[1]).double()"
+_ACT = "            y = (act(x, spec.activation, 1.0)"
+_KEPT = "                rows |= {where.start + i: row for i, row in enumerate(y)}"
 _ROW = "            s = int(index[r, j])"
 _ABSENT = "            if s not in rows:\n                continue"
 _TERM = "            total = total + weight * rows[s]"
@@ -373,16 +373,18 @@ FUSED_MUTANTS: dict[str, Edit] = {
     "gate clamped on both sides": ("g.clamp(max=gate.limit)", "g.clamp(-gate.limit, gate.limit)"),
     "up clamped on one side": ("u.clamp(-gate.limit, gate.limit)", "u.clamp(max=gate.limit)"),
     "clamp hides NaN": ("g.clamp(max=gate.limit)", "g.clamp(max=gate.limit).nan_to_num(nan=gate.limit)"),
-    "clamp before bias": _before(_BIAS, "        x = x.clamp(max=getattr(fused.gate, 'limit', None) or 1e9)"),
+    "clamp before bias": _before(_BIAS, "            x = x.clamp(max=getattr(fused.gate, 'limit', None) or 1e9)"),
     "silu for gelu": ('"gelu", "geglu")', '"gelu",)'),
     "preact after the limit": (
         "[where].copy_(x)",
         "[where].copy_(x.clamp(max=getattr(fused.gate, 'limit', None) or 1e9))",
     ),
-    "preact rounded before the gate": _before(_ACT, "        x = x if fused.preact is None else x.bfloat16().double()"),
+    "preact rounded before the gate": _before(
+        _ACT, "            x = x if fused.preact is None else x.bfloat16().double()"
+    ),
     "row_scale of the neighbour": ("fused.row_scale[where]", "fused.row_scale.roll(1, -1)[where]"),
     "row_scale rounded": (".row_scale[where].double()", ".row_scale[where].bfloat16().double()"),
-    "row_scale before the activation": _before(_ACT, "        x, scale = x * scale, 1.0"),
+    "row_scale before the activation": _before(_ACT, "            x, scale = x * scale, 1.0"),
     "weight of the neighbour": ("weights[r, j]", "weights[r, j - 1]"),
     "weights rounded": ("weights[r, j].to", "weights[r, j].bfloat16().to"),
     "weight of 0 hides NaN": (_TERM, _TERM.replace("weight * rows[s]", "(weight * rows[s] if weight != 0 else 0)")),
@@ -392,7 +394,7 @@ FUSED_MUTANTS: dict[str, Edit] = {
         _ABSENT, "            total = total + (0 if weights is None else 0 * weights[r, j])"
     ),
     "duplicates count once": _after(_ROW, "            s = -1 if s in index[r, :j].tolist() else s"),
-    "rows behind the ends": _after(_KEPT, "            rows |= {where.stop: y[0] * torch.nan} if len(y) else {}"),
+    "rows behind the ends": _after(_KEPT, "                rows |= {where.stop: y[0] * torch.nan} if len(y) else {}"),
     "rows that go to one place overwrite each other": (
         "                total = total + rows[s]",
         "                total = rows[s]",
@@ -450,7 +452,7 @@ def planted(name: str) -> type[Kernel]:
 def mutant(name: str) -> Backend:
     """The backend with a fault in it: of the model kernel, or of the model for fused problems."""
     if name in FUSED_MUTANTS:
-        return fused_kernel.model(name, _with_edits(fused_kernel, name, [FUSED_MUTANTS[name]])["solve"])
+        return fused_kernel.FusedBackend(name, _with_edits(fused_kernel, name, [FUSED_MUTANTS[name]])["FusedKernel"])
     return ModelBackend(name, planted(name))
 
 

@@ -5,41 +5,18 @@ tests.model_mutants.faults makes kernels of this source with a line changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from multigemm.backend import Availability, BuiltinBackend, Recipe
 from multigemm.planning.operands import Operands
 from multigemm.problem.fused import Fused, Gate, Index
 from multigemm.problem.spec import ProblemSpec
+from tests.model_mutants.kernel import Kernel, ModelBackend, Tile
 
 NOTHING = Fused()
-
-
-def token_count(ops: Operands) -> int:
-    """The extent that offsets divide: as many tokens as there are numbers of picked rows, or rows."""
-    fused, direction, a, b = ops.fused or NOTHING, ops.spec.jagged, cast(Tensor, ops.a), cast(Tensor, ops.b)
-    picks = fused.b_rows if direction == "n" else fused.a_rows
-    if picks is not None:
-        return int(picks.values.shape[0])
-    return {"m": a.shape[0], "n": b.shape[-1], "k": a.shape[-1]}[direction or "m"]
-
-
-def spans(ops: Operands) -> list[tuple[int, int]]:
-    """First and past-the-end token of each group, inside the operands even if sizes lie; masked: the valid rows."""
-    if ops.valid_rows is not None:
-        most = cast(Tensor, ops.a).shape[1]
-        return [(0, min(max(rows, 0), most)) for rows in ops.valid_rows.tolist()]
-    assert ops.ends is not None
-    ends, total = ops.ends.tolist(), token_count(ops)
-    if not ends:
-        return []
-    first = ops.ends.as_strided((1,), (1,), ops.ends.storage_offset() - 1).tolist() if ops.head else [0]
-    starts = [min(max(start, 0), total) for start in [*first, *ends[:-1]]]
-    return [(start, min(max(end, start), total)) for start, end in zip(starts, ends, strict=True)]
 
 
 def picked(x: Tensor, index: Index | None, lo: int, hi: int, axis: int) -> Tensor:
@@ -53,14 +30,13 @@ def picked(x: Tensor, index: Index | None, lo: int, hi: int, axis: int) -> Tenso
     return made if axis == 0 else made.t()
 
 
-def groups(ops: Operands, fused: Fused) -> Iterator[tuple[Any, Any, Any]]:
+def groups(kernel: FusedKernel, fused: Fused) -> Iterator[tuple[Any, Any, Any]]:
     """a, b and the index into the result of each group."""
-    form, a, b = ops.spec.form, cast(Any, ops.a), cast(Any, ops.b)
-    if form in ("per_group", "batched"):
-        yield from ((a[g], b[g], g) for g in range(ops.spec.groups))
-        return
-    for g, (lo, hi) in enumerate(spans(ops)):
-        if form == "masked":
+    form, a, b = kernel.spec.form, cast(Any, kernel.ops.a), cast(Any, kernel.ops.b)
+    for g, (lo, hi) in enumerate(zip(*kernel.sizes(), strict=True)):
+        if form in ("per_group", "batched"):
+            yield a[g], b[g], g
+        elif form == "masked":
             yield a[g, :hi], b[g], (g, slice(0, hi))
         elif form == "jagged_m":
             yield picked(a, fused.a_rows, lo, hi, 0), b if b.dim() == 2 else b[g], slice(lo, hi)
@@ -120,50 +96,56 @@ def combined(fused: Fused, rows: dict[int, Tensor], r: int, tokens: int, total: 
     return total
 
 
-def solve(ops: Operands) -> None:
-    """The whole problem, in float64 for all but the rounding of results."""
-    fused, spec, out = ops.fused or NOTHING, ops.spec, cast(Any, ops.out)
-    rows: dict[int, Tensor] = {}
-    for x in out if isinstance(out, list) else [out]:
-        if spec.zero_unowned:
-            x.zero_()
-    for g, (a, b, where) in enumerate(groups(ops, fused)):
-        x = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64)
-        if ops.alpha != 0:
-            x = ops.alpha * (a.double() @ b.double())
-        x = x + bias_of(ops, g, where, b.shape[1]).double()
-        if ops.c is not None and fused.rows is None:
-            x = x + ops.beta * cast(Any, ops.c)[where].double()
-        if fused.preact is not None:
-            cast(Any, fused.preact)[where].copy_(x)
-        scale = 1.0 if fused.row_scale is None else fused.row_scale[where].double()[:, None]
-        y = (act(x, spec.activation, 1.0) if fused.gate is None else gated(x, fused.gate)) * scale
-        if fused.rows is None:
-            out[where].copy_(y)
-        else:
-            rows |= {where.start + i: row for i, row in enumerate(y)}
-    for r in range(fused.rows or 0):
-        tokens = 0 if fused.out_rows is None else fused.out_rows.values.shape[0]
-        total = combined(fused, rows, r, tokens, torch.zeros(out.shape[1], dtype=torch.float64))
-        if ops.c is not None:
-            total = total + ops.beta * cast(Tensor, ops.c)[r].double()
-        out[r].copy_(total)
+class FusedKernel(Kernel):
+    """One bound problem, in float64 for all but the rounding of results."""
+
+    def jagged_extent(self) -> int:
+        """As many tokens as there are numbers of picked rows, or rows."""
+        fused = self.ops.fused or NOTHING
+        picks = fused.b_rows if self.spec.jagged == "n" else fused.a_rows
+        return super().jagged_extent() if picks is None else int(picks.values.shape[0])
+
+    def launch(self) -> None:
+        ops, spec, out = self.ops, self.spec, cast(Any, self.ops.out)
+        fused, rows = ops.fused or NOTHING, dict[int, Tensor]()
+        for x in out if isinstance(out, list) else [out]:
+            if spec.zero_unowned:
+                x.zero_()
+        for g, (a, b, where) in enumerate(groups(self, fused)):
+            x = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64)
+            if ops.alpha != 0:
+                x = ops.alpha * (a.double() @ b.double())
+            x = x + bias_of(ops, g, where, b.shape[1]).double()
+            if ops.c is not None and fused.rows is None:
+                x = x + ops.beta * cast(Any, ops.c)[where].double()
+            if fused.preact is not None:
+                cast(Any, fused.preact)[where].copy_(x)
+            scale = 1.0 if fused.row_scale is None else fused.row_scale[where].double()[:, None]
+            y = (act(x, spec.activation, 1.0) if fused.gate is None else gated(x, fused.gate)) * scale
+            if fused.rows is None:
+                out[where].copy_(y)
+            else:
+                rows |= {where.start + i: row for i, row in enumerate(y)}
+        for r in range(fused.rows or 0):
+            tokens = 0 if fused.out_rows is None else fused.out_rows.values.shape[0]
+            total = combined(fused, rows, r, tokens, torch.zeros(out.shape[1], dtype=torch.float64))
+            if ops.c is not None:
+                total = total + ops.beta * cast(Tensor, ops.c)[r].double()
+            out[r].copy_(total)
 
 
-class Model(BuiltinBackend):
-    """A third party's backend that supports fused problems."""
+class FusedBackend(ModelBackend):
+    """A third party's backend that supports fused problems in unquantised floats."""
 
-    takes_fused: ClassVar[bool] = True
+    takes_fused = True
+    takes_quantised = False
 
+    def __init__(self, name: str = "model", kernel: type[Kernel] = FusedKernel) -> None:
+        super().__init__(name, kernel)
 
-def model(name: str = "model", solve: Callable[[Operands], None] = solve) -> Model:
-    """The model, or one like it, as a backend for fused problems in unquantised floats."""
-
-    def reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
+    def not_supported_reasons(self, spec: ProblemSpec, device: torch.device) -> list[str]:
         plain = spec.compute.is_floating_point and not spec.quantised
-        return [] if device.type == "cpu" and plain else ["the model takes plain floats on the host"]
+        return super().not_supported_reasons(spec, device) + ([] if plain else ["the model takes plain floats"])
 
-    def plan(spec: ProblemSpec, config: Any, device: torch.device) -> Recipe:
-        return Recipe("model", config, lambda ops: lambda: solve(ops))
-
-    return Model(name, lambda: Availability(ok=True), reasons, lambda spec, device: (0,), plan)
+    def configs(self, spec: ProblemSpec, device: torch.device) -> Sequence[Any]:
+        return (Tile(),)
