@@ -154,18 +154,10 @@ def make(workload: Workload, device: torch.device | str, drawn: bool = True) -> 
     return Tensors(w, (a, b, keywords), offsets, host if w.recipe is None else None)
 
 
-def _result(w: Workload, maker: _Maker) -> Tensor:
-    total = int(w.sizes.sum())
-    return maker.empty(*{"jagged_m": (total, w.n), "jagged_n": (w.m, total)}.get(w.form, (w.groups, w.m, w.n)))
-
-
 def _packed(w: Workload, maker: _Maker) -> tuple[Any, Any, dict[str, Any]]:
-    total, g = int(w.sizes.sum()), w.groups
-    of_a = {"jagged_m": (total, w.k), "jagged_k": (w.m, total)}.get(w.form, (g, w.m, w.k))
-    of_b = {"jagged_n": (w.k, total), "jagged_k": (total, w.n)}.get(w.form, (w.k, w.n) if w.shared_b else (g, w.k, w.n))
+    of_a, of_b, of_out = w.shapes
     a, b = maker.matrix(*of_a, transposed=w.trans_a), maker.matrix(*of_b, transposed=w.trans_b)
-    bias = maker.matrix(total if w.form == "jagged_n" else w.n) if w.bias else None
-    return a, b, {"out": _result(w, maker), "bias": bias}
+    return a, b, {"out": maker.empty(*of_out), "bias": maker.matrix(of_out[-1]) if w.bias else None}
 
 
 def _list(w: Workload, maker: _Maker) -> tuple[Any, Any, dict[str, Any]]:
@@ -201,7 +193,7 @@ def _quantised(w: Workload, maker: _Maker) -> tuple[Any, Any, dict[str, Any]]:
     per = columns if r.columns == 1 else (*columns[:-1], -(-w.n // r.columns))
     scale_b = maker.scale(r, *per, deep, tokens=jagged_k).mT
     packed = r.b if r.b in BYTE_FORMATS else None
-    return a, b, {"scale_a": scale_a, "scale_b": scale_b, "b_format": packed, "out": _result(w, maker)}
+    return a, b, {"scale_a": scale_a, "scale_b": scale_b, "b_format": packed, "out": maker.empty(*w.shapes[2])}
 
 
 # --- is a result right? ---------------------------------------------------------------------------

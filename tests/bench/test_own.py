@@ -11,10 +11,9 @@ import torch
 
 import multigemm as mg
 from multigemm.__main__ import main
-from multigemm.bench import reports
 from multigemm.bench.own import own_tensors
 from multigemm.bench.runner import Options
-from tests.support.bench_entries import FAST
+from tests.support.bench_entries import FAST, measured
 
 
 def r(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -84,9 +83,7 @@ def test_the_command_takes_a_file(text: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         f"import torch\nimport multigemm as mg\na, b = torch.ones(8, 4), torch.ones(2, 4, 6)\n{text}\n"
     )
-    words = ["bench", "--problem", str(tmp_path / "mine.py"), "--device", "cpu", "--floor", "1,1", "--budget-ms", "2"]
-    assert main([*words, "--quiet", "--json-only", "--out", str(tmp_path)]) == 0
-    rows = reports.read(tmp_path).rows
+    rows = measured(tmp_path, f"--problem {tmp_path / 'mine.py'}").rows
     assert {row.case for row in rows} == {"mine/given/fp32"}
     assert {row.entry: row.status for row in rows}["cpu"] == "ok"
 

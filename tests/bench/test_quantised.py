@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from multigemm.__main__ import main
 from multigemm.bench.entries import Refused, backend_entry, ceiling_entry
 from multigemm.bench.operands import make
 from multigemm.bench.peers import PEERS
 from multigemm.bench.suites import suite
 from multigemm.bench.workloads import RECIPES, Rates, Workload
 from multigemm.integrations import deep_gemm as stand_in
+from tests.support.bench_entries import by_name, measured
 
 CPU = torch.device("cpu")
 BASE = Workload("case", "fp8", groups=4, n=160, k=256, total=70, distribution="zipf", dtype="fp8-blocks")
@@ -124,30 +123,7 @@ def test_deep_gemm_gets_padded_rows_and_its_result_is_checked(deep_gemm: None) -
 
 
 @pytest.mark.slow
-def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "report.json"
-    arguments = ["--suite", "fp8", "--only", "fp8_small/empty/fp8-blocks", "--backends", "cpu", "--peers", "none"]
-    monkeypatch.chdir(tmp_path)
-    assert (
-        main(
-            [
-                "bench",
-                *arguments,
-                "--modes",
-                "graph",
-                "--reps",
-                "2",
-                "--floor",
-                "1,1",
-                "--json-only",
-                "--json",
-                str(path),
-            ]
-        )
-        == 0
-    )
-    rows = [row for row in json.loads(path.read_text())["rows"] if row["entry"] == "cpu"]
-    assert [row["status"] for row in rows] == ["ok"]
-    assert rows[0]["case"] == "fp8_small/empty/fp8-blocks"
-    assert rows[0]["us"] > 0
-    capsys.readouterr()
+def test_the_command_line(tmp_path: Path) -> None:
+    report = measured(tmp_path, "--suite fp8 --only fp8_small/empty/fp8-blocks --backends cpu --peers none --reps 2")
+    row = by_name(report)["cpu"]
+    assert row.status == "ok" and row.case == "fp8_small/empty/fp8-blocks" and row.us

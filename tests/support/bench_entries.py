@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from multigemm.__main__ import main
+from multigemm.bench import reports
 from multigemm.bench.entries import Entry, Prepared, Refused, ceiling_entry
 from multigemm.bench.operands import Tensors, group_inputs, group_outputs
 from multigemm.bench.reports import Report, Row
@@ -54,6 +56,13 @@ ENTRIES = [
 def run(cases: list[Workload], entries: list[Entry], path: Path | None = None, options: Options = FAST) -> Report:
     report = new_report(CPU, {"bf16"}, options, {"quack": "not installed"})
     return Runner(lambda case: entries, CPU, options, report, path).run(cases)
+
+
+def measured(folder: Path, words: str) -> Report:
+    """The report of `multigemm bench WORDS`, measured on the CPU in no time."""
+    quick = "--device cpu --floor 1,0.02 --budget-ms 4 --quiet --json-only"
+    assert main(["bench", *words.split(), *quick.split(), "--out", str(folder)]) == 0
+    return reports.read(folder)
 
 
 def by_name(report: Report) -> dict[str, Row]:
