@@ -135,10 +135,11 @@ def test_a_compiler_that_does_not_end_holds_up_nobody(environment: dict[str, str
     script.write_text(
         "from multigemm.fuzz import campaign\n"
         "from multigemm.fuzz.plan import Options\n"
+        "from multigemm.testing import Limits\n"
         "if __name__ == '__main__':\n"
         "    campaign.STUCK_SECONDS = 1\n"
-        "    forms = ('jagged_m', 'batched')\n"
-        "    some = Options(('slow',), kinds=8, burst=3, examples=20, jobs=3, work=3000, forms=forms)\n"
+        "    limits = Limits(work=3000, forms=('jagged_m', 'batched'))\n"
+        "    some = Options(('slow',), kinds=8, burst=3, examples=20, jobs=3, limits=limits)\n"
         "    done = campaign.run(some)\n"
         "    print(done.tally.problems, len(done.tally.failures), done.crashes, *done.notes, sep='\\n')\n"
     )

@@ -31,6 +31,8 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 LARGE, SMALL = Tile(32, 32, 16), Tile(8, 8, 8)
 
+SMALL_WORK = Limits(work=3000)
+
 
 class Choosy(ModelBackend):
     """Large tiles for large problems only, and another one that only bfloat16 has."""
@@ -93,7 +95,7 @@ class _Pipe:
 
 def test_a_campaign_counts_every_config_and_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "get", lambda name: Choosy(name))
-    options = Options(("choosy",), kinds=4, burst=1, turns=2, configs="pinned", work=3000, examples=12, deep=50)
+    options = Options(("choosy",), kinds=4, burst=1, turns=2, configs="pinned", limits=SMALL_WORK, examples=12, deep=50)
     pipe = _Pipe()
     worker = Worker(options, pipe, Position())
     worker.announce()
@@ -137,7 +139,7 @@ class Rare(ModelBackend):
 
 def test_kinds_are_added_for_configs_that_no_kind_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "get", lambda name: Rare(name))
-    narrow = Options(("rare",), kinds=4, burst=1, turns=2, configs="pinned", work=3000, deep=1000)
+    narrow = Options(("rare",), kinds=4, burst=1, turns=2, configs="pinned", limits=SMALL_WORK, deep=1000)
     options = with_required(narrow)
     assert options.kinds == 4 + len(options.carriers) and len(options.carriers) > 1
     pipe = _Pipe()
@@ -172,7 +174,7 @@ def test_every_config_that_is_offered_is_assigned(salt: int, monkeypatch: pytest
     """Also one that many kinds offer, all of which have rarer ones to run."""
     monkeypatch.setattr(Uneven, "salt", salt)
     monkeypatch.setattr(registry, "get", lambda name: Uneven(name))
-    options = with_required(Options(("uneven",), kinds=12, turns=2, configs="pinned", work=3000))
+    options = with_required(Options(("uneven",), kinds=12, turns=2, configs="pinned", limits=SMALL_WORK))
     every, subject = workers._kinds(options), Subject("uneven")
     shipped = {config for configs in offered(every, subject, CPU) for config in configs}
     assert shipped == {config for configs in assigned(every, subject, CPU, 2) for config in configs}
@@ -182,7 +184,7 @@ def test_every_config_that_is_offered_is_assigned(salt: int, monkeypatch: pytest
 def test_a_config_that_never_ran_fails_the_campaign() -> None:
     tally = Tally(problems=GATE_FROM)
     tally.configs.update({("choosy", "LARGE"): 0, ("choosy", "SMALL"): 7})
-    summary = Summary(Options(("choosy",), forms=("masked",)), tally, 1.0)
+    summary = Summary(Options(("choosy",), limits=Limits(forms=("masked",))), tally, 1.0)
     assert idle(summary) == ["choosy LARGE"] and failed(summary)
     assert "NEVER RUN: choosy LARGE" in to_text(summary)
     tally.problems = 10
