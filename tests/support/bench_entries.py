@@ -12,10 +12,10 @@ from multigemm.bench.entries import Entry, Prepared, Refused, ceiling_entry
 from multigemm.bench.operands import Tensors, group_inputs, group_outputs
 from multigemm.bench.reports import Report, Row
 from multigemm.bench.runner import Options, Runner, new_report
-from multigemm.bench.workloads import Rates, Workload
+from multigemm.bench.workloads import DTYPES, Rates, Workload
 
 CPU = torch.device("cpu")
-RATES = {"bf16": Rates(1.0, 0.02), "fp32": Rates(1.0, 0.02)}
+RATES = dict.fromkeys(DTYPES, Rates(1.0, 0.02))
 FAST = Options(reps=4, budget_ms=4.0, rates=RATES)
 CASE = Workload("tiny", "own", groups=3, n=8, k=16, total=24, distribution="zipf")
 
