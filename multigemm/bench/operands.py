@@ -107,6 +107,11 @@ class _Maker:
             values = torch.randn(memory, dtype=dtype, generator=self.source, device=self.device)
         return values.transpose(-1, -2) if transposed else values
 
+    def bias(self, columns: int) -> Tensor | None:
+        """Of the operands' dtype; int32 beside int8."""
+        w = self.workload
+        return self.matrix(columns).to(torch.int32 if w.dtype == "int8" else w.torch_dtype) if w.bias else None
+
     def empty(self, *shape: int) -> Tensor:
         dtype = self.workload.out_dtype
         empty = torch.empty(shape, dtype=dtype, device=self.device)
@@ -157,7 +162,7 @@ def make(workload: Workload, device: torch.device | str, drawn: bool = True) -> 
 def _packed(w: Workload, maker: _Maker) -> tuple[Any, Any, dict[str, Any]]:
     of_a, of_b, of_out = w.shapes
     a, b = maker.matrix(*of_a, transposed=w.trans_a), maker.matrix(*of_b, transposed=w.trans_b)
-    return a, b, {"out": maker.empty(*of_out), "bias": maker.matrix(of_out[-1]) if w.bias else None}
+    return a, b, {"out": maker.empty(*of_out), "bias": maker.bias(of_out[-1])}
 
 
 def _list(w: Workload, maker: _Maker) -> tuple[Any, Any, dict[str, Any]]:
@@ -174,7 +179,7 @@ def _list(w: Workload, maker: _Maker) -> tuple[Any, Any, dict[str, Any]]:
         b = [maker.matrix(k, n, transposed=w.trans_b) for _, n, k in w.products[: 1 if w.shared_b else None]]
         b *= count if w.shared_b else 1
         out = [maker.empty(m, n) for m, n, _ in w.products]
-    return a, b, {"out": out, "bias": [maker.matrix(n) for _, n, _ in w.products] if w.bias else None}
+    return a, b, {"out": out, "bias": [maker.bias(n) for _, n, _ in w.products] if w.bias else None}
 
 
 def _quantised(w: Workload, maker: _Maker) -> tuple[Any, Any, dict[str, Any]]:

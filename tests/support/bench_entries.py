@@ -54,7 +54,7 @@ ENTRIES = [
 
 
 def run(cases: list[Workload], entries: list[Entry], path: Path | None = None, options: Options = FAST) -> Report:
-    report = new_report(CPU, {"bf16"}, options, {"quack": "not installed"})
+    report = new_report(CPU, {case.dtype for case in cases}, options, {"quack": "not installed"})
     return Runner(lambda case: entries, CPU, options, report, path).run(cases)
 
 
