@@ -487,9 +487,7 @@ def _fenced(view: Callable[[Report], str]) -> Callable[[Report], str]:
 
 
 VIEWS: dict[str, Callable[..., str]] = {
-    "summary": lambda report: (
-        f"{_where(report)}; `{report.method['command']}`\n\n{markdown(means(report), _bold_backends(report))}"
-    ),
+    "summary": summary,
     "command": _fenced(lambda report: report.method["command"]),
     "short": lambda report: markdown(shares(report), _bold_backends(report, labels=True)),
     "details": lambda report: markdown(times(report)),
