@@ -272,53 +272,35 @@ def _write(arena: Tensor, regions: Regions, values: Operand | None) -> None:
 
 
 def _poison_unowned(case: Case, layout: MemoryLayout, arena: Tensor) -> None:
-    """Writes NaN to the rows and columns of A and B that no group owns; they must not reach any result."""
-
-    if not (case.head or case.tail or case.form == "masked"):
-        return
+    """Poisons the elements of A and B, and the entries of their scales and zero points, that belong to no group; they
+    must not reach any result."""
     clean = layout.inputs.poisoned()
-
-    def spoil(regions: Regions, axis: int) -> None:
-        region = _each(regions)[0]
-        bits, spoiled = region.bits(arena), region.bits(clean)
-        for begin, length in ((0, case.head), (case.total - case.tail, case.tail)):
-            if length:
-                bits.narrow(axis, begin, length).copy_(spoiled.narrow(axis, begin, length))
-
-    picks = case.fused
-    if case.form in ("jagged_m", "jagged_k") and not (_aliased(case.a) or picks.a_rows.given):
-        spoil(layout.operands["a"], 0 if case.form == "jagged_m" else 1)
-    if case.form in ("jagged_n", "jagged_k") and not (_aliased(case.b) or picks.b_rows.given):
-        spoil(layout.operands["b"], 1 if case.form == "jagged_n" else 0)
-    if case.form == "masked" and not _aliased(case.a):
-        region = _each(layout.operands["a"])[0]
-        bits, spoiled = region.bits(arena), region.bits(clean)
-        for g, rows in enumerate(case.lengths):
-            bits[g, rows:].copy_(spoiled[g, rows:])
-
-
-def _poison_unused_scales(case: Case, layout: MemoryLayout, arena: Tensor) -> None:
-    """Poisons the entries of scales and zero points that belong to no group; they must not reach any result."""
-    clean = layout.inputs.poisoned()
-    for name, scale in (("scale_a", case.scale_a), ("scale_b", case.scale_b), ("zero_b", case.scale_b)):
+    blocks = {"a": (1, 1), "b": (1, 1), "scale_a": case.scale_a.block}
+    blocks |= dict.fromkeys(("scale_b", "zero_b"), case.scale_b.block)
+    for name, block in blocks.items():
         region = layout.operands.get(name)
-        if not isinstance(region, Region) or scale.block is None or 0 in region.strides:
-            continue
-        bits, spoiled = region.bits(arena), region.bits(clean)
-        if name != "scale_a":
-            bits, spoiled = bits.mT, spoiled.mT
-        (lines, k), end = scale.block, case.total - case.tail
-        if case.form == "jagged_k" and k:
-            unused = sorted(set(range(bits.shape[-1])) - used_blocks(case, k))
-            bits[..., unused] = spoiled[..., unused]
-        elif (case.fused.a_rows if name == "scale_a" else case.fused.b_rows).given:
-            continue  # any row may be picked
-        elif case.form == ("jagged_m" if name == "scale_a" else "jagged_n") and lines == 1:
-            bits[: case.head], bits[end:] = spoiled[: case.head], spoiled[end:]
-        elif case.form == "masked" and name == "scale_a" and lines:
-            for g, rows in enumerate(case.lengths):
-                first = -(-rows // lines)
-                bits[g, first:] = spoiled[g, first:]
+        picked = case.fused.a_rows if name[-1] == "a" else case.fused.b_rows  # then any row may be
+        if isinstance(region, Region) and block is not None and 0 not in region.strides and not picked.given:
+            bits, spoiled = region.bits(arena), region.bits(clean)
+            if name[-1] == "b":
+                bits, spoiled = bits.mT, spoiled.mT
+            for place in _unowned(case, name, *block, bits.shape[-1]):
+                bits[place] = spoiled[place]
+
+
+def _unowned(case: Case, name: str, lines: int, k: int, wide: int) -> list[Any]:
+    """The places in an operand, or in a grid whose entries cover so many lines and so much of K, that belong to no
+    group; of b's in the transposed one."""
+    ends: list[Any] = [slice(0, case.head), slice(case.total - case.tail, case.total)]
+    if case.form == "jagged_k" and k:
+        if name in "ab":
+            return [(..., end) for end in ends]
+        return [(..., sorted(set(range(wide)) - used_blocks(case, k)))]
+    if case.form == ("jagged_m" if name[-1] == "a" else "jagged_n") and lines == 1:
+        return [(..., end, slice(None)) for end in ends]
+    if case.form == "masked" and name[-1] == "a" and lines:
+        return [(g, slice(-(-rows // lines), None)) for g, rows in enumerate(case.lengths)]
+    return []
 
 
 def used_blocks(case: Case, k: int) -> set[int]:
@@ -328,10 +310,6 @@ def used_blocks(case: Case, k: int) -> set[int]:
         found |= {start // k + g + j for j in range(-(-length // k))}
         start += length
     return found
-
-
-def _aliased(layout: Layout) -> bool:
-    return bool(layout.zero)
 
 
 def make_problem(
@@ -427,7 +405,6 @@ class PlacedCase:
             if case.alpha != 0 or name not in "ab":  # otherwise neither is read: NaN throughout
                 _write(inputs, regions, getattr(values, name))
         _poison_unowned(case, layout, inputs)
-        _poison_unused_scales(case, layout, inputs)
         prefills = (layout.outputs.poisoned(), layout.outputs.random_bytes(case.seed))
         for prefill in prefills if case.alias else ():
             _write(prefill, layout.out, values.c)
