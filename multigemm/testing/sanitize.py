@@ -177,10 +177,9 @@ def library_reads(backend: str, text: str) -> list[tuple[str, str, str]]:
     return found if all(fits) and len(set(lanes)) == 1 else []
 
 
-def command(tool: str, inner: list[str], exclude: str = "") -> list[str]:
+def command(tool: str, inner: list[str]) -> list[str]:
     """The command line that runs a module's process under the sanitizer."""
-    left_out = ["--kernel-name-exclude", f"kns={exclude}"] if exclude else []
-    given = [*OPTIONS.get(tool, ()), *left_out, "--error-exitcode", "9", "--print-limit", "2000"]
+    given = [*OPTIONS.get(tool, ()), "--error-exitcode", "9", "--print-limit", "2000"]
     return ["compute-sanitizer", "--tool", tool, *given, sys.executable, "-W", "ignore", "-m", *inner]
 
 
@@ -280,19 +279,18 @@ def foreign_reads(backend: str, text: str) -> tuple[list[str], str]:
 def examine(backend: str, tool: str, args: argparse.Namespace) -> dict[str, Any]:
     """Runs one tool over one backend's problems. Prints and returns the verdict."""
     begin = time.monotonic()
-    state, text = run(command(tool, problems_of(backend, tool, args), args.exclude), args.seconds)
+    state, text = run(command(tool, problems_of(backend, tool, args)), args.seconds)
     said, excused = set_aside(backend, tool, text, args.seconds) if state == "FINDINGS" else ([], False)
     content = state == "clean" or excused
-    rest = f" without {args.exclude}" if args.exclude else ""
     verdict = f"{state}{', all of them set aside' if excused else ''}"
     lines = [line for line in text.splitlines() if "SUMMARY" in line or "problems ran" in line]
     kernels = Counter(re.findall(r"^=========\s+at (.+?)\+0x", text, re.MULTILINE))
     said += [f"{count} reports in {name[:160]}" for name, count in kernels.most_common()]
     shown = "\n".join([*said, *(lines[-2:] if content else text.splitlines()[-25:])])
     spent = time.monotonic() - begin
-    print(f"{backend}: {tool}{rest}: {verdict} ({spent:.0f} s)\n{shown}", flush=True)
+    print(f"{backend}: {tool}: {verdict} ({spent:.0f} s)\n{shown}", flush=True)
     return {
-        "backend": backend, "tool": tool, "left_out": args.exclude, "state": state, "clean": content,
+        "backend": backend, "tool": tool, "state": state, "clean": content,
         "set_aside": said if excused else [], "kernels": dict(kernels), "seconds": round(spent, 1), "said": lines[-2:],
     }  # fmt: skip
 
@@ -302,7 +300,6 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="compute-sanitizer over chosen problems of each backend")
     parser.add_argument("--backend", default=",".join(BACKENDS), help="backends, separated by commas")
     parser.add_argument("--inside", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--exclude", default="", help="leave out kernels whose name contains this")
     parser.add_argument("--fill", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--tools", default=",".join(TOOLS), help=f"separated by commas (default: {','.join(TOOLS)})")
     parser.add_argument(

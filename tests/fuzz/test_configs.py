@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,26 +86,23 @@ def test_a_config_is_found_again_by_its_text() -> None:
     assert any(InvalidSetting.__name__ in str(finding) for finding in found)
 
 
-class _Pipe:
-    def __init__(self) -> None:
-        self.total = Tally()
-
-    def send(self, tally: Tally) -> None:
-        self.total.add(tally)
+def told_by(total: Tally) -> Any:
+    """A worker's end of a pipe whose other end adds up."""
+    return SimpleNamespace(send=total.add)
 
 
 def test_a_campaign_counts_every_config_and_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "get", lambda name: Choosy(name))
     options = Options(("choosy",), kinds=4, burst=1, turns=2, configs="pinned", limits=SMALL_WORK, examples=12, deep=50)
-    pipe = _Pipe()
-    worker = Worker(options, pipe, Position())
+    total = Tally()
+    worker = Worker(options, told_by(total), Position())
     worker.announce()
     worker.run(Batch(0, 12), 1e18)
-    assert not pipe.total.failures
-    assert sum(pipe.total.configs.values()) == pipe.total.checks["choosy"] == 12
-    assert {text for name, text in pipe.total.configs} >= {str(LARGE), str(SMALL)}
+    assert not total.failures
+    assert sum(total.configs.values()) == total.checks["choosy"] == 12
+    assert {text for name, text in total.configs} >= {str(LARGE), str(SMALL)}
     assert [options.config_of(number) for number in (0, 4, 8)] == [0, 1, 0]
-    assert all(pipe.total.configs["choosy", text] for text in pipe.total.assigned.values())
+    assert all(total.configs["choosy", text] for text in total.assigned.values())
 
 
 @pytest.mark.parametrize("oracle", ["edge of memory", "lying sizes", "other contents", "relation: split", "value"])
@@ -120,7 +118,7 @@ def test_only_what_a_plain_run_repeats_is_made_smaller(
         return case
 
     monkeypatch.setattr(workers, "shrink", noted)
-    worker = Worker(Options(("model",)), _Pipe(), Position())
+    worker = Worker(Options(("model",)), told_by(Tally()), Position())
     kernel = planted("no M mask on the store") if faulty else Kernel
     worker.subjects["model", 0] = Subject(ModelBackend("model", kernel))
     case = Case(n=5, k=4, lengths=(3, 2), head=1)
@@ -142,13 +140,13 @@ def test_kinds_are_added_for_configs_that_no_kind_can_run(monkeypatch: pytest.Mo
     narrow = Options(("rare",), kinds=4, burst=1, turns=2, configs="pinned", limits=SMALL_WORK, deep=1000)
     options = with_required(narrow)
     assert options.kinds == 4 + len(options.carriers) and len(options.carriers) > 1
-    pipe = _Pipe()
-    worker = Worker(options, pipe, Position())
+    total = Tally()
+    worker = Worker(options, told_by(total), Position())
     worker.announce()
     worker.run(Batch(0, options.slots), 1e18)
-    counts = {text: count for (_, text), count in pipe.total.configs.items()}
+    counts = {text: count for (_, text), count in total.configs.items()}
     assert counts.keys() >= {str(Tile(rows, 8, 8)) for rows in (1, 2, 3, 4, 5)} and all(counts.values())
-    assert to_dict(Summary(options, pipe.total, 1.0))["shipped_configs"]["rare"]["least"] > 0
+    assert to_dict(Summary(options, total, 1.0))["shipped_configs"]["rare"]["least"] > 0
     assert with_required(replace(narrow, configs="first")).carriers == ()
 
 

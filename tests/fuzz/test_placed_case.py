@@ -26,6 +26,7 @@ from multigemm.testing import (
 from multigemm.testing.placed_case import Arena, foreign_writes, used_blocks
 from tests.model_mutants.fused_kernel import FusedBackend
 from tests.model_mutants.kernel import ModelBackend
+from tests.support.fused_cases import BLOCKS
 
 CPU = torch.device("cpu")
 SMALL = Limits(work=1 << 12, groups=20, longest=40)
@@ -114,12 +115,6 @@ def test_a_store_that_runs_over_an_odd_line_shows_where_lines_begin_aligned(pad:
     case = Case(dtype="float16", n=5, k=3, lengths=(2, 2), given=True, out=Layout(pad=pad))
     outcome = check(DeviceCase.from_case(case, CPU), Subject(RunsOver()))
     assert [finding.oracle for finding in outcome.findings][:1] == seen
-
-
-BLOCKS = Case(
-    form="jagged_k", dtype="float8_e4m3fn", dtype_b="float8_e5m2", m=3, n=4, lengths=(70, 0, 45), head=5, tail=2,
-    scale_a=Scale("1x32"), scale_b=Scale("row"), seed=1,
-)  # fmt: skip
 
 
 def test_entries_that_no_block_uses_hold_nan() -> None:

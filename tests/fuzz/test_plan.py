@@ -20,12 +20,7 @@ from multigemm.testing import EMULATED, Case, Layout, Limits, Scale, Subject, ch
 from multigemm.testing.corpus import snippet
 from multigemm.testing.strategies import kinds, required
 from tests.model_mutants.faults import mutant
-from tests.support.fused_cases import fused_cases
-
-JAGGED_K_IN_BLOCKS = Case(
-    form="jagged_k", dtype="float8_e4m3fn", dtype_b="float8_e5m2", m=3, n=4, lengths=(70, 0, 45), head=5, tail=2,
-    scale_a=Scale("1x32"), scale_b=Scale("row"), seed=1,
-)  # fmt: skip
+from tests.support.fused_cases import BLOCKS, fused_cases
 
 
 def options(examples: int = 0) -> Options:
@@ -110,9 +105,7 @@ def test_shrinking_keeps_only_what_matters() -> None:
 
 def test_a_fault_of_scales_is_made_small_and_repeats_itself() -> None:
     faulty = mutant("block index one short in the tail")
-    case = replace(
-        JAGGED_K_IN_BLOCKS, bias="n", bias_dtype="float32", activation="silu", scale_b=Scale("1x64", "float8_e8m0fnu")
-    )
+    case = replace(BLOCKS, bias="n", bias_dtype="float32", activation="silu", scale_b=Scale("1x64", "float8_e8m0fnu"))
 
     def fails(trial: Case) -> bool:
         try:
