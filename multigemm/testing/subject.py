@@ -13,7 +13,7 @@ such, and otherwise what is compiled already. What is left then gets further kin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -59,16 +59,12 @@ def _larger(spec: ProblemSpec) -> list[ProblemSpec]:
 class Subject:
     """A backend under test. `config` picks one of its configs: by position, modulo their number, or by its
     text. After `pin` that config is kept for every spec that it is valid for, so that problems of one
-    kind share their compiled kernels; after `force` no other one is tried. `adapt` may change a config before
-    it is planned."""
+    kind share their compiled kernels."""
 
-    def __init__(
-        self, backend: str | Backend, config: int | str = 0, *, adapt: Callable[[Any], Any] | None = None
-    ) -> None:
+    def __init__(self, backend: str | Backend, config: int | str = 0) -> None:
         self.backend: Backend = registry.get(backend) if isinstance(backend, str) else backend
-        self.config, self.adapt = config, adapt
+        self.config = config
         self._pinned: Any = None
-        self._forced: Any = None
         self._ran: list[Any] = []
         self._offered: dict[Any, list[Any]] = {}
         self._recipes: dict[Any, Recipe] = {}
@@ -107,22 +103,17 @@ class Subject:
         """Keeps a config for all later specs; None releases it."""
         self._pinned = config
 
-    def force(self, config: Any) -> None:
-        """Runs everything under one config. A spec for which it is not valid cannot be planned."""
-        self._forced = config
-
     def recipe(self, spec: ProblemSpec, device: torch.device) -> Recipe:
         """The recipe for a spec under the chosen config; made once."""
         key = (spec, device)
         if key not in self._recipes:
             if len(self._recipes) > KEPT:
                 self._recipes.clear()
-            self._recipes[key] = self._made(spec, device)
+            self._recipes[key] = self.planned(spec, device)
         return self._recipes[key]
 
-    def _made(self, spec: ProblemSpec, device: torch.device) -> Recipe:
-        if self._forced is not None:
-            return self.backend.plan(spec, self._forced, device)
+    def planned(self, spec: ProblemSpec, device: torch.device) -> Recipe:
+        """A new recipe for a spec."""
         if self._pinned is not None:  # also where it is shipped for other sizes only
             try:
                 return self.backend.plan(spec, self._pinned, device)
@@ -131,7 +122,7 @@ class Subject:
         config = self._chosen(spec, device)
         if config is not None and config not in self._ran:
             self._ran.append(config)
-        return self._plan(spec, config, device)
+        return self.backend.plan(spec, config, device)
 
     def _chosen(self, spec: ProblemSpec, device: torch.device) -> Any:
         if isinstance(self.config, str):
@@ -145,14 +136,6 @@ class Subject:
         if self._pinned is not None:  # what is compiled already, if there is such
             return next((config for config in self._ran if config in configs), configs[0])
         return configs[self.config % len(configs)]
-
-    def _plan(self, spec: ProblemSpec, config: Any, device: torch.device) -> Recipe:
-        if self.adapt is not None:
-            try:
-                return self.backend.plan(spec, self.adapt(config), device)
-            except InvalidSetting:  # the adapted config is not valid for this spec: the given one is
-                pass
-        return self.backend.plan(spec, config, device)
 
 
 SEARCHED, FAR_SEED = 600, 1 << 20

@@ -41,6 +41,7 @@ from multigemm.testing.subject import Subject
 from tests.source_mutants.compiled import Variant
 from tests.source_mutants.mutations import ROOT, device_code
 from tests.source_mutants.problems import KINDS, Tile, at_edges, very_many_groups
+from tests.support.subjects import Adapted
 
 LIMITS = replace(EMULATED, work=1 << 13, groups=600, quantised=6)
 TILES = {"triton": Tile(16, 16, 32, 1), "numba": Tile(8, 8, 32, 1)}
@@ -91,8 +92,8 @@ PLAIN, UNLISTED, SHARED, SINGLE = 0, 3, 4, 5
 
 def subjects_of(backend: str) -> list[Subject]:
     """Small tiles, two configs as they are, and small tiles in ways that take very large problems elsewhere."""
-    usual = [Subject(backend, adapt=small_tiles), Subject(backend, 1), Subject(backend)]
-    return [*usual, *(Subject(backend, adapt=adapt) for adapt in (small_tiles, shared_tiles, single_tiles))]
+    usual = [Adapted(backend, small_tiles), Subject(backend, 1), Subject(backend)]
+    return [*usual, *(Adapted(backend, adapt) for adapt in (small_tiles, shared_tiles, single_tiles))]
 
 
 def choose_listing(backend: str, chosen: int) -> None:

@@ -40,6 +40,7 @@ from tests.source_mutants.compiled import Variant, codes_of, compile_once, compi
 from tests.source_mutants.equivalents import excuse
 from tests.source_mutants.mutations import Mutation, kernels_of, plant
 from tests.source_mutants.problems import SPAN, compiled_problem
+from tests.support.subjects import Forced
 
 DOES_NOT_COMPILE = ("CompilationError", "CompileError", "SyntaxError", "NameError", "TypingError", "CompileException",
           "IndentationError", "UnsupportedLanguageConstruct", "AttributeError", "LoweringError")  # fmt: skip
@@ -265,9 +266,9 @@ class CompiledVariant:
 
     def __init__(self, hunt: Hunt, variant: Variant, device: torch.device) -> None:
         self.case, self.device, self.backend = Case.from_dict(variant.case), device, hunt.backend
-        self.spec, self.subject = spec_of(self.case), Subject(hunt.backend)
-        self.config = next(c for c in self.subject.shipped(self.spec, device) if str(c) == variant.config)
-        self.subject.force(self.config)
+        self.spec = spec_of(self.case)
+        self.config = next(c for c in Subject(hunt.backend).shipped(self.spec, device) if str(c) == variant.config)
+        self.subject = Forced(hunt.backend, self.config)
         self.key = compiler_key(self.backend, self.spec, self.config)
 
     def codes(self) -> list[str] | None:
