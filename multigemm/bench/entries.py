@@ -21,7 +21,6 @@ from multigemm.bench.workloads import Workload
 from multigemm.errors import BackendUnavailable, BackendUnsupported
 from multigemm.planning.plan import Plan
 from multigemm.planning.staging import staged_spec
-from multigemm.problem import rebuild
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.select.problem_class import class_of
 from multigemm.select.ranking import static_order
@@ -76,23 +75,6 @@ class Entry:
     takes: Callable[[Workload], bool] = lambda case: case.form != "layer"
 
 
-def problem(tensors: Tensors, host_sizes: bool = False) -> GroupedGemmProblem:
-    """The workload as a `GroupedGemmProblem` that writes into the workload's output; a user's problem is returned as it
-    is."""
-    workload = tensors.workload
-    if tensors.own is not None:
-        return tensors.own
-    words: dict[str, Any] = {"out": tensors.out, "bias": tensors.bias}
-    if workload.dtype == "tf32":
-        words["precision"] = "tf32"
-    if tensors.offsets is not None:
-        words["jagged"] = workload.form[-1]
-        words["offsets"] = tensors.host_offsets if host_sizes else tensors.offsets
-    if tensors.valid_rows is not None:
-        words["valid_rows"] = tensors.valid_rows
-    return GroupedGemmProblem(tensors.a, tensors.b, **words)
-
-
 def backend_entry(
     name: str, number: int | None = None, host_sizes: bool = False, batch_invariant: bool = False
 ) -> Entry:
@@ -106,17 +88,13 @@ def backend_entry(
     """
 
     def pose(tensors: Tensors) -> GroupedGemmProblem:
-        posed = problem(tensors, host_sizes)
-        if not batch_invariant:
-            return posed
-        a, b, keywords = rebuild.arguments(posed)
-        return GroupedGemmProblem(a, b, **{**keywords, "batch_invariant": True})
+        return tensors.pose(host_sizes, **({"batch_invariant": True} if batch_invariant else {}))
 
     def prepare(tensors: Tensors) -> Prepared:
         if host_sizes and tensors.offsets is None:
             raise Refused("only packed forms have sizes that can lie on the host or the device")
-        if host_sizes and tensors.own is not None:
-            raise Refused("a problem of one's own has its sizes where they are")
+        if host_sizes and tensors.host_offsets is None:
+            raise Refused("a problem of one's own, or with scales, has its sizes where they are")
         started = time.perf_counter()
         try:
             posed = pose(tensors)
@@ -223,8 +201,8 @@ def config_entries(case: Workload, names: Sequence[str], limit: int, device: tor
     """
     tensors = make(case, device, drawn=False)
     posed: dict[bool, tuple[GroupedGemmProblem, str]] = {}
-    for on_host in (False, True) if tensors.offsets is not None else (False,):
-        whole = problem(tensors, on_host)
+    for on_host in (False, True) if tensors.host_offsets is not None else (False,):
+        whole = tensors.pose(on_host)
         key = str(class_of(whole, staged_spec(whole)))
         if key not in [other for _, other in posed.values()]:
             posed[on_host] = whole, key

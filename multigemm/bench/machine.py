@@ -209,35 +209,28 @@ COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 
 
 def dense_tflops(device: torch.device, dtype: str) -> float:
-    """The highest rate of torch.mm on large square products of random data; for float8 of `torch._scaled_mm`.
+    """The highest rate of torch.mm on large square products of random data; for float8 of `torch._scaled_mm` with
+    promoted sums, which every entry must have.
 
     If float8 products are not supported, the ceiling is that of bfloat16, which is also the ceiling for quantised
     weights.
     """
-    recipe = RECIPES.get(dtype)
-    if recipe is not None and recipe.a and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
-        return _dense_float8_tflops(device)
+    recipe, best = RECIPES.get(dtype), 0.0
+    on_cuda = device.type == "cuda"
+    float8 = recipe is not None and recipe.a and on_cuda and torch.cuda.get_device_capability(device) >= (8, 9)
     dtype = "bf16" if recipe is not None else dtype
-    best = 0.0
     for n in DENSE_SIZES[device.type]:
         values = torch.randn(2, n, n, device=device)
-        whole = dtype == "int8"
-        a, b = (values * 3).to(torch.int8) if whole else values.to(DTYPES[dtype])
-        call = partial(torch._int_mm, a, b) if whole else partial(torch.mm, a, b, out=torch.empty_like(a))
+        if float8:
+            (a, b), one = values.to(torch.float8_e4m3fn), torch.ones((), device=device)
+            call = partial(torch._scaled_mm, a, b.mT, one, one, out_dtype=torch.bfloat16)
+        elif dtype == "int8":
+            call = partial(torch._int_mm, *(values * 3).to(torch.int8))
+        else:
+            a, b = values.to(DTYPES[dtype])
+            call = partial(torch.mm, a, b, out=torch.empty_like(a))
         with float32_precision("high" if dtype == "tf32" else "highest"):
             taken = measure({"dense": call}, device, reps=20, min_reps=5, budget_ms=60.0)["dense"]
-        if taken.ok:
-            best = max(best, 2 * n**3 / taken.median / 1e6)
-    return best
-
-
-def _dense_float8_tflops(device: torch.device) -> float:
-    """The rate with promoted sums, which every entry must have."""
-    best, one = 0.0, torch.ones((), device=device)
-    for n in DENSE_SIZES["cuda"]:
-        a, b = torch.randn(2, n, n, device=device).to(torch.float8_e4m3fn)
-        call = partial(torch._scaled_mm, a, b.mT, one, one, out_dtype=torch.bfloat16)
-        taken = measure({"dense": call}, device, reps=20, min_reps=5, budget_ms=60.0)["dense"]
         if taken.ok:
             best = max(best, 2 * n**3 / taken.median / 1e6)
     return best

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,29 +35,53 @@ UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-2
 
 @dataclass
 class Tensors:
-    """The data of one workload. Lists if the form is a list; `offsets` [G+1] int32 on the device.
+    """The data of one workload: the arguments of a problem that writes into memory of its own.
 
-    `own` is a user's problem, whose result also goes to `out`.
+    `offsets` [G+1] int32 lie on the device; `host_offsets` may be passed in their place.
     """
 
     workload: Workload
-    a: Matrices
-    b: Matrices
-    out: Matrices
-    bias: Matrices | None
-    offsets: Tensor | None
-    valid_rows: Tensor | None
-    host_offsets: npt.NDArray[np.int64] | None
-    own: GroupedGemmProblem | None = None
+    arguments: tuple[Any, Any, dict[str, Any]]
+    offsets: Tensor | None = None
+    host_offsets: npt.NDArray[np.int64] | None = None
+
+    def pose(self, host_sizes: bool = False, **others: Any) -> GroupedGemmProblem:
+        """The problem, made anew as a user makes it; with sizes on the host, or with other keywords."""
+        a, b, keywords = self.arguments
+        cut = {"offsets": self.host_offsets} if host_sizes else {}
+        return GroupedGemmProblem(a, b, **{**keywords, **cut, **others})
+
+    @cached_property
+    def problem(self) -> GroupedGemmProblem:
+        return self.pose()
+
+    @property
+    def a(self) -> Matrices:
+        return self.problem.a
+
+    @property
+    def b(self) -> Matrices:
+        return self.problem.b
+
+    @property
+    def out(self) -> Matrices:
+        out = self.problem.out
+        assert out is not None
+        return out
 
     def poison(self) -> None:
         """Overwrites the output with values unlike any answer, so that a kernel that writes nothing is detected."""
         for out in self.out if isinstance(self.out, list) else [self.out]:
-            out.fill_(float("nan") if out.dtype.is_floating_point else POISON_INT)
+            out.fill_(poison_of(out.dtype))
 
     def reference(self) -> Truth:
         """The expected answer with its per-element bounds."""
         return _reference(self)
+
+
+def poison_of(dtype: torch.dtype) -> float:
+    """NaN, or an integer that no sum comes near."""
+    return float("nan") if dtype.is_floating_point else POISON_INT
 
 
 @dataclass
@@ -82,17 +107,15 @@ class _Maker:
             values = torch.randn(memory, dtype=dtype, generator=self.source, device=self.device)
         return values.transpose(-1, -2) if transposed else values
 
-    def weights(self) -> Tensor:
+    def bias(self, columns: int) -> Tensor | None:
+        """Of the operands' dtype; int32 beside int8."""
         w = self.workload
-        shape = (w.k, w.n) if w.shared_b else (w.groups, w.k, w.n)
-        return self.matrix(*shape, transposed=w.trans_b)
+        return self.matrix(columns).to(torch.int32 if w.dtype == "int8" else w.torch_dtype) if w.bias else None
 
     def empty(self, *shape: int) -> Tensor:
         dtype = self.workload.out_dtype
-        if not self.drawn:
-            return torch.empty(shape, dtype=dtype, device=self.device)
-        poison = float("nan") if dtype.is_floating_point else POISON_INT
-        return torch.full(shape, poison, dtype=dtype, device=self.device)
+        empty = torch.empty(shape, dtype=dtype, device=self.device)
+        return empty.fill_(poison_of(dtype)) if self.drawn else empty
 
     def codes(self, format: str, *shape: int) -> Tensor:
         """Codes of a format [.., lines, K], with half as many bytes along K if one holds two; bfloat16 for ""."""
@@ -121,68 +144,61 @@ class _Maker:
 def make(workload: Workload, device: torch.device | str, drawn: bool = True) -> Tensors:
     """Makes seeded random tensors of a workload on a device; `out` is poisoned. With `drawn` False the operands are
     left uninitialised."""
-    where = torch.device(device)
-    maker = _Maker(workload, where, torch.Generator(where).manual_seed(workload.seed + 1), drawn)
-    if workload.recipe is not None:
-        return _make_quantised(workload, maker, workload.recipe)
-    return _make_list(workload, maker) if workload.products else _make_packed(workload, maker)
-
-
-def _make_quantised(workload: Workload, maker: _Maker, recipe: Recipe) -> Tensors:
-    """Quantised operands with scales, as a problem."""
-    w, total = workload, int(workload.sizes.sum())
-    out = maker.empty(*((total, w.n) if w.form == "jagged_m" else (w.groups, w.m, w.n)))
-    offsets, valid, host = _cuts(w, maker.device)
-    cut: dict[str, Any] = {"valid_rows": valid} if valid is not None else {}
-    if offsets is not None:
-        cut = {"offsets": offsets, "jagged": w.form[-1]}
-    given = _scaled_problem(w, maker, recipe, out, cut)
-    return Tensors(w, given.a, given.b, out, None, offsets, valid, host, given)
-
-
-def _cuts(w: Workload, device: torch.device) -> tuple[Tensor | None, Tensor | None, npt.NDArray[np.int64] | None]:
-    """Offsets and valid rows on the device, and offsets on the host; None for those that the form lacks."""
+    w, where = workload, torch.device(device)
+    maker = _Maker(w, where, torch.Generator(where).manual_seed(w.seed + 1), drawn)
+    a, b, keywords = _list(w, maker) if w.products else _packed(w, maker) if w.recipe is None else _quantised(w, maker)
+    offsets = host = None
     if w.form.startswith("jagged"):
         host = np.concatenate([[0], np.cumsum(w.sizes)]).astype(np.int64)
-        return torch.tensor(host, dtype=torch.int32, device=device), None, host
-    valid = torch.tensor(w.sizes, dtype=torch.int32, device=device) if w.form == "masked" else None
-    return None, valid, None
+        offsets = torch.tensor(host, dtype=torch.int32, device=where)
+        keywords |= {"jagged": w.form[-1], "offsets": offsets}
+    if w.form == "masked":
+        keywords["valid_rows"] = torch.tensor(w.sizes, dtype=torch.int32, device=where)
+    if w.dtype == "tf32":
+        keywords["precision"] = "tf32"
+    return Tensors(w, (a, b, keywords), offsets, host if w.recipe is None else None)
 
 
-def _make_packed(workload: Workload, maker: _Maker) -> Tensors:
-    w, total, g = workload, int(workload.sizes.sum()), workload.groups
-    a_shape, out_shape = {
-        "jagged_m": ((total, w.k), (total, w.n)),
-        "jagged_n": ((g, w.m, w.k), (w.m, total)),
-        "jagged_k": ((w.m, total), (g, w.m, w.n)),
-    }.get(w.form, ((g, w.m, w.k), (g, w.m, w.n)))
-    a = maker.matrix(*a_shape, transposed=w.trans_a)
-    if w.form in ("jagged_n", "jagged_k"):
-        b = maker.matrix(*((w.k, total) if w.form == "jagged_n" else (total, w.n)), transposed=w.trans_b)
-    else:
-        b = maker.weights()
-    bias = maker.matrix(total if w.form == "jagged_n" else w.n) if w.bias else None
-    offsets, valid, host = _cuts(w, maker.device)
-    return Tensors(w, a, b, maker.empty(*out_shape), bias, offsets, valid, host)
+def _packed(w: Workload, maker: _Maker) -> tuple[Any, Any, dict[str, Any]]:
+    of_a, of_b, of_out = w.shapes
+    a, b = maker.matrix(*of_a, transposed=w.trans_a), maker.matrix(*of_b, transposed=w.trans_b)
+    return a, b, {"out": maker.empty(*of_out), "bias": maker.bias(of_out[-1])}
 
 
-def _make_list(workload: Workload, maker: _Maker) -> Tensors:
+def _list(w: Workload, maker: _Maker) -> tuple[Any, Any, dict[str, Any]]:
     """A list of tensors. Equal products are members of one tensor, as programs that batch them have them. As separate
     tensors they would cost some libraries a table of addresses, and layouts would be compared instead of kernels."""
-    w, count = workload, len(workload.products)
-    together = len(set(w.products)) == 1 and not w.shared_b
-    if together:
+    count = len(w.products)
+    if len(set(w.products)) == 1 and not w.shared_b:
         m, n, k = w.products[0]
-        a: Matrices = list(maker.matrix(count, m, k, transposed=w.trans_a))
-        b: Matrices = list(maker.matrix(count, k, n, transposed=w.trans_b))
-        out: Matrices = list(maker.empty(count, m, n))
+        a = list(maker.matrix(count, m, k, transposed=w.trans_a))
+        b = list(maker.matrix(count, k, n, transposed=w.trans_b))
+        out = list(maker.empty(count, m, n))
     else:
         a = [maker.matrix(m, k, transposed=w.trans_a) for m, _, k in w.products]
         b = [maker.matrix(k, n, transposed=w.trans_b) for _, n, k in w.products[: 1 if w.shared_b else None]]
-        b = list(b) * (count if w.shared_b else 1)
+        b *= count if w.shared_b else 1
         out = [maker.empty(m, n) for m, n, _ in w.products]
-    bias: Matrices | None = [maker.matrix(n) for _, n, _ in w.products] if w.bias else None
-    return Tensors(w, a, b, out, bias, None, None, None)
+    return a, b, {"out": out, "bias": [maker.bias(n) for _, n, _ in w.products] if w.bias else None}
+
+
+def _quantised(w: Workload, maker: _Maker) -> tuple[Any, Any, dict[str, Any]]:
+    """Quantised operands with scales."""
+    r, total, jagged_k = w.recipe, int(w.sizes.sum()), w.form == "jagged_k"
+    assert r is not None
+    k = total if jagged_k else w.k
+    deep = 1 if not r.block else k // r.block + w.groups if jagged_k else -(-k // r.block)
+    rows = (total,) if w.form == "jagged_m" else (w.m,) if jagged_k else (w.groups, w.m)
+    columns = (w.n,) if jagged_k else (w.groups, w.n)
+    if jagged_k:  # operands as a training step has them: tokens are rows
+        a, b = maker.codes(r.a, total, w.m).mT, maker.codes(r.b, total, w.n)
+    else:
+        a, b = maker.codes(r.a, *rows, k), maker.codes(r.b, *columns, k).mT
+    scale_a = maker.scale(r, *rows, deep, tokens=True) if r.a else None
+    per = columns if r.columns == 1 else (*columns[:-1], -(-w.n // r.columns))
+    scale_b = maker.scale(r, *per, deep, tokens=jagged_k).mT
+    packed = r.b if r.b in BYTE_FORMATS else None
+    return a, b, {"scale_a": scale_a, "scale_b": scale_b, "b_format": packed, "out": maker.empty(*w.shapes[2])}
 
 
 # --- is a result right? ---------------------------------------------------------------------------
@@ -224,11 +240,13 @@ class Reference:
 
 
 def is_plain(problem: GroupedGemmProblem) -> bool:
-    """Whether a problem is only products in one dtype whose groups start at the first row: peers run such problems."""
+    """Whether a problem is only products in one dtype, perhaps of floats with a bias, whose groups start at the first
+    row."""
     spec, dtype = problem.spec, problem.spec.a.dtype
-    result = torch.int32 if dtype == torch.int8 else dtype
-    follows = problem.c is not None or problem.bias is not None or problem.activation is not None
+    whole = dtype == torch.int8
+    follows = problem.c is not None or problem.activation is not None or (whole and problem.bias is not None)
     late = problem.grouping is not None and int(problem.grouping.read()[0]) > 0
+    result = torch.int32 if whole else dtype
     return not (follows or late) and problem.alpha == 1 and (spec.b.dtype, problem.out_dtype) == (dtype, result)
 
 
@@ -277,21 +295,16 @@ class Exact:
 
 
 def _reference(tensors: Tensors) -> Truth:
-    workload, expected, bounds = tensors.workload, [], []
-    if workload.recipe is not None:
-        with float32_precision("highest"):
-            for left, right in _dequantised_groups(tensors, group_inputs(tensors)):
-                want, scale = left @ right, left.abs() @ right.abs()
-                unit = _error_unit(workload, left.shape[1])
-                expected.append(want)
-                bounds.append(scale * unit + want.abs() * (UNIT[workload.out_dtype] * 1.01) + 1e-30)
-        return Reference(tensors, expected, bounds)
-    if tensors.own is not None and not is_plain(tensors.own):
-        return Exact(answer(tensors.own))
+    workload, expected, bounds = tensors.workload, list[Tensor](), list[Tensor]()
+    if workload.recipe is None and not is_plain(tensors.problem):
+        return Exact(answer(tensors.problem))
     pairs = group_inputs(tensors)
     with float32_precision("highest"):
-        for (a, b), bias in zip(pairs, _group_biases(tensors, len(pairs)), strict=True):
-            want, bound = _product(a, b, bias, tensors.workload.dtype, tensors.workload.out_dtype)
+        for g, ((a, b), bias) in enumerate(zip(pairs, _group_biases(tensors, len(pairs)), strict=True)):
+            if workload.recipe is not None:
+                want, bound = _quantised_product(tensors, g, a, b)
+            else:
+                want, bound = _product(a, b, bias, workload.dtype, workload.out_dtype)
             expected.append(want)
             bounds.append(bound)
     return Reference(tensors, expected, bounds)
@@ -299,12 +312,12 @@ def _reference(tensors: Tensors) -> Truth:
 
 def _group_biases(tensors: Tensors, groups: int) -> Sequence[Tensor | None]:
     """The bias of each column of a group's result; for jagged n, of the group's columns."""
-    bias = tensors.bias
-    if isinstance(bias, list):
-        return bias
-    if bias is not None and tensors.workload.form == "jagged_n":
+    bias = tensors.problem.bias
+    if bias is None or isinstance(bias, list):
+        return bias or [None] * groups
+    if tensors.workload.form == "jagged_n":
         return list(torch.split(bias, tensors.workload.sizes.tolist()))
-    return [bias] * groups
+    return list(bias) if bias.dim() == 2 else [bias] * groups
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None, dtype: str, out: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -335,45 +348,22 @@ def float32_precision(level: str) -> Iterator[None]:
 # --- quantised operands ---------------------------------------------------------------------------------
 
 
-def _scaled_problem(w: Workload, maker: _Maker, r: Recipe, out: Tensor, cut: dict[str, Any]) -> GroupedGemmProblem:
-    """The workload as a `GroupedGemmProblem` that writes into `out`. `cut` gives the groups' boundaries, or how many
-    rows count."""
-    form, total, jagged_k = w.form, int(w.sizes.sum()), w.form == "jagged_k"
-    k = total if jagged_k else w.k
-    deep = 1 if not r.block else k // r.block + w.groups if jagged_k else -(-k // r.block)
-    rows = (total,) if form == "jagged_m" else (w.m,) if jagged_k else (w.groups, w.m)
-    columns = (w.n,) if jagged_k else (w.groups, w.n)
-    if jagged_k:  # operands as a training step has them: tokens are rows
-        a, b = maker.codes(r.a, total, w.m).mT, maker.codes(r.b, total, w.n)
-    else:
-        a, b = maker.codes(r.a, *rows, k), maker.codes(r.b, *columns, k).mT
-    scale_a = maker.scale(r, *rows, deep, tokens=True) if r.a else None
-    per = columns if r.columns == 1 else (*columns[:-1], -(-w.n // r.columns))
-    scale_b = maker.scale(r, *per, deep, tokens=jagged_k).mT
-    packed = r.b if r.b in BYTE_FORMATS else None
-    return GroupedGemmProblem(a, b, scale_a=scale_a, scale_b=scale_b, b_format=packed, out=out, **cut)
-
-
-def _dequantised_groups(tensors: Tensors, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """(A_g, B_g) of every group in float32."""
-    given = tensors.own
-    assert given is not None
-    q = given.quantisation
+def _quantised_product(tensors: Tensors, g: int, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The result of a group in float32, and its bounds."""
+    given, workload = tensors.problem, tensors.workload
+    q, jagged_k = given.quantisation, given.form == "jagged_k"
     assert q is not None
-    starts = [0, *tensors.workload.sizes.cumsum().tolist()[:-1]]
-    found = []
-    for g, (a, b) in enumerate(pairs):
-        left, right = quantize.decode(a), quantize.decode(as_bytes(b), q.b_format)
-        (m, k), n = left.shape, right.shape[1]
-        first_row = starts[g] if given.form == "jagged_m" else 0
-        first_k = starts[g] if given.form == "jagged_k" else 0
-        rows, ks, columns = slice(first_row, first_row + m), slice(first_k, first_k + k), slice(0, n)
-        if q.a is not None:
-            left = left * _numbers(q.a, g, rows, ks, "a", given.form == "jagged_k")
-        if q.b is not None:
-            right = right * _numbers(q.b, g, columns, ks, "b", given.form == "jagged_k")
-        found.append((left, right))
-    return found
+    left, right = quantize.decode(a), quantize.decode(as_bytes(b), q.b_format)
+    (m, k), n = left.shape, right.shape[1]
+    start = int(workload.sizes[:g].sum())
+    first_row, first_k = start if given.form == "jagged_m" else 0, start if jagged_k else 0
+    ks = slice(first_k, first_k + k)
+    if q.a is not None:
+        left = left * _numbers(q.a, g, slice(first_row, first_row + m), ks, "a", jagged_k)
+    if q.b is not None:
+        right = right * _numbers(q.b, g, slice(0, n), ks, "b", jagged_k)
+    want, scale = left @ right, left.abs() @ right.abs()
+    return want, scale * _error_unit(workload, k) + want.abs() * (UNIT[workload.out_dtype] * 1.01) + 1e-30
 
 
 def _numbers(scale: Scale, g: int, rows: slice, ks: slice, side: str, jagged_k: bool) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from multigemm.bench import table
 from multigemm.bench.entries import backend_entries, ceiling_entry
-from multigemm.bench.operands import Tensors
+from multigemm.bench.operands import Tensors, poison_of
 from multigemm.bench.peers import peer_entries
 from multigemm.bench.reports import Report
 from multigemm.bench.runner import Options, Runner, new_report
@@ -92,16 +92,11 @@ def _line_of(error: Exception, path: Path) -> str:
 
 def own_tensors(problem: GroupedGemmProblem, name: str) -> Tensors:
     """The `Tensors` of a user's problem; results go to new memory, in row-major order."""
-    given = _with_result_of_its_own(problem)
+    given, offsets = with_own_result(problem), None
     case = own_workload(given, name)
-    offsets = valid = host = None
-    sizes = torch.tensor(case.sizes, dtype=torch.int32, device=problem.device)
     if case.form.startswith("jagged"):
-        offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0, dtype=torch.int32)])
-        host = offsets.cpu().numpy().astype("int64")
-    elif case.form == "masked":
-        valid = sizes
-    return Tensors(case, given.a, given.b, given.out, None, offsets, valid, host, given)  # type: ignore[arg-type]
+        offsets = torch.tensor([0, *case.sizes.cumsum()], dtype=torch.int32, device=problem.device)
+    return Tensors(case, rebuild.arguments(given), offsets)
 
 
 def own_workload(problem: GroupedGemmProblem, name: str) -> Workload:
@@ -127,13 +122,12 @@ def own_workload(problem: GroupedGemmProblem, name: str) -> Workload:
     return replace(case, m=rows, n=full["n"], k=full["k"], total=sum(sizes), given=sizes)
 
 
-def _with_result_of_its_own(problem: GroupedGemmProblem) -> GroupedGemmProblem:
+def with_own_result(problem: GroupedGemmProblem) -> GroupedGemmProblem:
     """The same problem with a new `out`. Elements that no group owns hold NaN, or a large integer."""
     a, b, keywords = rebuild.arguments(problem)
-    poison = float("nan") if problem.out_dtype.is_floating_point else -(2**30)
 
     def result(shape: Sequence[int]) -> object:
-        made = torch.full(tuple(shape), poison, dtype=problem.out_dtype, device=problem.device)
+        made = torch.full(tuple(shape), poison_of(problem.out_dtype), dtype=problem.out_dtype, device=problem.device)
         return give_back(made, problem.kind)
 
     shapes = problem.out_shape[1:] if problem.squeezed else problem.out_shape

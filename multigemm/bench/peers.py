@@ -35,7 +35,7 @@ def without_epilogue(tensors: Tensors) -> None:
     """Refuses workloads with an epilogue: peers run plain products only."""
     if tensors.workload.recipe is not None:
         raise Refused("this adapter runs operands without scales")
-    if tensors.workload.bias or (tensors.own is not None and not is_plain(tensors.own)):
+    if tensors.problem.bias is not None or not is_plain(tensors.problem):
         raise Refused("this adapter runs products without a bias or another epilogue")
     if tensors.workload.dtype == "tf32":
         raise Refused("this adapter does not switch torch to tf32")
@@ -64,14 +64,13 @@ def _grouped(tensors: Tensors) -> Prepared:
 
 def _scaled_grouped(tensors: Tensors) -> Prepared:
     """torch's scaled_grouped_mm, called as an operator, whose arguments are the same in all versions."""
-    workload, given = tensors.workload, tensors.own
+    workload, given = tensors.workload, tensors.problem
     if workload.form != "jagged_m" or tensors.offsets is None:
         raise Refused("packed rows only")
     if tensors.offsets.device.type != "cuda":
         raise Refused("scaled_grouped_mm needs a CUDA device")
     if workload.n % 16 or workload.k % 16:
         raise Refused("scaled_grouped_mm takes N and K that are multiples of 16")
-    assert given is not None
     a, b, scale_a, scale_b = given.a, given.b, given.scale_a, given.scale_b
     assert isinstance(a, Tensor) and isinstance(b, Tensor) and isinstance(scale_a, Tensor)
     assert isinstance(scale_b, Tensor)
@@ -295,13 +294,12 @@ def _padding(tensors: Tensors, step: int) -> tuple[int, Tensor, Tensor]:
 def _deep_gemm_float8(tensors: Tensors) -> Prepared:
     """DeepGEMM in float8. Scales of tokens are laid out as its kernel reads them, so that the call does not transpose
     them."""
-    given, workload = tensors.own, tensors.workload
+    given, workload = tensors.problem, tensors.workload
     if workload.form != "jagged_m":
         raise Refused("packed rows only")
     if workload.k % 128:
         raise Refused("takes K that is a multiple of 128")
     deep_gemm: Any = importlib.import_module("deep_gemm")
-    assert given is not None
     a, b, scale_a, scale_b = given.a, given.b, given.scale_a, given.scale_b
     assert isinstance(a, Tensor) and isinstance(b, Tensor) and isinstance(scale_a, Tensor)
     assert isinstance(scale_b, Tensor)

@@ -304,7 +304,7 @@ def _compile(task: tuple[Workload, str, str]) -> str:
     case, name, device = task
     try:
         tensors = make(case, device, drawn=False)
-        for host_sizes in (False, True) if tensors.offsets is not None else (False,):
+        for host_sizes in (False, True) if tensors.host_offsets is not None else (False,):
             backend_entry(name, host_sizes=host_sizes).prepare(tensors)
     except Refused:
         return ""

@@ -458,12 +458,9 @@ def _bold_backends(report: Report, labels: bool = False) -> Callable[[str], str]
     return name
 
 
-def details(report: Report) -> str:
-    return markdown(times(report))
-
-
 def summary(report: Report) -> str:
-    return markdown(means(report), _bold_backends(report))
+    means_of_entries = markdown(means(report), _bold_backends(report))
+    return f"{_where(report)}; `{report.method['command']}`\n\n{means_of_entries}"
 
 
 def both(rested: Report, sustained: Report) -> str:
@@ -490,10 +487,10 @@ def _fenced(view: Callable[[Report], str]) -> Callable[[Report], str]:
 
 
 VIEWS: dict[str, Callable[..., str]] = {
-    "summary": lambda report: f"{_where(report)}; `{report.method['command']}`\n\n{summary(report)}",
+    "summary": summary,
     "command": _fenced(lambda report: report.method["command"]),
     "short": lambda report: markdown(shares(report), _bold_backends(report, labels=True)),
-    "details": details,
+    "details": lambda report: markdown(times(report)),
     "losses": lambda report: markdown(losses(report)),
     "reasons": _fenced(reasons),
     "auto": lambda report: markdown(choices(report)),

@@ -258,18 +258,23 @@ class Workload:
         return max(self.flops / (rates.tflops * 1e6), self.bytes / (rates.tbps * 1e6))
 
     @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """The shapes of a, b and the result; not for lists."""
+        g, m, n, k, t = self.groups, self.m, self.n, self.k, int(self.sizes.sum())
+        weights = (k, n) if self.shared_b else (g, k, n)
+        return {
+            "jagged_m": ((t, k), weights, (t, n)),
+            "jagged_n": ((g, m, k), (k, t), (m, t)),
+            "jagged_k": ((m, t), (t, n), (g, m, n)),
+        }.get(self.form, ((g, m, k), weights, (g, m, n)))
+
+    @property
     def resident_bytes(self) -> int:
         """The memory of its tensors in bytes, to refuse it before allocating."""
-        width, out = self.torch_dtype.itemsize, self.out_dtype.itemsize
-        if self.products:
-            return sum((m * k + k * n) * width + m * n * out for m, n, k in self.products)
-        rows = self.total if self.form.startswith("jagged") else self.groups * self.m
-        weights = self.k * self.n * (1 if self.shared_b else self.groups)
-        if self.form == "jagged_k":
-            return self.total * (self.m + self.n) * width + self.groups * self.m * self.n * out
-        if self.form == "jagged_n":
-            return (self.groups * self.m * self.k + self.k * self.total) * width + self.m * self.total * out
-        return (rows * self.k + weights) * width + rows * self.n * out
+        listed: list[tuple[tuple[int, ...], ...]] = [((m, k), (k, n), (m, n)) for m, n, k in self.products]
+        every = listed or [self.shapes]
+        a, b, out = (sum(map(math.prod, shapes)) for shapes in zip(*every, strict=True))
+        return (a + b) * self.torch_dtype.itemsize + out * self.out_dtype.itemsize
 
     def for_device(self, device: torch.device) -> Workload:
         """The workload as it is measured on a device. Whole layers are smaller on a CPU."""

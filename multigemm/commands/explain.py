@@ -7,11 +7,10 @@ import argparse
 import torch
 
 from multigemm.api import explain
-from multigemm.bench import entries, operands
+from multigemm.bench import operands
 from multigemm.bench.workloads import DTYPES, dtype_name, parse_shape, parts
 from multigemm.errors import InvalidSetting
 from multigemm.fleet import default_device
-from multigemm.problem import rebuild
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ACTIVATIONS, GATES
 from multigemm.select.choose import Explanation
@@ -69,8 +68,5 @@ def problem_from(
         tensors = operands.make(parse_shape(shape, dtype), device, drawn=False)
     except (RuntimeError, TypeError, OverflowError) as error:  # memory, or an extent beyond 64 bits
         raise InvalidSetting(f"--shape {shape} cannot be made on {device}: {str(error).splitlines()[0]}") from error
-    posed = entries.problem(tensors, host_sizes and tensors.offsets is not None)
-    if activation is None:
-        return posed
-    a, b, keywords = rebuild.arguments(posed)
-    return GroupedGemmProblem(a, b, **{**keywords, "out": None, "activation": activation})
+    others = {} if activation is None else {"out": None, "activation": activation}
+    return tensors.pose(host_sizes and tensors.host_offsets is not None, **others)

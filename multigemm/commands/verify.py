@@ -39,8 +39,7 @@ def check(problem: GroupedGemmProblem, names: Sequence[str] = ()) -> int:
     """Prints one line per backend, and how far their results differ. Writes none of the caller's arrays."""
     for name in names:
         get(name)  # raises for one that does not exist
-    posed = problem if problem.out is None else own.own_tensors(problem, "own").own
-    assert posed is not None
+    posed = problem if problem.out is None else own.with_own_result(problem)
     print(f"problem: {posed}\n")
     print(f"{'backend':9}{'kernel':34}{'check':8}{'worst rho':>12}{'first call':>12}{'median':>12}")
     expected, failed = answer(posed), 0

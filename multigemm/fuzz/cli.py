@@ -22,7 +22,7 @@ from multigemm.fuzz.plan import Options, Summary, Tally
 from multigemm.problem.spec import FORMS
 from multigemm.settings import settings
 from multigemm.testing import check_case, corpus
-from multigemm.testing.strategies import DTYPES
+from multigemm.testing.strategies import DTYPES, Limits
 
 EMULATORS = ("triton", "numba")
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -186,18 +186,22 @@ def options_of(args: argparse.Namespace) -> Options:
         args.emulate = True
     device = _device(args.device, args.emulate)
     on_gpu = device.startswith("cuda")
-    small = {"work": 1 << 13, "groups": 24, "longest": 80} if args.emulate else {"work": args.work}
-    return Options(
-        backends=_backends(args.backends, device), device=device, seconds=args.seconds,
-        examples=args.examples or (0 if args.seconds else 1000), seed=args.seed, jobs=args.jobs,
+    limits = Limits(
+        work=1 << 13 if args.emulate else args.work,
+        groups=24 if args.emulate else 1025,
+        longest=80 if args.emulate else 300,
         forms=_split(args.forms, FORMS, "form") or FORMS,  # type: ignore[arg-type]
         dtypes=_split(args.dtypes, DTYPES, "dtype") or DTYPES,
-        configs=args.configs, deep=args.deep, burst=args.burst, corpus=args.corpus,
-        kinds=(100 if on_gpu else 0) if args.kinds is None else args.kinds, turns=args.turns,
-        large=(8 if on_gpu else 0) if args.large is None else args.large,
         quantised=(0 if args.dtypes else 8) if args.quantised is None else args.quantised,
         fused=(0 if args.dtypes or args.forms else 16) if args.fused is None else args.fused,
-        shrink_seconds=args.shrink, **small,
+    )
+    same = ("seconds", "seed", "jobs", "configs", "deep", "burst", "corpus", "turns")
+    return Options(
+        backends=_backends(args.backends, device), device=device, limits=limits, shrink_seconds=args.shrink,
+        examples=args.examples or (0 if args.seconds else 1000),
+        kinds=(100 if on_gpu else 0) if args.kinds is None else args.kinds,
+        large=(8 if on_gpu else 0) if args.large is None else args.large,
+        **{name: getattr(args, name) for name in same},
     )  # fmt: skip
 
 

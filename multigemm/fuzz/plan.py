@@ -15,7 +15,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from multigemm.problem.spec import FORMS, Form
+from multigemm.problem.spec import FORMS
 from multigemm.testing.campaigns import add_up
 from multigemm.testing.case import Case
 from multigemm.testing.strategies import DTYPES, Limits
@@ -23,15 +23,13 @@ from multigemm.testing.strategies import DTYPES, Limits
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """A campaign. `configs` is "first", "all" (every config of a spec in turn) or "pinned" (in each lap
-    over the kinds one for each, `turns` different ones at most, so that all come up); `deep` runs the
-    expensive oracles on one problem in so many. `kinds` draws all problems from so many kinds (form,
-    dtypes, layouts, epilogue; 0: without limit), `burst` of one in a row, so that compiled kernels are
-    used more than once; `carriers` are those of them that were added for the sake of a config. Without
-    kinds, `begin_with` are the first problems, which show every required class. One
-    problem in `large` may have 16 times the work, one in `quantised` has quantised operands (0: none),
-    one in `fused` picks rows, has a gate, weights or sums of rows (0: none).
-    Workers take `devices` in turn, or all `device` where none is named."""
+    """A campaign over problems within `limits`. `configs` is "first", "all" (every config of a spec in turn) or
+    "pinned" (in each lap over the kinds one for each, `turns` different ones at most, so that all come up); `deep` runs
+    the expensive oracles on one problem in so many. `kinds` draws all problems from so many kinds (form, dtypes,
+    layouts, epilogue; 0: without limit), `burst` of one in a row, so that compiled kernels are used more than once;
+    `carriers` are those of them that were added for the sake of a config. Without kinds, `begin_with` are the first
+    problems, which show every required class. One problem in `large` may have 16 times the work (0: none). Workers take
+    `devices` in turn, or all `device` where none is named."""
 
     backends: tuple[str, ...]
     device: str = "cpu"
@@ -40,35 +38,22 @@ class Options:
     examples: int = 0
     seed: int = 0
     jobs: int = 1
-    forms: tuple[Form, ...] = FORMS
-    dtypes: tuple[str, ...] = DTYPES
+    limits: Limits = Limits(work=1 << 18)
     configs: str = "first"
     deep: int = 8
     kinds: int = 0
     turns: int = 1
     burst: int = 25
     large: int = 0
-    quantised: int = 0
-    fused: int = 0
-    work: int = 1 << 18
-    groups: int = 1025
-    longest: int = 300
     corpus: str = ""
     shrink_seconds: float = 20.0
     carriers: tuple[Case, ...] = ()
     begin_with: tuple[Case, ...] = ()
 
     @property
-    def limits(self) -> Limits:
-        return Limits(
-            work=self.work, groups=self.groups, forms=self.forms, dtypes=self.dtypes, longest=self.longest,
-            quantised=self.quantised, fused=self.fused,
-        )  # fmt: skip
-
-    @property
     def is_whole(self) -> bool:
         """Whether every form and dtype is drawn."""
-        return set(self.forms) == set(FORMS) and set(self.dtypes) == set(DTYPES)
+        return set(self.limits.forms) == set(FORMS) and set(self.limits.dtypes) == set(DTYPES)
 
     def at(self, worker: int) -> Options:
         """The options for one worker, with its device."""
@@ -77,7 +62,7 @@ class Options:
     def limits_of(self, number: int) -> Limits:
         """The limits of a problem, by its number."""
         large = self.large and number % self.large == self.large - 1
-        return replace(self.limits, work=16 * self.work) if large else self.limits
+        return replace(self.limits, work=16 * self.limits.work) if large else self.limits
 
     @property
     def slots(self) -> int:

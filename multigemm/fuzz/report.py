@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 from multigemm.fuzz.plan import GATE_FROM, Summary, Tally
@@ -62,7 +63,8 @@ def to_dict(summary: Summary) -> dict[str, Any]:
     return {
         "schema": "multigemm-fuzz-1",
         "versions": versions(),
-        "options": {name: getattr(options, name) for name in options.__slots__}
+        "options": {name: getattr(options, name) for name in options.__slots__ if name != "limits"}
+        | asdict(options.limits)
         | {name: [case.to_dict() for case in getattr(options, name)] for name in ("carriers", "begin_with")},
         "seconds": round(summary.seconds, 1),
         "problems": tally.problems,

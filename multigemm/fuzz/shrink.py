@@ -8,33 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from multigemm.testing.case import INDICES, NO_ROWS, PLAIN, UNFUSED, UNSCALED, Case, Fused, Scale
+from multigemm.testing.case import Case
 from multigemm.testing.strategies import legal
 
-SIMPLE: dict[str, Any] = {
-    f.name: getattr(Case(), f.name)
-    for f in fields(Case)
-    if f.name not in ("form", "dtype", "m", "n", "k", "lengths", "dims", "mode", "seed")
-}
-
-
-PLAINER = (
-    "activation",
-    "out_dtype",
-    "dtype_b",
-    "head",
-    "tail",
-    "shared",
-    "where",
-    "index",
-    "kind",
-    "precision",
-    "alpha",
-    "accumulate",
-)
+PLAIN = Case()
+KEPT = ("form", "dtype", "m", "n", "k", "lengths", "dims", "mode", "seed", "c_dtype", "bias_dtype", "b_format")
+"""Fields without a plain value of their own."""
+ALONG = {"beta": ("c_dtype", "alias", "c"), "bias": ("bias_dtype",), "given": ("alias", "out")}
+"""What becomes plain together with a field, because it means nothing without it."""
+COARSE = ("tensor", "group")
+"""What a scale may cover, from the simplest on, before it covers parts of a matrix."""
 
 
 def _changed(case: Case, name: str, value: Any) -> Case:
@@ -77,73 +63,32 @@ def _smaller_sizes(case: Case) -> Iterator[Case]:
                 yield _changed(case, "dims", (*case.dims[:g], smaller, *case.dims[g + 1 :]))
 
 
+def _plainer_values(name: str, own: Any, plain: Any) -> Iterator[Any]:
+    """Simpler values of a field: the plain one, and for a dataclass those with one simpler field."""
+    if own == plain:
+        return
+    if name == "rows":
+        yield from _smaller(own)
+    elif name == "covers":
+        yield from COARSE[: COARSE.index(own)] if own in COARSE else COARSE
+    else:
+        yield plain
+    for field in fields(own) if is_dataclass(own) else ():
+        for value in _plainer_values(field.name, getattr(own, field.name), getattr(plain, field.name)):
+            yield replace(own, **{field.name: value})
+
+
 def _plainer(case: Case) -> Iterator[Case]:
-    if case.beta or case.c_dtype:
-        yield replace(case, beta=0.0, c_dtype="", alias=False, c=PLAIN)
-    if case.alias:
-        yield replace(case, alias=False)
-    if case.bias:
-        yield replace(case, bias="", bias_dtype="")
-    if case.given and not case.alias:
-        yield replace(case, given=False, out=PLAIN)
     if case.quantised:
-        yield from _plainer_numbers(case)
-    if case.is_fused:
-        yield from _less_fused(case)
-    for name in PLAINER:
-        if getattr(case, name) != SIMPLE[name] and not (name == "kind" and case.head):
-            yield _changed(case, name, SIMPLE[name])
-    for name in ("a", "b", "c", "out"):
-        layout = getattr(case, name)
-        if layout != PLAIN and not (case.alias and name in ("c", "out")):
-            yield _changed(case, name, PLAIN)
-            for part in ("order", "pad", "shift", "step", "zero"):
-                if getattr(layout, part) != getattr(PLAIN, part):
-                    yield _changed(case, name, replace(layout, **{part: getattr(PLAIN, part)}))
+        yield replace(case, dtype="bfloat16", dtype_b="", mode="int", alpha=float(round(case.alpha)))
+    for name in (field.name for field in fields(Case) if field.name not in KEPT):
+        if case.alias and name in ("c", "out"):
+            continue  # one tensor, which has one layout
+        for value in _plainer_values(name, getattr(case, name), getattr(PLAIN, name)):
+            along = {other: getattr(PLAIN, other) for other in ALONG.get(name, ())}
+            yield replace(case, **{name: value}, **along)
     if case.mode != "int" and not case.bias and not case.beta:
         yield replace(case, mode="int", alpha=float(round(case.alpha)))
-
-
-def _plainer_numbers(case: Case) -> Iterator[Case]:
-    """Simpler cases with operands that are not quantised, or with fewer and plainer scales."""
-    unscaled = replace(case, scale_a=UNSCALED, scale_b=UNSCALED, zero_b="")
-    yield replace(unscaled, dtype="bfloat16", dtype_b="", b_format="", mode="int", alpha=float(round(case.alpha)))
-    if case.zero_b:
-        yield replace(case, zero_b="")
-    for name in ("scale_a", "scale_b"):
-        scale: Scale = getattr(case, name)
-        coarser = ["", "tensor", "group"]
-        if scale.covers in coarser:
-            del coarser[coarser.index(scale.covers) :]
-        plainer = [UNSCALED if not covers else Scale(covers) for covers in coarser]
-        plainer += [replace(scale, layout=PLAIN), replace(scale, dtype="float32")]
-        yield from (_changed(case, name, other) for other in plainer if other != scale)
-
-
-def _less_fused(case: Case) -> Iterator[Case]:
-    """Simpler cases with nothing fused, or with one index, weight or gate number fewer, or with an index that is
-    valid."""
-    fused = case.fused
-    yield replace(case, fused=UNFUSED, activation=None if case.gated else case.activation)
-    for name, value in asdict(UNFUSED).items():
-        if name not in INDICES and getattr(fused, name) != value:
-            yield replace(case, fused=_changed_part(fused, name, value))
-    for name in INDICES:
-        index = getattr(fused, name)
-        simpler_ones = [
-            NO_ROWS,
-            replace(index, how="honest"),
-            replace(index, host=False),
-            replace(index, dtype="int64"),
-        ]
-        simpler_ones += [replace(index, rows=rows) for rows in _smaller(index.rows)]
-        for other in simpler_ones if index.given else ():
-            yield replace(case, fused=_changed_part(fused, name, other))
-
-
-def _changed_part(fused: Fused, name: str, value: Any) -> Fused:
-    changes: dict[str, Any] = {name: value}
-    return replace(fused, **changes)
 
 
 def simpler(case: Case) -> Iterator[Case]:

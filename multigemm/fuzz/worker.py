@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import lru_cache
+from random import Random
 from typing import Any, NoReturn
 
 import numpy as np
@@ -27,7 +28,6 @@ from multigemm.testing.deep_oracles import GPU_ORACLES, ORACLES, THREAD_ORACLES,
 from multigemm.testing.oracles import Outcome, check, check_case, check_pairs
 from multigemm.testing.placed_case import DeviceCase
 from multigemm.testing.strategies import (
-    RandomChooser,
     covering,
     keep_divisibility,
     kinds,
@@ -67,7 +67,7 @@ def drawn(options: Options, number: int) -> Case:
     if not options.kinds:
         return random_case(options.seed + number, options.limits_of(number))
     kind = _kinds(options)[options.kind_of(number)]
-    case = redrawn(kind, RandomChooser((options.seed << 24) + number), options.limits_of(number))
+    case = redrawn(kind, Random((options.seed << 24) + number), options.limits_of(number))
     return keep_divisibility(kind, case)
 
 

@@ -1,4 +1,4 @@
-"""What tests of a backend may import: cases, guarded memory, oracles, a conformance suite, planted faults.
+"""What tests of a backend may import: cases, guarded memory, oracles, a conformance suite.
 
 A `Case` is a problem as data (`case`); `strategies` draws them, `values` gives them numbers, `placed_case` memory with
 poison and guard bands. `oracles` judges a run, `deep_oracles`, `relations` and `guard_pages` the same launch under
@@ -8,7 +8,7 @@ failures as files.
 
 Programs for machines with a GPU, each `python -m multigemm.testing.NAME`: `repeated_calls` (the cache of launches),
 `batch_invariance` (bits of rows in any company), `sanitize` (the memory checkers, with `control`). That oracles can
-fail is shown on `model_kernel`, `fused_model` and the faults of `model_mutants`.
+fail is shown by the tests, with faults planted in model kernels.
 """
 
 from multigemm.testing.case import Case, Fused, Layout, RowNumbers, Scale, classes

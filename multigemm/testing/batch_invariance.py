@@ -11,14 +11,13 @@ the comparisons can fail.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,10 +30,10 @@ from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSett
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.arrays import dtype_name
 from multigemm.problem.problem import GroupedGemmProblem
-from multigemm.testing.campaigns import add_up, side_by_side
+from multigemm.testing.campaigns import parser_of, side_by_side
 from multigemm.testing.case import Case, Layout, as_dtype
 from multigemm.testing.placed_case import bits, strides_for
-from multigemm.testing.strategies import Limits, RandomChooser, draw_case
+from multigemm.testing.strategies import Limits, draw_case
 from multigemm.testing.subject import Subject
 
 LONG_KS, MOST_N = (2048, 2880, 4096), 512
@@ -52,13 +51,14 @@ CONFIGS_OF_A_FORM = 2
 """The number of configs of a form that are drawn for a kind, besides the backend's choices. Compiling takes most of the
 time."""
 EXAMPLES = 20
+ALL = slice(None)
 
 
 def draw_kind(seed: int, work: int) -> Case:
     """Draws a kind whose products of one row take at most `work` multiply-adds."""
-    ch = RandomChooser(seed)
+    ch = Random(seed)
     case = draw_case(ch, LIMITS)
-    k = ch.choice(LONG_KS) if work >= LONG_KS[-1] and ch.integer(0, 5) == 0 else min(max(case.k, 1), LONG_KS[-1], work)
+    k = ch.choice(LONG_KS) if work >= LONG_KS[-1] and ch.randint(0, 5) == 0 else min(max(case.k, 1), LONG_KS[-1], work)
     return replace(
         case, k=k, n=max(1, min(case.n, MOST_N, work // k)), seed=seed, lengths=(), head=0, tail=0, dtype_b="",
         out_dtype=dtype_name(case.result_dtype), a=replace(case.a, zero=""), b=replace(case.b, zero=""),
@@ -141,26 +141,22 @@ class Pool:
         return self._alone[direction]
 
     def _rows_alone(self, solve: Callable[..., Any]) -> Tensor:
-        found = []
-        for e in range(WEIGHTS):
-            extra = _given(bias=None if self.bias is None else self.bias[e : e + 1], c=self.c)
-            found.append(solve(self.rows, self.weights[e : e + 1], sizes=[self.count], **extra, **self.keywords))
-        return bits(torch.stack(found))
+        each = [slice(e, e + 1) for e in range(WEIGHTS)]
+        words = {**self.keywords, "c": self.c, "sizes": [self.count]}
+        return bits(torch.stack([solve(self.rows, self.weights[e], bias=_at(self.bias, e), **words) for e in each]))
 
     def _columns_alone(self, solve: Callable[..., Any]) -> Tensor:
-        turned, extra = self.weights.transpose(1, 2), _given(c=None if self.c is None else self.c.T)
-        kw = {**extra, **self.keywords, "jagged": "n", "sizes": [self.count]}
-        return bits(torch.stack([solve(turned[e : e + 1], self.rows.T, **kw).T for e in range(WEIGHTS)]))
+        turned = self.weights.transpose(1, 2)
+        words = {**self.keywords, "c": None if self.c is None else self.c.T, "jagged": "n", "sizes": [self.count]}
+        return bits(torch.stack([solve(turned[e : e + 1], self.rows.T, **words).T for e in range(WEIGHTS)]))
 
     def _pieces_alone(self, solve: Callable[..., Any]) -> Tensor:
         found = []
         for p, piece in enumerate(self.pieces):
-            extra = _given(
-                bias=None if self.bias is None else self.bias[p : p + 1],
-                c=None if self.c_of_pieces is None else self.c_of_pieces[p : p + 1],
-            )
-            kw = {**extra, **self.keywords, "jagged": "k", "sizes": [piece.stop - piece.start]}
-            found.append(solve(self.left[piece].T, self.right[piece], **kw)[0])
+            one = slice(p, p + 1)
+            words = {**self.keywords, "jagged": "k", "sizes": [piece.stop - piece.start]}
+            words |= {"bias": _at(self.bias, one), "c": _at(self.c_of_pieces, one)}
+            found.append(solve(self.left[piece].T, self.right[piece], **words)[0])
         return bits(torch.stack(found))
 
     # --- batches --------------------------------------------------------------------------------------
@@ -208,13 +204,12 @@ class Pool:
         weights = self.weights[experts[0]] if shared else self.weights[torch.from_numpy(experts)]
         weights, cut = weights[..., columns], self._cut(sizes, head)
         wanted = self.alone(direction, solve)[expert, rows[head:]][:, columns]
-        c = None if self.c is None else self.c[rows][:, columns]
+        c = _at(self.c, rows, columns)
         if direction == "n":
-            kw = {**cut, **_given(c=None if c is None else c.T), "jagged": "n"}
+            kw = {**cut, "c": None if c is None else c.T, "jagged": "n"}
             a, b = lay(weights.transpose(-1, -2), layouts[1]), lay(self.rows[rows].T, layouts[0])
             return Batch("jagged_n", a, b, kw, [wanted], lambda y: [y.T[head:]])
-        bias = None if self.bias is None else self.bias[torch.from_numpy(experts)][:, columns]
-        kw = {**cut, **_given(c=c, bias=bias)}
+        kw = {**cut, "c": c, "bias": _at(self.bias, torch.from_numpy(experts), columns)}
         a, b = lay(self.rows[rows], layouts[0]), lay(weights, layouts[1])
         return Batch("jagged_m", a, b, kw, [wanted], lambda y: [y[head:]])
 
@@ -227,17 +222,14 @@ class Pool:
         b = [lay(self.weights[e][:, j], layouts[1]) for _, e, j in pairs]
         c = None if self.c is None else [self.c[r][:, j] for r, _, j in pairs]
         bias = None if self.bias is None else [self.bias[e][j] for _, e, j in pairs]
-        return Batch("per_group", a, b, _given(c=c, bias=bias), [alone[e, r][:, j] for r, e, j in pairs], list)
+        return Batch("per_group", a, b, {"c": c, "bias": bias}, [alone[e, r][:, j] for r, e, j in pairs], list)
 
     def _stack(self, masked: bool, experts: Any, columns: slice, layouts: Any, solve: Any) -> Batch:
         high = int(self.rng.choice([high for high in (1, 2, 7, 33, 64, 130) if high * len(experts) <= 32 * self.most]))
         rows = self._numbers((len(experts), high))
         which = torch.from_numpy(experts).to(self.device)
         wanted = self.alone("m", solve)[which[:, None], rows][..., columns]
-        kw = _given(
-            c=None if self.c is None else self.c[rows][..., columns],
-            bias=None if self.bias is None else self.bias[which][:, columns],
-        )
+        kw = {"c": _at(self.c, rows, columns), "bias": _at(self.bias, which, columns)}
         a, b = lay(self.rows[rows], layouts[0]), lay(self.weights[which][..., columns], layouts[1])
         if not masked:
             return Batch("batched", a, b, kw, [wanted], lambda y: [y])
@@ -250,17 +242,15 @@ class Pool:
         spans = [self.pieces[p] for p in pieces]
         which = torch.from_numpy(pieces).to(self.device)
         a, b = (torch.cat([x[span] for span in spans]) for x in (self.left, self.right[:, columns]))
-        kw = _given(
-            c=None if self.c_of_pieces is None else self.c_of_pieces[which][..., columns],
-            bias=None if self.bias is None else self.bias[which][:, columns],
-        )
+        kw: dict[str, Any] = {"c": _at(self.c_of_pieces, which, columns), "bias": _at(self.bias, which, columns)}
         kw |= {**self._cut(np.array([s.stop - s.start for s in spans]), 0), "jagged": "k"}
         wanted = self.alone("k", solve)[which][..., columns]
         return Batch("jagged_k", lay(a.T, layouts[0].turned), lay(b, layouts[1]), kw, [wanted], lambda y: [y])
 
 
-def _given(**tensors: Any) -> dict[str, Any]:
-    return {name: x for name, x in tensors.items() if x is not None}
+def _at(x: Tensor | None, places: Any, columns: slice = ALL) -> Tensor | None:
+    """The entries at some places of the first direction and of the last one; None of nothing."""
+    return None if x is None else x[places][..., columns]
 
 
 @dataclass
@@ -392,35 +382,18 @@ def run(backend: str, device: torch.device, seconds: float, seed: int, promise: 
     return count
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="multigemm.testing.batch_invariance", description=__doc__.splitlines()[0])
-    parser.add_argument("--backends", default="cupy,triton,numba,cublas", help="backends, separated by commas")
-    parser.add_argument("--seconds", type=float, default=60.0, help="seconds for each backend (default: 60)")
-    parser.add_argument("--jobs", type=int, default=1, help="number of processes (default: 1)")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the batches (default: 1)")
-    parser.add_argument(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="cpu or cuda (default: cuda if there is one)",
-    )
-    parser.add_argument(
-        "--control", action="store_true", help="leave batch_invariant=True out, so that bits may differ"
-    )
-    parser.add_argument("--json", type=Path, help="write the counts to this file")
-    return parser.parse_args()
-
-
 def main() -> int:
     """Prints a line for each backend. Returns 1 if a bit differed, a process failed or nothing could be compared."""
-    args = _parse()
+    parser = parser_of(__doc__ or "", "cupy,triton,numba,cublas", 60.0)
+    no_promise = "leave batch_invariant=True out, so that bits may differ"
+    parser.add_argument("--control", action="store_true", help=no_promise)
+    args = parser.parse_args()
     device, report, bad = torch.device(args.device), dict[str, Any](), 0
     for backend in args.backends.split(","):
         calls = [(backend, device, args.seconds, args.seed * 1000 + job, not args.control, device.type == "cpu")
                  for job in range(args.jobs)]  # fmt: skip
-        counts, failures = side_by_side(run, calls)
         count = Count()
-        for part in counts:
-            add_up(count, part)
+        failures = side_by_side(run, calls, count)
         refused = sum(count.refused.values())
         size = (
             f"{count.comparisons} comparisons of {count.rows} rows and {count.elements} elements, {count.kinds} kinds"

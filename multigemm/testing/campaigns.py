@@ -1,7 +1,8 @@
-"""Shared parts of campaigns: versions for kept results, several processes, sums of counts."""
+"""Shared parts of campaigns: options, versions for kept results, several processes, sums of counts."""
 
 from __future__ import annotations
 
+import argparse
 import platform
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -9,11 +10,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 import torch
 
-T = TypeVar("T")
 PACKAGES = ("multigemm", "torch", "triton", "numba-cuda", "cupy-cuda13x", "numpy")
 
 
@@ -31,6 +32,19 @@ def versions() -> dict[str, str]:
         found["device"] = torch.cuda.get_device_name()
         found["cuda"] = str(torch.version.cuda)
     return {"python": platform.python_version()} | {name: text for name, text in found.items() if text}
+
+
+def parser_of(doc: str, backends: str, seconds: float) -> argparse.ArgumentParser:
+    """The options that programs for several backends have in common; `seconds` infinite means no limit."""
+    parser = argparse.ArgumentParser(description=doc.split("\n\n")[0])
+    add, cuda = parser.add_argument, torch.cuda.is_available()
+    add("--backends", default=backends, help=f"backends, separated by commas (default: {backends})")
+    add("--seconds", type=float, default=seconds, help=f"limit for each backend, in seconds (default: {seconds:g})")
+    add("--jobs", type=int, default=1, help="number of processes, each with its own seed (default: 1)")
+    add("--seed", type=int, default=0, help="seed of what is drawn (default: 0)")
+    add("--device", default="cuda" if cuda else "cpu", help="cpu or cuda (default: cuda if there is one)")
+    add("--json", type=Path, help="write the counts to this file")
+    return parser
 
 
 def add_up(total: Any, part: Any) -> None:
@@ -54,25 +68,26 @@ def add_up(total: Any, part: Any) -> None:
             setattr(total, field.name, own + other)
 
 
-def side_by_side(work: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> tuple[list[T], list[str]]:
-    """Runs each call in a process of its own, so that a crash loses no other result.
+def side_by_side(work: Callable[..., Any], calls: Sequence[tuple[Any, ...]], total: Any) -> list[str]:
+    """Runs each call in a process of its own, so that a crash loses no other result, and adds up results.
 
     Args:
         work: A function of a module, so that another process finds it.
         calls: The arguments of each call.
+        total: The dataclass that receives the results, as `add_up` does.
 
     Returns:
-        The results of the calls that gave one, and what became of the others.
+        What became of the calls that gave no result.
     """
     pools = [ProcessPoolExecutor(1, mp_context=get_context("spawn")) for _ in calls]
     waiting = [pool.submit(work, *given) for pool, given in zip(pools, calls, strict=True)]
-    results, failures = [], []
+    failures = []
     for future in waiting:
         error = future.exception()
         if error is None:
-            results.append(future.result())
+            add_up(total, future.result())
         else:
             failures.append(f"{type(error).__name__}: {error}"[-3000:])
     for pool in pools:
         pool.shutdown()
-    return results, failures
+    return failures

@@ -12,7 +12,7 @@ The answer is computed once and shared by every backend and every run. A `Placed
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ProblemSpec
 from multigemm.reference import Answer, answer
-from multigemm.testing.case import PLAIN, Case, Layout, RowNumbers, as_dtype
+from multigemm.testing.case import PLAIN, Case, Layout, as_dtype
 from multigemm.testing.values import (
     Operand,
     Shapes,
@@ -173,24 +173,19 @@ Regions = Region | list[Region]
 
 @dataclass(slots=True)
 class MemoryLayout:
-    """The position of every operand of a case in two arenas, `inputs` and `outputs`. `rows` are indices of rows on the
-    device, by keyword."""
+    """The position of every operand of a case in two arenas, `inputs` and `outputs`.
+
+    `operands` and `rows` (the indices of rows on the device) go by keyword; `index` holds offsets, sizes, ends or valid
+    rows. Where c is the result itself, it is no operand.
+    """
 
     inputs: Arena
     outputs: Arena
-    a: Regions
-    b: Regions
-    c: Regions | None
-    bias: Regions | None
+    operands: dict[str, Regions]
     index: Region | None
+    rows: dict[str, Region]
     out: Regions
-    scale_a: Regions | None = None
-    scale_b: Regions | None = None
-    zero_b: Regions | None = None
-    preact: Regions | None = None
-    row_scale: Region | None = None
-    weights: Region | None = None
-    rows: dict[str, Region] = field(default_factory=dict)
+    preact: Regions | None
 
 
 def bias_layout(case: Case) -> Layout:
@@ -214,44 +209,30 @@ def _index_shape(case: Case) -> tuple[int, ...] | None:
 
 
 def lay_out(case: Case, shape: Shapes) -> MemoryLayout:
-    """The memory layout of every operand of a case."""
-    inputs, outputs = Arena(), Arena()
-    a = _lay(inputs, as_dtype(case.dtype), shape.a, case.a, case)
-    b = _lay(inputs, as_dtype(case.dtype_b or case.dtype), shape.b, case.b, case)
-    out = _lay(outputs, case.result_dtype, shape.out, case.out if case.given else PLAIN, case)
-    c = bias = index = None
-    if case.c_dtype:
-        c = out if case.alias else _lay(inputs, as_dtype(case.c_dtype), shape.out, case.c, case)
-    if case.bias:
-        bias = _lay(inputs, as_dtype(case.bias_dtype), shape.bias, bias_layout(case), case)
-    vector = _index_shape(case)
+    """The memory layout of every operand of a case. Vectors of rows have gaps where c and the bias have a stride."""
+    inputs, outputs, fused = Arena(), Arena(), case.fused
+    line = Layout(shift=case.a.shift % 3, step=case.b.step)
+    operands = [
+        ("a", case.dtype, shape.a, case.a),
+        ("b", case.dtype_b or case.dtype, shape.b, case.b),
+        ("c", "" if case.alias else case.c_dtype, shape.out, case.c),
+        ("bias", case.bias_dtype, shape.bias, bias_layout(case)),
+        ("scale_a", case.scale_a.covers and case.scale_a.dtype, shape.scale_a, case.scale_a.layout),
+        ("scale_b", case.scale_b.covers and case.scale_b.dtype, shape.scale_b, case.scale_b.layout),
+        ("zero_b", case.zero_b, shape.scale_b, zero_layout(case)),
+        ("row_scale", fused.row_scale, row_scale_shape(case), line),
+        ("weights", fused.weights, weights_shape(case), line),
+    ]
+    found = {name: _lay(inputs, as_dtype(dtype), each, layout, case) for name, dtype, each, layout in operands if dtype}
+    index, vector = None, _index_shape(case)
     if vector is not None:
-        index = inputs.add(as_dtype(case.index), vector, replace(PLAIN, shift=case.b.shift % 3))
-    found = MemoryLayout(inputs, outputs, a, b, c, bias, index, out)
-    for name, scale, grid in (("scale_a", case.scale_a, shape.scale_a), ("scale_b", case.scale_b, shape.scale_b)):
-        if scale.covers:
-            setattr(found, name, _lay(inputs, as_dtype(scale.dtype), grid, scale.layout, case))
-    if case.zero_b:
-        found.zero_b = _lay(inputs, as_dtype(case.zero_b), shape.scale_b, zero_layout(case), case)
-    if case.is_fused:
-        _lay_out_fused(case, shape, found)
-    return found
-
-
-def _lay_out_fused(case: Case, shape: Shapes, layout: MemoryLayout) -> None:
-    """Indices and weights of rows, with gaps where c and the bias have a stride; preact_out beside the result."""
-    fused, line = case.fused, Layout(shift=case.a.shift % 3, step=case.b.step)
-    for name, numbers in row_numbers(case).items():
-        index: RowNumbers = getattr(fused, name)
-        if not index.host:
-            layout.rows[name] = layout.inputs.add(as_dtype(index.dtype), numbers.shape, line)
-    if fused.row_scale:
-        layout.row_scale = layout.inputs.add(as_dtype(fused.row_scale), row_scale_shape(case), line)
-    if fused.weights:
-        layout.weights = layout.inputs.add(as_dtype(fused.weights), weights_shape(case), line)
-    if fused.preact:
-        place = case.out if case.given else PLAIN
-        layout.preact = _lay(layout.outputs, case.result_dtype, shape.products, place, case)
+        index = inputs.add(as_dtype(case.index), vector, Layout(shift=case.b.shift % 3))
+    rows = {name: inputs.add(as_dtype(given.dtype), numbers.shape, line)
+            for name, numbers in row_numbers(case).items() if not (given := getattr(fused, name)).host}  # fmt: skip
+    of_out = case.out if case.given else PLAIN
+    out = _lay(outputs, case.result_dtype, shape.out, of_out, case)
+    preact = _lay(outputs, case.result_dtype, shape.products, of_out, case) if fused.preact else None
+    return MemoryLayout(inputs, outputs, found, index, rows, out, preact)
 
 
 def zero_layout(case: Case) -> Layout:
@@ -281,9 +262,8 @@ def _each(regions: Regions) -> list[Region]:
     return regions if isinstance(regions, list) else [regions]
 
 
-def _write(arena: Tensor, regions: Regions | None, values: Operand | None) -> None:
-    if regions is None or values is None:
-        return
+def _write(arena: Tensor, regions: Regions, values: Operand | None) -> None:
+    assert values is not None
     arrays = values if isinstance(values, list) else [values]
     for region, array in zip(_each(regions), arrays, strict=True):
         target = region.distinct(arena)
@@ -292,52 +272,35 @@ def _write(arena: Tensor, regions: Regions | None, values: Operand | None) -> No
 
 
 def _poison_unowned(case: Case, layout: MemoryLayout, arena: Tensor) -> None:
-    """Writes NaN to the rows and columns of A and B that no group owns; they must not reach any result."""
-
-    if not (case.head or case.tail or case.form == "masked"):
-        return
+    """Poisons the elements of A and B, and the entries of their scales and zero points, that belong to no group; they
+    must not reach any result."""
     clean = layout.inputs.poisoned()
-
-    def spoil(regions: Regions, axis: int) -> None:
-        region = _each(regions)[0]
-        bits, spoiled = region.bits(arena), region.bits(clean)
-        for begin, length in ((0, case.head), (case.total - case.tail, case.tail)):
-            if length:
-                bits.narrow(axis, begin, length).copy_(spoiled.narrow(axis, begin, length))
-
-    picks = case.fused
-    if case.form in ("jagged_m", "jagged_k") and not (_aliased(case.a) or picks.a_rows.given):
-        spoil(layout.a, 0 if case.form == "jagged_m" else 1)
-    if case.form in ("jagged_n", "jagged_k") and not (_aliased(case.b) or picks.b_rows.given):
-        spoil(layout.b, 1 if case.form == "jagged_n" else 0)
-    if case.form == "masked" and not _aliased(case.a):
-        bits, spoiled = _each(layout.a)[0].bits(arena), _each(layout.a)[0].bits(clean)
-        for g, rows in enumerate(case.lengths):
-            bits[g, rows:].copy_(spoiled[g, rows:])
+    blocks = {"a": (1, 1), "b": (1, 1), "scale_a": case.scale_a.block}
+    blocks |= dict.fromkeys(("scale_b", "zero_b"), case.scale_b.block)
+    for name, block in blocks.items():
+        region = layout.operands.get(name)
+        picked = case.fused.a_rows if name[-1] == "a" else case.fused.b_rows  # then any row may be
+        if isinstance(region, Region) and block is not None and 0 not in region.strides and not picked.given:
+            bits, spoiled = region.bits(arena), region.bits(clean)
+            if name[-1] == "b":
+                bits, spoiled = bits.mT, spoiled.mT
+            for place in _unowned(case, name, *block, bits.shape[-1]):
+                bits[place] = spoiled[place]
 
 
-def _poison_unused_scales(case: Case, layout: MemoryLayout, arena: Tensor) -> None:
-    """Poisons the entries of scales and zero points that belong to no group; they must not reach any result."""
-    clean = layout.inputs.poisoned()
-    for name, scale in (("scale_a", case.scale_a), ("scale_b", case.scale_b), ("zero_b", case.scale_b)):
-        region = getattr(layout, name)
-        if not isinstance(region, Region) or scale.block is None or 0 in region.strides:
-            continue
-        bits, spoiled = region.bits(arena), region.bits(clean)
-        if name != "scale_a":
-            bits, spoiled = bits.mT, spoiled.mT
-        (lines, k), end = scale.block, case.total - case.tail
-        if case.form == "jagged_k" and k:
-            unused = sorted(set(range(bits.shape[-1])) - used_blocks(case, k))
-            bits[..., unused] = spoiled[..., unused]
-        elif (case.fused.a_rows if name == "scale_a" else case.fused.b_rows).given:
-            continue  # any row may be picked
-        elif case.form == ("jagged_m" if name == "scale_a" else "jagged_n") and lines == 1:
-            bits[: case.head], bits[end:] = spoiled[: case.head], spoiled[end:]
-        elif case.form == "masked" and name == "scale_a" and lines:
-            for g, rows in enumerate(case.lengths):
-                first = -(-rows // lines)
-                bits[g, first:] = spoiled[g, first:]
+def _unowned(case: Case, name: str, lines: int, k: int, wide: int) -> list[Any]:
+    """The places in an operand, or in a grid whose entries cover so many lines and so much of K, that belong to no
+    group; of b's in the transposed one."""
+    ends: list[Any] = [slice(0, case.head), slice(case.total - case.tail, case.total)]
+    if case.form == "jagged_k" and k:
+        if name in "ab":
+            return [(..., end) for end in ends]
+        return [(..., sorted(set(range(wide)) - used_blocks(case, k)))]
+    if case.form == ("jagged_m" if name[-1] == "a" else "jagged_n") and lines == 1:
+        return [(..., end, slice(None)) for end in ends]
+    if case.form == "masked" and name[-1] == "a" and lines:
+        return [(g, slice(-(-rows // lines), None)) for g, rows in enumerate(case.lengths)]
+    return []
 
 
 def used_blocks(case: Case, k: int) -> set[int]:
@@ -347,10 +310,6 @@ def used_blocks(case: Case, k: int) -> set[int]:
         found |= {start // k + g + j for j in range(-(-length // k))}
         start += length
     return found
-
-
-def _aliased(layout: Layout) -> bool:
-    return bool(layout.zero)
 
 
 def make_problem(
@@ -383,14 +342,16 @@ def arguments(
         return each(regions, lambda region: at(region, inputs))
 
     out = each(layout.out, lambda region: region.view(outputs)) if case.given else None
+    given = {name: tensors(regions) for name, regions in layout.operands.items()}
+    a, b, weights = given.pop("a"), given.pop("b"), given.pop("weights", None)
+    number = int if case.compute == torch.int8 else float
     more: dict[str, Any] = {
-        "alpha": case.alpha, "beta": case.beta, "activation": case.activation, "precision": case.precision,
-        "batch_invariant": case.batch_invariant,
-        "bias": tensors(layout.bias),
-        "out": out,
-        "c": out if case.alias else tensors(layout.c),
-        "out_dtype": as_dtype(case.out_dtype) if case.out_dtype else None,
+        "alpha": number(case.alpha), "beta": number(case.beta), "activation": case.activation,
+        "precision": case.precision, "batch_invariant": case.batch_invariant,
+        "out": out, "out_dtype": as_dtype(case.out_dtype) if case.out_dtype else None, **given,
     }  # fmt: skip
+    if case.alias:
+        more["c"] = out
     if layout.index is not None:
         live = at(layout.index, inputs)
         plain = index_values(case)
@@ -399,17 +360,13 @@ def arguments(
     if case.jagged:
         more["jagged"] = case.jagged
     if case.quantised:
-        more |= {name: tensors(getattr(layout, name)) for name in ("scale_a", "scale_b", "zero_b")}
         more |= {"b_format": case.b_format or None, "accumulate": case.accumulate}
-    if case.compute == torch.int8:
-        more |= {"alpha": int(case.alpha), "beta": int(case.beta)}
     if case.is_fused:
         more |= _fused_keywords(case, {name: tensors(region) for name, region in layout.rows.items()})
-        more["row_scale"] = tensors(layout.row_scale)
         more["preact_out"] = each(layout.preact, lambda region: region.view(outputs))
         if "combine" in more:
-            more["combine"] = (more["combine"], tensors(layout.weights))
-    return tensors(layout.a), tensors(layout.b), more
+            more["combine"] = (more["combine"], weights)
+    return a, b, more
 
 
 def _fused_keywords(case: Case, live: dict[str, Tensor]) -> dict[str, Any]:
@@ -444,20 +401,13 @@ class PlacedCase:
         values = draw_values(case) if values is None else values
         layout = lay_out(case, shapes(case))
         inputs = layout.inputs.poisoned()
-        if case.alpha != 0:  # otherwise neither is read: NaN throughout
-            _write(inputs, layout.a, values.a)
-            _write(inputs, layout.b, values.b)
+        for name, regions in layout.operands.items():
+            if case.alpha != 0 or name not in "ab":  # otherwise neither is read: NaN throughout
+                _write(inputs, regions, getattr(values, name))
         _poison_unowned(case, layout, inputs)
-        for name in ("scale_a", "scale_b", "zero_b", "row_scale", "weights"):
-            _write(inputs, getattr(layout, name), getattr(values, name))
-        _poison_unused_scales(case, layout, inputs)
-        _write(inputs, layout.bias, values.bias)
         prefills = (layout.outputs.poisoned(), layout.outputs.random_bytes(case.seed))
-        if case.alias:
-            for prefill in prefills:
-                _write(prefill, layout.c, values.c)
-        else:
-            _write(inputs, layout.c, values.c)
+        for prefill in prefills if case.alias else ():
+            _write(prefill, layout.out, values.c)
         write_index(case, layout, inputs)
         problem = make_problem(case, layout, inputs, prefills[0])
         right = answer(problem)

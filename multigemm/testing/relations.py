@@ -9,7 +9,7 @@ batch-invariant cases, where each row meets the same columns, whatever config ra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,6 +84,28 @@ def empties(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
     return Relation("empty groups", wider, filled, lambda y: [b for g, b in enumerate(y) if g not in fresh], True)
 
 
+def _rearranged(
+    placed: PlacedCase, lengths: Sequence[int], groups: Sequence[int], along: Index | None = None
+) -> tuple[Case, Values]:
+    """The problem whose group i has the matrices of the given one's group `groups[i]`, and at place j along the jagged
+    extent what that has at `along[j]`."""
+    case, values = placed.case, placed.values
+    axes = {"m": (0, None, 0), "n": (None, 1, 1), "k": (1, 0, None)}.get(case.jagged, (None, None, None))
+
+    def moved(x: Any, axis: int | None, has_groups: bool) -> Any:
+        if x is None:
+            return None
+        x = x[groups] if has_groups else x
+        return x if axis is None or along is None else np.take(x, along, axis=axis)
+
+    a, b, c = (
+        moved(x, axis, has_groups)
+        for x, axis, has_groups in zip((values.a, values.b, values.c), axes, _grouped(case), strict=True)
+    )
+    bias = moved(values.bias, 0 if case.form == "jagged_n" else None, case.bias == "gn")
+    return replace(case, lengths=tuple(map(int, lengths))), Values(a, b, c, bias)
+
+
 def permuted(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
     """Reorders the groups, which must not matter."""
     case, values = placed.case, placed.values
@@ -97,54 +119,33 @@ def permuted(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
         lists = [None if x is None else [x[g] for g in order] for x in (values.a, values.b, values.c, values.bias)]
         moved = replace(case, dims=tuple(case.dims[g] for g in order))
         return Relation("permuted groups", moved, Values(*lists), recover)  # type: ignore[arg-type]
+    along = _along(case, [np.arange(length) for length in case.lengths], order)
+    return Relation("permuted groups", *_rearranged(placed, [case.lengths[g] for g in order], order, along), recover)
+
+
+def _along(case: Case, parts: Sequence[Index], order: Sequence[int]) -> Index:
+    """Places along the jagged extent: the head, of each group in order the places counted from its start, the tail."""
     starts = np.cumsum([case.head, *case.lengths])
-    along = [np.arange(case.head)]
-    along += [np.arange(starts[g], starts[g + 1]) for g in order] + [np.arange(starts[-1], case.total)]
-    index = np.concatenate(along).astype(np.int64)
-    axes = {"m": (0, None, 0), "n": (None, 1, 1), "k": (1, 0, None)}.get(case.jagged, (None, None, None))
-    grouped = _grouped(case)
-
-    def move(x: Any, axis: int | None, has_groups: bool) -> Any:
-        if x is None:
-            return None
-        x = x[order] if has_groups else x
-        return x if axis is None else np.take(x, index, axis=axis)
-
-    bias = values.bias[order] if case.bias == "gn" and values.bias is not None else values.bias  # type: ignore[call-overload]
-    if case.form == "jagged_n" and bias is not None:
-        bias = bias[index]
-    moved_values = Values(
-        move(values.a, axes[0], grouped[0]),
-        move(values.b, axes[1], grouped[1]),
-        move(values.c, axes[2], grouped[2]),
-        bias,
-    )
-    moved = replace(case, lengths=tuple(case.lengths[g] for g in order))
-    return Relation("permuted groups", moved, moved_values, recover)
+    groups = [starts[g] + parts[g] for g in order]
+    return np.concatenate([np.arange(case.head), *groups, np.arange(starts[-1], case.total)]).astype(np.int64)
 
 
 def split(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
     """Splits a group's rows (or columns) into two groups with the same other operand."""
-    case, values = placed.case, placed.values
+    case = placed.case
     long = [g for g, n in enumerate(case.lengths) if n > 1]
     if case.form not in ("jagged_m", "jagged_n") or not long:
         return None
     g = int(rng.choice(long))
     first = int(rng.integers(1, case.lengths[g]))
     lengths = (*case.lengths[:g], first, case.lengths[g] - first, *case.lengths[g + 1 :])
-    a, b, bias = values.a, values.b, values.bias
-    if not case.shared and case.form == "jagged_m":
-        b = np.insert(b, g, b[g], axis=0)
-    if not case.shared and case.form == "jagged_n":
-        a = np.insert(a, g, a[g], axis=0)
-    if case.bias == "gn" and bias is not None:
-        bias = np.insert(bias, g, bias[g], axis=0)
+    groups = [*range(g + 1), *range(g, case.groups)]
     axis = 0 if case.form == "jagged_m" else 1
 
     def recover(y: Blocks) -> Blocks:
         return [*y[:g], np.concatenate(y[g : g + 2], axis=axis), *y[g + 2 :]]
 
-    return Relation("split group", replace(case, lengths=lengths), Values(a, b, values.c, bias), recover)
+    return Relation("split group", *_rearranged(placed, lengths, groups), recover)
 
 
 def transposed(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
@@ -199,11 +200,7 @@ def scaled(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
     if not plain or case.mode not in ("normal", "uniform", "cancel"):
         return None
     times: Any = [x * 4.0 for x in values.a] if isinstance(values.a, list) else values.a * 4.0
-    return Relation("scaled by 4", case, replace_a(values, times), lambda y: y, True, 4.0, same_rows=False)
-
-
-def replace_a(values: Values, a: Operand) -> Values:
-    return Values(a, values.b, values.c, values.bias)
+    return Relation("scaled by 4", case, replace(values, a=times), lambda y: y, True, 4.0, same_rows=False)
 
 
 def _crowd(count: int, rng: np.random.Generator) -> tuple[Index, Index]:
@@ -215,21 +212,19 @@ def _crowd(count: int, rng: np.random.Generator) -> tuple[Index, Index]:
 
 def crowded(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
     """Reorders each group's rows, and adds other rows."""
-    case, values = placed.case, placed.values
+    case = placed.case
     if case.form != "jagged_m":
         return None
     crowds = [_crowd(length, rng) for length in case.lengths]
-    starts = np.cumsum([case.head, *case.lengths])
-    parts = [start + rows for start, (rows, _) in zip(starts[:-1], crowds, strict=True)]
-    index = np.concatenate([np.arange(case.head), *parts, np.arange(starts[-1], case.total)]).astype(np.int64)
-    grown = replace(case, lengths=tuple(len(rows) for rows, _ in crowds))
-    c: Any = None if values.c is None else values.c[index]
-    among = Values(values.a[index], values.b, c, values.bias)
+    groups = range(case.groups)
+    along = _along(case, [rows for rows, _ in crowds], groups)
 
     def recover(y: Blocks) -> Blocks:
         return [block[places] for block, (_, places) in zip(y, crowds, strict=True)]
 
-    return Relation("rows among others", grown, among, recover)
+    return Relation(
+        "rows among others", *_rearranged(placed, [len(rows) for rows, _ in crowds], groups, along), recover
+    )
 
 
 def alone(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:

@@ -10,14 +10,14 @@ draws it, of whole numbers, so that one wrong bit shows.
 
 from __future__ import annotations
 
-import argparse
 import json
-import random
+import math
 import sys
 import time
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any
 
 import torch
@@ -27,12 +27,12 @@ from multigemm.errors import BackendUnsupported
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.problem.spec import Form
 from multigemm.reference.verify import judge
-from multigemm.testing.campaigns import add_up, side_by_side
+from multigemm.testing.campaigns import parser_of, side_by_side
 from multigemm.testing.case import INDICES, Case
 from multigemm.testing.deep_oracles import regroup
 from multigemm.testing.oracles import Finding, Outcome, fetch, inspect
 from multigemm.testing.placed_case import DeviceCase, PlacedCase, arguments
-from multigemm.testing.strategies import Limits, RandomChooser, draw_layout, random_case, redrawn, settled
+from multigemm.testing.strategies import Limits, draw_layout, random_case, redrawn, settled
 
 FORMS: tuple[Form, ...] = ("jagged_m", "jagged_m", "jagged_m", "jagged_n", "jagged_k", "batched", "masked", "per_group")
 LIMITS = Limits(work=1 << 15, groups=17, forms=FORMS, longest=133, modes=("int",), quantised=10, fused=10)
@@ -54,7 +54,7 @@ class Count:
 class _Series:
     """Calls of one case, each with something changed."""
 
-    def __init__(self, case: Case, chance: random.Random, backend: str, device: torch.device) -> None:
+    def __init__(self, case: Case, chance: Random, backend: str, device: torch.device) -> None:
         self.chance, self.backend, self.device = chance, backend, device
         self._place(case)
 
@@ -83,7 +83,7 @@ class _Series:
         """Changes something that a program changes between two calls; often nothing."""
         chance, case = self.chance, self.device_case.placed.case
         what, seed = chance.randrange(12), chance.randrange(1 << 30)
-        choose = RandomChooser(seed)
+        choose = Random(seed)
         if what < 3:
             self._fill(replace(case, seed=seed))
         elif what < 5:
@@ -120,9 +120,9 @@ def _on_host(x: Any) -> Any:
     return [t.cpu() for t in x] if isinstance(x, list) else x.cpu()
 
 
-def run(backend: str, calls: int, seed: int, device: str, seconds: float = 1e9) -> Count:
+def run(backend: str, calls: int, seed: int, device: str, seconds: float = math.inf) -> Count:
     """Makes so many calls of `grouped_gemm`, in series of one case each."""
-    chance, count, until = random.Random(seed), Count(backend), time.monotonic() + seconds
+    chance, count, until = Random(seed), Count(backend), time.monotonic() + seconds
     streams = [torch.cuda.Stream() for _ in range(2)] if device == "cuda" else []  # type: ignore[no-untyped-call]
     while count.calls < calls and time.monotonic() < until:
         case = random_case(chance.randrange(1 << 30), LIMITS)
@@ -158,35 +158,16 @@ def _one(series: _Series, count: Count) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command. Returns 1 if a result was wrong."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--backends", default="cpu", help="backends, separated by commas (default: cpu)")
+    parser = parser_of(__doc__ or "", "cpu", math.inf)
     parser.add_argument("--calls", type=int, default=2000, help="calls for each backend (default: 2000)")
-    parser.add_argument("--seconds", type=float, default=1e9, help="limit for each backend, in seconds (default: none)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the calls (default: 0)")
-    parser.add_argument(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="cpu or cuda (default: cuda if there is one)",
-    )
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        default=1,
-        help="number of processes that share the calls, each with its own seed (default: 1)",
-    )
-    parser.add_argument("--json", help="write the counts to this file")
     options = parser.parse_args(arguments)
     found = []
     for name in options.backends.split(","):
-        start = time.monotonic()
+        start, count = time.monotonic(), Count(name)
         share = -(-options.calls // options.jobs)
-        calls = [
-            (name, share, options.seed + 1000 * job, options.device, options.seconds) for job in range(options.jobs)
-        ]
-        count = Count(name)
-        parts, count.failures = side_by_side(run, calls) if options.jobs > 1 else ([run(*calls[0])], [])
-        for part in parts:
-            add_up(count, part)
+        seeds = [options.seed + 1000 * job for job in range(options.jobs)]
+        calls = [(name, share, seed, options.device, options.seconds) for seed in seeds]
+        count.failures = side_by_side(run, calls, count)
         found.append(count)
         print(
             f"{name}: {count.calls} calls, {count.hits} served by the cache, {count.refused} cases refused, "
@@ -195,8 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
         for line in [*count.wrong[:5], *count.failures[:2]]:
             print(f"  {line}")
     if options.json:
-        with open(options.json, "w") as file:
-            json.dump([vars(x) for x in found], file, indent=1)
+        options.json.write_text(json.dumps([vars(x) for x in found], indent=1))
     return int(any(x.wrong or x.failures for x in found))
 
 

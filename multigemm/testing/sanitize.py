@@ -35,12 +35,11 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from multigemm.testing.campaigns import versions
-from multigemm.testing.case import Case
 
 BACKENDS = ("cublas", "triton", "cupy", "numba")
 LIBRARIES = ("cublas",)
@@ -54,7 +53,6 @@ QUANTISED = 3
 """One kind in this many has quantised operands."""
 TURNS = 3
 """As in docs/notes/proof.md, so that both find the same compiled kernels."""
-T = TypeVar("T")
 SOURCES = Path(__file__).resolve().parents[1] / "backends"
 
 FIRST_ACCESS = re.compile(r"Race reported between (\w+) access at (\S+?)\+0x[0-9a-f]+ in (\S+?):(\d+)")
@@ -179,10 +177,9 @@ def library_reads(backend: str, text: str) -> list[tuple[str, str, str]]:
     return found if all(fits) and len(set(lanes)) == 1 else []
 
 
-def command(tool: str, inner: list[str], exclude: str = "") -> list[str]:
+def command(tool: str, inner: list[str]) -> list[str]:
     """The command line that runs a module's process under the sanitizer."""
-    left_out = ["--kernel-name-exclude", f"kns={exclude}"] if exclude else []
-    given = [*OPTIONS.get(tool, ()), *left_out, "--error-exitcode", "9", "--print-limit", "2000"]
+    given = [*OPTIONS.get(tool, ()), "--error-exitcode", "9", "--print-limit", "2000"]
     return ["compute-sanitizer", "--tool", tool, *given, sys.executable, "-W", "ignore", "-m", *inner]
 
 
@@ -193,29 +190,14 @@ def problems_of(backend: str, tool: str, args: argparse.Namespace) -> list[str]:
     return inner + (["--fill"] if tool == "initcheck" and backend in LIBRARIES else [])
 
 
-def spread(items: list[T], count: int) -> list[T]:
-    """The same items, reordered so that distant ones come first."""
-    step = next(s for s in (7, 11, 13, 17) if count % s)  # without a common divisor
-    return [items[i * step % count] for i in range(count)]
-
-
-def various(pairs: list[tuple[Case, list[Any]]]) -> list[tuple[Case, list[Any]]]:
-    """The same pairs, reordered so that each config comes once first."""
-    seen: set[Any] = set()
-    again = []
-    for pair in pairs:
-        again.append(pair[1][0] in seen)
-        seen.add(pair[1][0])
-    return [pair for _, pair in sorted(zip(again, pairs, strict=True), key=lambda entry: entry[0])]
-
-
 def inside(backend: str, problems: int, kinds: int, work: int, fill: bool) -> int:
     """Runs the problems inside the sanitizer, and judges the values as well."""
     import torch
 
+    from multigemm.testing.case import classes
     from multigemm.testing.oracles import check
     from multigemm.testing.placed_case import DeviceCase
-    from multigemm.testing.strategies import Limits
+    from multigemm.testing.strategies import Limits, most_new_first
     from multigemm.testing.strategies import kinds as kinds_of
     from multigemm.testing.subject import Subject, assigned, compile_singly
 
@@ -225,10 +207,13 @@ def inside(backend: str, problems: int, kinds: int, work: int, fill: bool) -> in
         torch.use_deterministic_algorithms(True, warn_only=True)
     device, bad, ran, configs = torch.device("cuda"), 0, 0, set()
     every = kinds_of(Limits(work=work, quantised=QUANTISED), kinds)
-    chosen = list(zip(every, assigned(every, Subject(backend), device, TURNS), strict=True))
-    for case, wanted in various([pair for pair in spread(chosen, kinds) if pair[1]])[:problems]:
+    configs_of = assigned(every, Subject(backend), device, TURNS)
+    pairs = [(case, offered[0]) for case, offered in zip(every, configs_of, strict=True) if offered]
+    # each config once before any comes twice, and among those the case that shows most
+    various = most_new_first(pairs, lambda x: classes(x[0]) | {x[1]}, lambda x, new: (x[1] in new, len(new)))
+    for case, config in islice(various, problems):
         subject = Subject(backend)
-        subject.pin(wanted[0])
+        subject.pin(config)
         outcome = check(DeviceCase.from_case(case, device), subject)
         ran += outcome.ran
         configs.add(outcome.config)
@@ -294,19 +279,18 @@ def foreign_reads(backend: str, text: str) -> tuple[list[str], str]:
 def examine(backend: str, tool: str, args: argparse.Namespace) -> dict[str, Any]:
     """Runs one tool over one backend's problems. Prints and returns the verdict."""
     begin = time.monotonic()
-    state, text = run(command(tool, problems_of(backend, tool, args), args.exclude), args.seconds)
+    state, text = run(command(tool, problems_of(backend, tool, args)), args.seconds)
     said, excused = set_aside(backend, tool, text, args.seconds) if state == "FINDINGS" else ([], False)
     content = state == "clean" or excused
-    rest = f" without {args.exclude}" if args.exclude else ""
     verdict = f"{state}{', all of them set aside' if excused else ''}"
     lines = [line for line in text.splitlines() if "SUMMARY" in line or "problems ran" in line]
     kernels = Counter(re.findall(r"^=========\s+at (.+?)\+0x", text, re.MULTILINE))
     said += [f"{count} reports in {name[:160]}" for name, count in kernels.most_common()]
     shown = "\n".join([*said, *(lines[-2:] if content else text.splitlines()[-25:])])
     spent = time.monotonic() - begin
-    print(f"{backend}: {tool}{rest}: {verdict} ({spent:.0f} s)\n{shown}", flush=True)
+    print(f"{backend}: {tool}: {verdict} ({spent:.0f} s)\n{shown}", flush=True)
     return {
-        "backend": backend, "tool": tool, "left_out": args.exclude, "state": state, "clean": content,
+        "backend": backend, "tool": tool, "state": state, "clean": content,
         "set_aside": said if excused else [], "kernels": dict(kernels), "seconds": round(spent, 1), "said": lines[-2:],
     }  # fmt: skip
 
@@ -316,7 +300,6 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="compute-sanitizer over chosen problems of each backend")
     parser.add_argument("--backend", default=",".join(BACKENDS), help="backends, separated by commas")
     parser.add_argument("--inside", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--exclude", default="", help="leave out kernels whose name contains this")
     parser.add_argument("--fill", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--tools", default=",".join(TOOLS), help=f"separated by commas (default: {','.join(TOOLS)})")
     parser.add_argument(

@@ -1,8 +1,7 @@
 """Draws cases: structure only, mostly with unaligned extents and empty groups.
 
-One description serves two interfaces. `cases()` is a hypothesis strategy, so that a property test shrinks what it
-finds; `random_case` draws the same from a seed at a fraction of the cost, for campaigns of a hundred thousand. Both use
-`draw_case` and a `Chooser`.
+One description, `draw_case`, serves two interfaces. `random_case` gives it Python's own generator with a seed, for
+campaigns of a hundred thousand cases; `cases()` gives it that of hypothesis, which shrinks what a property test finds.
 
 A *kind* is what compiled kernels are keyed by: a case apart from its sizes and values. A campaign over a fixed
 set of `kinds` compiles each kernel once, and then runs problems that are `redrawn` from a kind.
@@ -13,12 +12,12 @@ equality where unrestricted sizes gave 17.8 %.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from random import Random
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -67,27 +66,6 @@ COVERS = ("", "tensor", "group", "row", "1x32", "1x64", "1x128", "128x128")
 """What a scale may cover; see multigemm.testing.case.Scale."""
 
 
-class Chooser(Protocol):
-    """The two kinds of random decisions that a drawing needs."""
-
-    def integer(self, low: int, high: int) -> int: ...
-
-    def choice(self, options: Sequence[T]) -> T: ...
-
-
-class RandomChooser:
-    """Decides by a seeded generator."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def integer(self, low: int, high: int) -> int:
-        return self._random.randint(low, high)
-
-    def choice(self, options: Sequence[T]) -> T:
-        return options[self._random.randrange(len(options))]
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What may be drawn. `work` bounds the multiply-adds, `groups` the number of groups; one case in `quantised` has
@@ -108,58 +86,58 @@ EMULATED = Limits(work=1 << 14, groups=40, longest=80)
 """The limits for kernels that run in an interpreter on a CPU."""
 
 
-def _extent(ch: Chooser, limits: Limits) -> int:
-    if ch.integer(0, 2) == 0:
-        return ch.integer(0, limits.longest)
+def _extent(ch: Random, limits: Limits) -> int:
+    if ch.randint(0, 2) == 0:
+        return ch.randint(0, limits.longest)
     return ch.choice([e for e in EDGES if e <= limits.longest])
 
 
-def _inner(ch: Chooser, limits: Limits) -> int:
+def _inner(ch: Random, limits: Limits) -> int:
     """Draws K: rarely zero, sometimes long."""
-    if ch.integer(0, 15) == 0 and limits.longest >= 300:
+    if ch.randint(0, 15) == 0 and limits.longest >= 300:
         return ch.choice((512, 1000, 1024, 2000))
     k = _extent(ch, limits)
-    return k if k or ch.integer(0, 3) == 0 else 1 + ch.integer(0, 40)
+    return k if k or ch.randint(0, 3) == 0 else 1 + ch.randint(0, 40)
 
 
-def _lengths(ch: Chooser, limits: Limits) -> tuple[int, ...]:
+def _lengths(ch: Random, limits: Limits) -> tuple[int, ...]:
     """Draws group sizes: edges, cuts with replacement, one group with everything, mostly empty groups, very many
     groups."""
-    style = ch.integer(0, 9)
+    style = ch.randint(0, 9)
     if style <= 3:
-        return tuple(_extent(ch, limits) for _ in range(ch.integer(0, 8)))
+        return tuple(_extent(ch, limits) for _ in range(ch.randint(0, 8)))
     if style <= 6:
-        total = ch.integer(0, 2 * limits.longest)
-        cuts = sorted(ch.integer(0, total) for _ in range(ch.integer(0, 12)))
+        total = ch.randint(0, 2 * limits.longest)
+        cuts = sorted(ch.randint(0, total) for _ in range(ch.randint(0, 12)))
         return tuple(b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True))
-    count = min(ch.choice(MANY if ch.integer(0, 3) == 0 else COUNTS), limits.groups)
+    count = min(ch.choice(MANY if ch.randint(0, 3) == 0 else COUNTS), limits.groups)
     if style == 7:
         lengths = [0] * count
-        lengths[ch.integer(0, count - 1)] = _extent(ch, limits)
+        lengths[ch.randint(0, count - 1)] = _extent(ch, limits)
         return tuple(lengths)
     if style == 8:
         return tuple(ch.choice((0, 0, 0, 1, 2, 7)) for _ in range(min(count, 64)))
     return (ch.choice((0, 1, 1, 2)),) * count
 
 
-def draw_layout(ch: Chooser, *, written: bool = False) -> Layout:
+def draw_layout(ch: Random, *, written: bool = False) -> Layout:
     order = ch.choice(("row", "row", "col"))
-    if ch.integer(0, 3) == 0:
+    if ch.randint(0, 3) == 0:
         return Layout(order)
-    step = 2 if ch.integer(0, 9) == 0 else 1
-    zero = "" if written or ch.integer(0, 11) else ch.choice(("g", "r", "c"))
+    step = 2 if ch.randint(0, 9) == 0 else 1
+    zero = "" if written or ch.randint(0, 11) else ch.choice(("g", "r", "c"))
     return Layout(order, ch.choice((0, 1, 3, 7, 8, 16, -16)), ch.choice((0, 0, 1, 2, 3, 4, 7, 8)), step, zero)
 
 
-def _dtypes(ch: Chooser, limits: Limits) -> dict[str, Any]:
+def _dtypes(ch: Random, limits: Limits) -> dict[str, Any]:
     dtype = ch.choice(limits.dtypes)
     if dtype == "int8":
         return {"dtype": dtype}
     floats = [d for d in limits.dtypes if d != "int8"]
-    other = ch.choice(floats) if ch.integer(0, 9) == 0 else dtype
+    other = ch.choice(floats) if ch.randint(0, 9) == 0 else dtype
     out = ch.choice(("", "", "", "float32", "float16", "bfloat16", "float64"))
     found = {"dtype": dtype, "dtype_b": "" if other == dtype else other, "out_dtype": out}
-    if dtype == other == "float32" and ch.integer(0, 3) == 0:
+    if dtype == other == "float32" and ch.randint(0, 3) == 0:
         found["precision"] = "tf32"
     return found
 
@@ -172,12 +150,12 @@ def factors(case: Case) -> tuple[float, ...]:
     return (1, 1, 1, 2, -1, 3, 0) if whole else (1.0, 1.0, 0.5, -1.0, 0.3, 1.7, 0.0)
 
 
-def _epilogue(ch: Chooser, case: Case) -> Case:
+def _epilogue(ch: Random, case: Case) -> Case:
     """Draws alpha, beta, c, bias and the activation."""
-    numbers = factors(case) if ch.integer(0, 1) else (1.0,)
+    numbers = factors(case) if ch.randint(0, 1) else (1.0,)
     result = dtype_name(case.result_dtype)
     extra = ("int32",) if case.dtype == "int8" else (result if case.quantised else case.dtype, result, "float32")
-    beta = ch.choice(numbers) if ch.integer(0, 2) == 0 else 0
+    beta = ch.choice(numbers) if ch.randint(0, 2) == 0 else 0
     bias = ch.choice(("", "", "n", "gn")) if case.form not in ("jagged_n", "per_group") else ch.choice(("", "", "n"))
     acts = (None, None, "relu") if case.dtype == "int8" else (None, None, None, *ACTIVATIONS)
     return replace(
@@ -188,22 +166,22 @@ def _epilogue(ch: Chooser, case: Case) -> Case:
     )  # fmt: skip
 
 
-def _output(ch: Chooser, case: Case) -> Case:
-    if ch.integer(0, 1) == 0:
+def _output(ch: Random, case: Case) -> Case:
+    if ch.randint(0, 1) == 0:
         return case
     case = replace(case, given=True, out=draw_layout(ch, written=True))
-    if case.beta and ch.integer(0, 1) == 0:
+    if case.beta and ch.randint(0, 1) == 0:
         return replace(case, alias=True, c_dtype=dtype_name(case.result_dtype), c=case.out)
     return case
 
 
-def structure(ch: Chooser, limits: Limits) -> dict[str, Any]:
+def structure(ch: Random, limits: Limits) -> dict[str, Any]:
     """Draws form, sizes and the keyword that gives them."""
     form = ch.choice(limits.forms)
     if form == "per_group":
-        count = ch.integer(0, 8) if ch.integer(0, 7) else min(ch.choice((33, 65, 257)), limits.groups)
+        count = ch.randint(0, 8) if ch.randint(0, 7) else min(ch.choice((33, 65, 257)), limits.groups)
         longest = limits.longest if count <= 8 else 9
-        draw: Callable[[], int] = lambda: _extent(ch, limits) if longest == limits.longest else ch.integer(0, longest)  # noqa: E731
+        draw: Callable[[], int] = lambda: _extent(ch, limits) if longest == limits.longest else ch.randint(0, longest)  # noqa: E731
         dims = tuple((draw(), draw(), _inner(ch, limits) if count <= 8 else draw()) for _ in range(count))
         return {"form": form, "dims": dims}
     found: dict[str, Any] = {"form": form, "m": _extent(ch, limits), "n": _extent(ch, limits), "k": _inner(ch, limits)}
@@ -211,19 +189,19 @@ def structure(ch: Chooser, limits: Limits) -> dict[str, Any]:
         return found | {"lengths": (0,) * min(ch.choice((0, 1, 2, 3, 5, 17, 64)), limits.groups)}
     if form == "masked":
         count = min(ch.choice((0, 1, 2, 3, 5, 17, 64)), limits.groups)
-        return found | {"lengths": tuple(ch.choice((0, found["m"], ch.integer(0, found["m"]))) for _ in range(count))}
+        return found | {"lengths": tuple(ch.choice((0, found["m"], ch.randint(0, found["m"]))) for _ in range(count))}
     lengths = _lengths(ch, limits)
     kind = ch.choice(("offsets", "offsets", "sizes", "ends"))
     found |= {"lengths": lengths, "kind": kind, "tail": ch.choice((0, 0, 1, 3, 9))}
     found["head"] = ch.choice((0, 0, 1, 3, 9)) if kind == "offsets" else 0
-    found["shared"] = form in ("jagged_m", "jagged_n") and ch.integer(0, 3) == 0
+    found["shared"] = form in ("jagged_m", "jagged_n") and ch.randint(0, 3) == 0
     return found
 
 
-def draw_case(ch: Chooser, limits: Limits = Limits()) -> Case:
+def draw_case(ch: Random, limits: Limits = Limits()) -> Case:
     """One case within the limits."""
-    quantised = bool(limits.quantised) and ch.integer(1, limits.quantised) == 1
-    fused = bool(limits.fused) and ch.integer(1, limits.fused) == 1
+    quantised = bool(limits.quantised) and ch.randint(1, limits.quantised) == 1
+    fused = bool(limits.fused) and ch.randint(1, limits.fused) == 1
     if fused:
         limits = _where_fused(limits)
     case = _draw_quantised(ch, limits, fused) if quantised else _draw_plain(ch, limits)
@@ -232,10 +210,10 @@ def draw_case(ch: Chooser, limits: Limits = Limits()) -> Case:
     case = _output(ch, _draw_fused(ch, case) if fused else case)
     if case.beta and not case.alias:
         case = replace(case, c=draw_layout(ch))
-    found = settled(stretched(ch, replace(case, aligned=ch.integer(0, 4) == 0), limits), limits)
+    found = settled(stretched(ch, replace(case, aligned=ch.randint(0, 4) == 0), limits), limits)
     if fused and not found.is_fused:  # whatever was drawn goes with other forms: this goes with all
         found = replace(found, activation="relu", fused=Fused(preact=True))
-    return found if quantised else replace(found, batch_invariant=ch.integer(0, 5) == 0)
+    return found if quantised else replace(found, batch_invariant=ch.randint(0, 5) == 0)
 
 
 def _where_fused(limits: Limits) -> Limits:
@@ -246,18 +224,18 @@ def _where_fused(limits: Limits) -> Limits:
     return replace(limits, forms=often, modes=modes)
 
 
-def _draw_plain(ch: Chooser, limits: Limits) -> Case:
+def _draw_plain(ch: Random, limits: Limits) -> Case:
     case = Case(**structure(ch, limits), **_dtypes(ch, limits), a=draw_layout(ch), b=draw_layout(ch))
     mode = ch.choice(limits.modes) if case.dtype != "int8" else "int"
-    return replace(case, mode=mode, seed=ch.integer(0, 2**31 - 1), index=ch.choice(("int32", "int64")))
+    return replace(case, mode=mode, seed=ch.randint(0, 2**31 - 1), index=ch.choice(("int32", "int64")))
 
 
-def _draw_quantised(ch: Chooser, limits: Limits, fused: bool) -> Case:
+def _draw_quantised(ch: Random, limits: Limits, fused: bool) -> Case:
     """Draws float8 on both sides, or quantised weights under 16-bit activations, with scales of any granularity."""
     sizes = structure(ch, limits)
     case = Case(**sizes, **_formats(ch, sizes["form"]), a=draw_layout(ch), b=draw_layout(ch).turned)
     modes = [mode for mode in QUANTISED_MODES if not fused or mode in FUSED_MODES]
-    case = replace(case, mode=ch.choice(modes), seed=ch.integer(0, 2**31 - 1))
+    case = replace(case, mode=ch.choice(modes), seed=ch.randint(0, 2**31 - 1))
     case = replace(case, index=ch.choice(("int32", "int64")), out_dtype=ch.choice(("", "float32", "bfloat16")))
     if case.weights:
         case = replace(case, scale_b=_scale(ch, case, "b"))
@@ -269,19 +247,19 @@ def _draw_quantised(ch: Chooser, limits: Limits, fused: bool) -> Case:
     return deepened(ch, case, limits)
 
 
-def _draw_fused(ch: Chooser, case: Case) -> Case:
+def _draw_fused(ch: Random, case: Case) -> Case:
     """Adds picked rows, a gate, weights or sums of rows, as the form allows."""
     fused = Fused(
-        a_rows=_draw_rows(ch) if ch.integer(0, 1) else NO_ROWS, b_rows=_draw_rows(ch) if ch.integer(0, 1) else NO_ROWS,
-        row_scale=_dtype_of_weights(ch, case) if ch.integer(0, 1) else "", preact=ch.integer(0, 1) == 0,
+        a_rows=_draw_rows(ch) if ch.randint(0, 1) else NO_ROWS, b_rows=_draw_rows(ch) if ch.randint(0, 1) else NO_ROWS,
+        row_scale=_dtype_of_weights(ch, case) if ch.randint(0, 1) else "", preact=ch.randint(0, 1) == 0,
     )  # fmt: skip
     how = ch.choice(("", "combine", "combine", "out_rows"))
     if how == "combine":
-        weights = _dtype_of_weights(ch, case) if ch.integer(0, 3) else ""
+        weights = _dtype_of_weights(ch, case) if ch.randint(0, 3) else ""
         fused = replace(fused, combine=_draw_rows(ch), terms=ch.choice((0, 1, 2, 3, 8)), weights=weights)
     elif how:
         fused = replace(fused, out_rows=_draw_rows(ch))
-    if ch.integer(0, 2):
+    if ch.randint(0, 2):
         whole = case.mode == "int"
         gate = ch.choice((*GATES, *["reglu"] * 5) if whole else (*GATES, "reglu"))
         case = replace(case, activation=gate)
@@ -294,33 +272,33 @@ def _draw_fused(ch: Chooser, case: Case) -> Case:
     return replace(case, fused=fused)
 
 
-def _draw_rows(ch: Chooser) -> RowNumbers:
+def _draw_rows(ch: Random) -> RowNumbers:
     how = ch.choice(("honest", "lies"))
-    return RowNumbers(ch.integer(0, 29), ch.choice(("int32", "int64")), how, how == "honest" and ch.integer(0, 2) == 0)
+    return RowNumbers(ch.randint(0, 29), ch.choice(("int32", "int64")), how, how == "honest" and ch.randint(0, 2) == 0)
 
 
-def _dtype_of_weights(ch: Chooser, case: Case) -> str:
+def _dtype_of_weights(ch: Random, case: Case) -> str:
     own = "float32" if case.dtype in (*FLOAT8, "int8") else case.dtype
     return ch.choice((own, "float32", "float32"))
 
 
-def _formats(ch: Chooser, form: str) -> dict[str, Any]:
+def _formats(ch: Random, form: str) -> dict[str, Any]:
     """The dtypes of a and b, and the format of b's bytes."""
-    if ch.integer(0, 1):
+    if ch.randint(0, 1):
         return {"dtype": ch.choice(FLOAT8), "dtype_b": ch.choice(FLOAT8)}
     weights = ch.choice([name for name in WEIGHTS if form != "jagged_k" or name not in PACKED])
     held = {"dtype_b": "uint8", "b_format": weights} if weights in PACKED else {"dtype_b": weights}
     return {"dtype": ch.choice(("bfloat16", "float16")), **held}
 
 
-def _scale(ch: Chooser, case: Case, side: str) -> Scale:
+def _scale(ch: Random, case: Case, side: str) -> Scale:
     covers = ch.choice(COVERS[1:] if case.weights == "int8" else COVERS)
     lines_are_jagged = case.form == ("jagged_m" if side == "a" else "jagged_n")
     if covers == "128x128" and lines_are_jagged:
         covers = "1x128"
-    if covers == "row" and case.form == "jagged_k" and ch.integer(0, 1):
+    if covers == "row" and case.form == "jagged_k" and ch.randint(0, 1):
         covers = "group's row"
-    if covers.startswith(("row", "1x")) and ch.integer(0, 7) == 0:
+    if covers.startswith(("row", "1x")) and ch.randint(0, 7) == 0:
         covers = covers.replace("row", "all").replace("1x", "allx")
     dtypes = ["float32", "float8_e8m0fnu"]
     if case.weights and case.mode != "edges":
@@ -328,35 +306,35 @@ def _scale(ch: Chooser, case: Case, side: str) -> Scale:
     return Scale(covers, ch.choice(dtypes), draw_layout(ch)) if covers else UNSCALED
 
 
-def deepened(ch: Chooser, case: Case, limits: Limits) -> Case:
+def deepened(ch: Random, case: Case, limits: Limits) -> Case:
     """Gives some quantised cases positive numbers and a long K, where sums in few bits show, and small other
     extents."""
     if not case.quantised or case.mode != "uniform" or limits.longest < 300:
         return case
     if case.form == "per_group":
-        return replace(case, dims=tuple((min(m, 9), min(n, 9), ch.integer(1000, 3000)) for m, n, _ in case.dims[:4]))
+        return replace(case, dims=tuple((min(m, 9), min(n, 9), ch.randint(1000, 3000)) for m, n, _ in case.dims[:4]))
     lengths = case.lengths
     if case.form == "jagged_k":
-        lengths = tuple(ch.integer(1000, 2000) for _ in lengths[:4])
+        lengths = tuple(ch.randint(1000, 2000) for _ in lengths[:4])
     elif case.jagged:
         lengths = tuple(min(length, 9) for length in lengths[:8])
     elif case.form == "masked":
         lengths = tuple(min(length, 9) for length in lengths)
-    return replace(case, m=min(case.m, 9), n=min(case.n, 9), k=ch.integer(1000, 3000), lengths=lengths)
+    return replace(case, m=min(case.m, 9), n=min(case.n, 9), k=ch.randint(1000, 3000), lengths=lengths)
 
 
-def stretched(ch: Chooser, case: Case, limits: Limits) -> Case:
+def stretched(ch: Random, case: Case, limits: Limits) -> Case:
     """Sometimes makes one extent so long that 16-bit counters wrap, if the work allows it, and the others short."""
-    if limits.longest < 300 or ch.integer(0, 23) or case.is_fused:
+    if limits.longest < 300 or ch.randint(0, 23) or case.is_fused:
         return case
-    long = limits.work // ch.choice((4, 4, 16)) + ch.integer(-9, 9)
-    m, n, k = (ch.integer(1, 2) for _ in "mnk")
+    long = limits.work // ch.choice((4, 4, 16)) + ch.randint(-9, 9)
+    m, n, k = (ch.randint(1, 2) for _ in "mnk")
     sizes = {"m": m, "n": n, "k": k} | {ch.choice("mnk"): long}
     if case.form == "per_group":
         return replace(case, dims=((sizes["m"], sizes["n"], sizes["k"]), (2, 3, 1)))
     lengths: tuple[int, ...] = (0,)
     if case.form == "masked":
-        lengths = (max(0, sizes["m"] - ch.integer(0, 1)),)
+        lengths = (max(0, sizes["m"] - ch.randint(0, 1)),)
     elif case.jagged:
         length = sizes[case.jagged]
         lengths = ch.choice(((length,), (0, length - 1, 1)))
@@ -442,7 +420,7 @@ def random_case(seed: int, limits: Limits = Limits()) -> Case:
         >>> random_case(3) == random_case(3)
         True
     """
-    return draw_case(RandomChooser(seed), limits)
+    return draw_case(Random(seed), limits)
 
 
 def cases(limits: Limits = Limits()) -> SearchStrategy[Case]:
@@ -462,25 +440,10 @@ def cases(limits: Limits = Limits()) -> SearchStrategy[Case]:
     """
     from hypothesis import strategies as st
 
-    class Drawing:
-        def __init__(self, draw: Any) -> None:
-            self._draw = draw
-
-        def integer(self, low: int, high: int) -> int:
-            return int(self._draw(st.integers(low, high)))
-
-        def choice(self, options: Sequence[T]) -> T:
-            found: T = self._draw(st.sampled_from(list(options)))
-            return found
-
-    @st.composite
-    def strategy(draw: Any) -> Case:
-        return draw_case(Drawing(draw), limits)
-
-    return strategy()
+    return st.randoms(use_true_random=False).map(lambda ch: draw_case(ch, limits))
 
 
-def redrawn(kind: Case, ch: Chooser, limits: Limits) -> Case:
+def redrawn(kind: Case, ch: Random, limits: Limits) -> Case:
     """Other sizes, values and offsets of the same kind: same form, dtypes, layouts and epilogue.
 
     Compiled kernels are keyed by the kind, so a campaign that draws several problems of each spends
@@ -491,9 +454,9 @@ def redrawn(kind: Case, ch: Chooser, limits: Limits) -> Case:
     if kind.kind == "offsets" and "head" in sizes:
         keep["head"] = ch.choice((0, 0, 1, 3, 9))
     modes = _modes_like(kind, limits)
-    case = replace(kind, **keep, mode=ch.choice(modes) if len(modes) > 1 else kind.mode, seed=ch.integer(0, 2**31 - 1))
+    case = replace(kind, **keep, mode=ch.choice(modes) if len(modes) > 1 else kind.mode, seed=ch.randint(0, 2**31 - 1))
     given = [name for name in INDICES if getattr(kind.fused, name).given]
-    rows: dict[str, Any] = {name: replace(getattr(kind.fused, name), rows=ch.integer(0, 29)) for name in given}
+    rows: dict[str, Any] = {name: replace(getattr(kind.fused, name), rows=ch.randint(0, 29)) for name in given}
     case = replace(case, fused=replace(kind.fused, **rows))
     return settled(stretched(ch, deepened(ch, case, limits), limits), limits)
 

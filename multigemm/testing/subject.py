@@ -7,14 +7,13 @@ problems are what a campaign draws. `shipped` names all of them.
 
 So that every config that a backend ships comes up, each kind of problem gets configs of its own (`assigned`): the one
 that other kinds have used least. Later laps over the kinds bring up configs that no kind has used, where there are
-such, and otherwise what is compiled already. What is left then gets further kinds (`kinds_for_rare_configs`): new ones
-where no kind can run under it; one once more where all that can have rarer ones to run.
+such, and otherwise what is compiled already. What is left then gets further kinds (`kinds_for_rare_configs`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -60,16 +59,12 @@ def _larger(spec: ProblemSpec) -> list[ProblemSpec]:
 class Subject:
     """A backend under test. `config` picks one of its configs: by position, modulo their number, or by its
     text. After `pin` that config is kept for every spec that it is valid for, so that problems of one
-    kind share their compiled kernels; after `force` no other one is tried. `adapt` may change a config before
-    it is planned."""
+    kind share their compiled kernels."""
 
-    def __init__(
-        self, backend: str | Backend, config: int | str = 0, *, adapt: Callable[[Any], Any] | None = None
-    ) -> None:
+    def __init__(self, backend: str | Backend, config: int | str = 0) -> None:
         self.backend: Backend = registry.get(backend) if isinstance(backend, str) else backend
-        self.config, self.adapt = config, adapt
+        self.config = config
         self._pinned: Any = None
-        self._forced: Any = None
         self._ran: list[Any] = []
         self._offered: dict[Any, list[Any]] = {}
         self._recipes: dict[Any, Recipe] = {}
@@ -108,22 +103,17 @@ class Subject:
         """Keeps a config for all later specs; None releases it."""
         self._pinned = config
 
-    def force(self, config: Any) -> None:
-        """Runs everything under one config. A spec for which it is not valid cannot be planned."""
-        self._forced = config
-
     def recipe(self, spec: ProblemSpec, device: torch.device) -> Recipe:
         """The recipe for a spec under the chosen config; made once."""
         key = (spec, device)
         if key not in self._recipes:
             if len(self._recipes) > KEPT:
                 self._recipes.clear()
-            self._recipes[key] = self._made(spec, device)
+            self._recipes[key] = self.planned(spec, device)
         return self._recipes[key]
 
-    def _made(self, spec: ProblemSpec, device: torch.device) -> Recipe:
-        if self._forced is not None:
-            return self.backend.plan(spec, self._forced, device)
+    def planned(self, spec: ProblemSpec, device: torch.device) -> Recipe:
+        """A new recipe for a spec."""
         if self._pinned is not None:  # also where it is shipped for other sizes only
             try:
                 return self.backend.plan(spec, self._pinned, device)
@@ -132,7 +122,7 @@ class Subject:
         config = self._chosen(spec, device)
         if config is not None and config not in self._ran:
             self._ran.append(config)
-        return self._plan(spec, config, device)
+        return self.backend.plan(spec, config, device)
 
     def _chosen(self, spec: ProblemSpec, device: torch.device) -> Any:
         if isinstance(self.config, str):
@@ -147,14 +137,6 @@ class Subject:
             return next((config for config in self._ran if config in configs), configs[0])
         return configs[self.config % len(configs)]
 
-    def _plan(self, spec: ProblemSpec, config: Any, device: torch.device) -> Recipe:
-        if self.adapt is not None:
-            try:
-                return self.backend.plan(spec, self.adapt(config), device)
-            except InvalidSetting:  # the adapted config is not valid for this spec: the given one is
-                pass
-        return self.backend.plan(spec, config, device)
-
 
 SEARCHED, FAR_SEED = 600, 1 << 20
 """Random cases that are looked through for configs that no kind runs, and their first seed."""
@@ -168,37 +150,25 @@ def offered(kinds: list[Case], subject: Subject, device: torch.device) -> list[l
 def kinds_for_rare_configs(
     kinds: list[Case], names: Sequence[str], device: torch.device, limits: Limits, turns: int
 ) -> list[Case]:
-    """More kinds, so that every config that any kind offers is assigned to one."""
-    subjects = [Subject(name) for name in names]
-    every = [offered(kinds, subject, device) for subject in subjects]
-    known = [_all_of(_spread(shipped, turns)) for shipped in every]
-    found = []
-    for seed in range(SEARCHED):
-        case, brings = random_case(FAR_SEED + seed, limits), False
-        spec = spec_of(case)
-        ours = [subject.offered(spec, device) for subject in subjects]
-        for shipped, seen in zip(ours, known, strict=True):
-            new = [config for config in shipped if config not in seen][:turns]
-            brings = brings or bool(new)
-            seen.update(new)
-        if brings:
-            found.append(case)
-            every = [[*before, shipped] for before, shipped in zip(every, ours, strict=True)]
-    return found + _repeated([*kinds, *found], every, turns)
+    """More kinds, so that every config that a kind or one of the searched cases offers is assigned to one.
+
+    A kind comes once more where all that offer some config have rarer ones to run: it takes one that is not used yet.
+    """
+    candidates = [*kinds, *(random_case(FAR_SEED + seed, limits) for seed in range(SEARCHED))]
+    return [candidates[at] for at in _added([offered(candidates, Subject(name), device) for name in names],
+                                            len(kinds), turns)]  # fmt: skip
 
 
-def _repeated(kinds: list[Case], every: list[list[list[Any]]], turns: int) -> list[Case]:
-    """Kinds that are needed once more, since all that offer some config have rarer ones to run; each at most as often
-    as it offers configs, for it takes one that is not used yet, if there is one."""
-    found = list[Case]()
+def _added(offers: Sequence[list[list[Any]]], count: int, turns: int) -> list[int]:
+    """Which candidates to add to the first `count`, so that every config that any candidate offers is assigned; for
+    each backend the configs that each candidate offers."""
+    chosen = list(range(count))
     while True:
-        left = [_all_of(shipped) - _all_of(_spread(shipped, turns)) for shipped in every]
-        offer = [any(x.intersection(s[i]) for x, s in zip(left, every, strict=True)) for i in range(len(kinds))]
-        if not any(offer):
-            return found
-        at = offer.index(True)
-        found.append(kinds[at])
-        every = [[*shipped, shipped[at]] for shipped in every]
+        left = [_all_of(each) - _all_of(_spread([each[at] for at in chosen], turns)) for each in offers]
+        helps = (at for at in range(len(offers[0])) if any(x & set(each[at]) for x, each in zip(left, offers)))
+        if (at := next(helps, None)) is None:
+            return chosen[count:]
+        chosen.append(at)
 
 
 def _all_of(each: list[list[Any]]) -> set[Any]:

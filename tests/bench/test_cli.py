@@ -19,7 +19,7 @@ from multigemm.bench.runner import Runner
 from multigemm.bench.suites import add_selection, selected
 from multigemm.bench.workloads import parse_shape
 from multigemm.select.timing import Timing
-from tests.support.bench_entries import FAST
+from tests.support.bench_entries import FAST, by_name, measured
 from tests.support.bench_reports import made_up_report
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "benchmarks").glob("*.py"))
@@ -149,31 +149,26 @@ def test_list_shows_every_suite_or_those_that_are_asked_for(capsys: pytest.Captu
 
 
 def test_a_rested_run_says_so_in_its_report_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*QUICK, "--shape", "2,4,8,8", "--peers", "none", "--json-only"]
-    assert main([*words, "--rest", "50", "--out", str(tmp_path)]) == 0
-    assert reports.read(tmp_path).method["rest"] == 0.5
+    words = "--shape 2,4,8,8 --peers none"
+    assert measured(tmp_path, f"{words} --rest 50").method["rest"] == 0.5
     assert "idle for 50% of the time" in capsys.readouterr().out
-    assert main([*words, "--out", str(tmp_path / "usual")]) == 0
+    assert "rest" not in measured(tmp_path / "usual", words).method
     assert "idle for" not in capsys.readouterr().out
-    assert "rest" not in reports.read(tmp_path / "usual").method
 
 
 def test_each_config_is_an_entry_where_that_is_asked(tmp_path: Path) -> None:
-    words = [*QUICK, "--shape", "2,4,8,8", "--dtypes", "fp32", "--backends", "cpu", "--peers", "none", "--json-only"]
-    assert main([*words, "--configs", "2", "--out", str(tmp_path)]) == 0
-    rows = {row.entry: row for row in reports.read(tmp_path).rows}
+    words = "--shape 2,4,8,8 --dtypes fp32 --backends cpu --peers none"
+    rows = by_name(measured(tmp_path, f"{words} --configs 2"))
     assert {"cpu#0", "cpu#1"} <= set(rows)
     assert rows["cpu#0"].config != rows["cpu#1"].config
-    assert main([*words, "--configs", "99", "--resume", "--out", str(tmp_path)]) == 0
-    last = next(row for row in reports.read(tmp_path).rows if row.entry == "cpu#98")
+    last = by_name(measured(tmp_path, f"{words} --configs 99 --resume"))["cpu#98"]
     assert last.status == "refused" and "configs for this problem" in last.reason
 
 
 @pytest.mark.slow
 def test_dtypes_are_a_list_in_short_or_long_and_turned_weights_are_asked_for(tmp_path: Path) -> None:
-    words = [*QUICK, "--shape", "2,4,8,8", "--dtypes", "float32,bf16", "--nt", "--backends", "none", "--peers", "none"]
-    assert main([*words, "--json-only", "--out", str(tmp_path)]) == 0
-    assert reports.read(tmp_path).cases() == [f"shape:2,4,8,8/balanced/{dtype}/nt" for dtype in ("fp32", "bf16")]
+    report = measured(tmp_path, "--shape 2,4,8,8 --dtypes float32,bf16 --nt --backends none --peers none")
+    assert report.cases() == [f"shape:2,4,8,8/balanced/{dtype}/nt" for dtype in ("fp32", "bf16")]
 
 
 def test_what_is_hopeless_on_a_cpu_is_not_chosen_unasked(

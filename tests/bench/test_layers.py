@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from multigemm.__main__ import main
-from multigemm.bench import layers, reports
+from multigemm.bench import layers
 from multigemm.bench.entries import Refused
 from multigemm.bench.layers import layer_case
 from multigemm.bench.workloads import LAYERS, Layer, Rates, with_dtype
 from multigemm.errors import LibraryError
+from tests.support.bench_entries import measured
 
 CPU, H200 = torch.device("cpu"), Rates(770.0, 4.2)
 SMALL = Layer("small", 4, 2, 32, 16, 12)
@@ -78,10 +79,8 @@ def test_the_command_measures_layers_as_it_measures_products(
 ) -> None:
     """On a CPU extents and tokens are divided."""
     monkeypatch.setattr(layers, "CPU_SCALE", 256)
-    words = ["bench", "--suite", "layers,small", "--device", "cpu", "--only", "Mixtral:2/,small_cube_64"]
-    words += ["--floor", "1,0.1", "--backends", "cpu", "--peers", "none", "--modes", "graph", "--budget-ms", "2"]
-    assert main([*words, "--json-only", "--quiet", "--out", str(tmp_path)]) == 0
-    rows = {(row.case, row.entry): row for row in reports.read(tmp_path).rows}
+    words = "--suite layers,small --only Mixtral:2/,small_cube_64 --backends cpu --peers none --modes graph"
+    rows = {(row.case, row.entry): row for row in measured(tmp_path, words).rows}
     training = rows["Mixtral:2/training/bf16", "fused[cpu]"]
     assert training.status == "ok" and training.why.endswith(" bytes a token for backward") and training.us
     assert rows["Mixtral:2/forward/bf16", "steps[cpu]"].status == "ok"

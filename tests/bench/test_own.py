@@ -11,10 +11,8 @@ import torch
 
 import multigemm as mg
 from multigemm.__main__ import main
-from multigemm.bench import reports
 from multigemm.bench.own import own_tensors
-from multigemm.bench.runner import Options
-from tests.support.bench_entries import FAST
+from tests.support.bench_entries import FAST, measured
 
 
 def r(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -25,8 +23,15 @@ PROBLEMS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "rows": (r(12, 8), r(3, 8, 4), {"sizes": [5, 0, 7]}),
     "rows in part": (r(15, 8), r(3, 8, 4), {"offsets": [2, 5, 5, 12]}),
     "columns": (r(3, 6, 8), r(8, 10), {"sizes": [5, 0, 5], "jagged": "n"}),
+    "columns with a bias": (r(3, 6, 8), r(8, 10), {"sizes": [5, 0, 5], "jagged": "n", "bias": r(10)}),
     "gradients": (r(6, 12).T.contiguous().T, r(12, 4), {"sizes": [5, 0, 7], "jagged": "k"}),
     "list": ([r(3, 8), r(5, 6)], [r(8, 4), r(6, 7)], {"activation": "silu"}),
+    "list with biases": ([r(3, 8), r(5, 6)], [r(8, 4), r(6, 7)], {"bias": [r(4), r(7)]}),
+    "whole numbers with a bias": (
+        torch.ones(6, 8, dtype=torch.int8),
+        torch.ones(8, 4, dtype=torch.int8),
+        {"bias": torch.ones(4, dtype=torch.int32)},
+    ),
     "batch": (r(3, 6, 8), r(3, 8, 4), {"bias": r(3, 4)}),
     "masked": (r(3, 6, 8), r(3, 8, 4), {"valid_rows": [2, 0, 6]}),
     "one": (r(6, 8), r(8, 4), {"alpha": 2.0}),
@@ -41,7 +46,7 @@ PROBLEMS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 def test_a_problem_of_ones_own_is_checked_and_timed(name: str) -> None:
     a, b, keywords = PROBLEMS[name]
     posed = mg.GroupedGemmProblem(a, b, **keywords)
-    report = mg.benchmark(posed, ["cpu"], ["torch_loop"], FAST if name != "tf32" else Options(reps=3, budget_ms=1.0))
+    report = mg.benchmark(posed, ["cpu"], ["torch_loop"], FAST)
     rows = {row.entry: row for row in report.rows}
     assert rows["cpu"].status == "ok", rows["cpu"].reason
     assert (rows["cpu"].flops, rows["cpu"].dtype) == (posed.flops, "tf32" if name == "tf32" else rows["cpu"].dtype)
@@ -66,8 +71,7 @@ def test_a_wrong_answer_to_a_problem_with_an_epilogue_is_found() -> None:
     tensors = own_tensors(mg.GroupedGemmProblem(r(6, 8), r(2, 8, 4), sizes=[2, 4], activation="relu"), "own")
     truth = tensors.reference()
     assert "wrong answer" in truth.verdict(tensors.out)
-    assert tensors.own is not None
-    mg.solve(tensors.own, "cpu")
+    mg.solve(tensors.problem, "cpu")
     assert truth.verdict(tensors.out) == ""
     group_outputs(tensors, tensors.out)[1][3, 3] += 1
     assert "1 of" in truth.verdict(tensors.out)
@@ -85,9 +89,7 @@ def test_the_command_takes_a_file(text: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         f"import torch\nimport multigemm as mg\na, b = torch.ones(8, 4), torch.ones(2, 4, 6)\n{text}\n"
     )
-    words = ["bench", "--problem", str(tmp_path / "mine.py"), "--device", "cpu", "--floor", "1,1", "--budget-ms", "2"]
-    assert main([*words, "--quiet", "--json-only", "--out", str(tmp_path)]) == 0
-    rows = reports.read(tmp_path).rows
+    rows = measured(tmp_path, f"--problem {tmp_path / 'mine.py'}").rows
     assert {row.case for row in rows} == {"mine/given/fp32"}
     assert {row.entry: row.status for row in rows}["cpu"] == "ok"
 

@@ -11,11 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from multigemm.__main__ import main
 from multigemm.bench import processes, reports
 from multigemm.bench.processes import Marker, read_marker, supervise
 from multigemm.bench.reports import Report, Row
-from tests.support.bench_entries import CASE, CPU
+from tests.support.bench_entries import CASE, CPU, measured
 from tests.support.python_process import install_backends, run_python
 
 CHILD = """
@@ -145,8 +144,6 @@ def test_a_backend_that_hangs_is_a_row_and_the_others_are_measured(tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_supervised_run_can_be_called_from_python(tmp_path: Path) -> None:
-    words = ["bench", "--shape", "2,4,8,8", "--device", "cpu", "--isolate", "--backend", "cpu", "--peers", "none"]
-    assert main([*words, "--floor", "1,1", "--json-only", "--quiet", "--out", str(tmp_path)]) == 0
-    report = reports.read(tmp_path)
+    report = measured(tmp_path, "--shape 2,4,8,8 --isolate --backend cpu --peers none")
     assert [row.entry for row in report.timed()] == ["cpu", "dense"]
-    assert report.method["command"].endswith("--isolate --backends cpu --peers none --floor 1,1")
+    assert "--isolate --backends cpu --peers none" in report.method["command"]

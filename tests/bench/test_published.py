@@ -11,7 +11,6 @@ import torch
 
 from multigemm.__main__ import main
 from multigemm.bench import reports, table
-from multigemm.bench.entries import problem
 from multigemm.bench.operands import make
 from multigemm.bench.suites import suite
 from multigemm.planning.staging import staged_spec
@@ -105,7 +104,7 @@ def test_shipped_tunings_are_found_by_the_problems_they_were_measured_on(
     light = [case for case in suite("small,decode,moe,tutorial,l2") if case.resident_bytes < 3e9]
     met = 0
     for case in light:
-        posed = problem(make(case, "cpu", drawn=False))
+        posed = make(case, "cpu", drawn=False).problem
         on_host = class_of(posed, staged_spec(posed))
         for c in (on_host, replace(on_host, where="device-sizes")):
             if str(c) not in entries:

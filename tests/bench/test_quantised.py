@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from multigemm.__main__ import main
 from multigemm.bench.entries import Refused, backend_entry, ceiling_entry
 from multigemm.bench.operands import make
 from multigemm.bench.peers import PEERS
 from multigemm.bench.suites import suite
 from multigemm.bench.workloads import RECIPES, Rates, Workload
 from multigemm.integrations import deep_gemm as stand_in
+from tests.support.bench_entries import by_name, measured
 
 CPU = torch.device("cpu")
 BASE = Workload("case", "fp8", groups=4, n=160, k=256, total=70, distribution="zipf", dtype="fp8-blocks")
@@ -64,8 +63,7 @@ IN_FORMS += [("jagged_k", name) for name in ("fp8-rows", "fp8-1x128", "mxfp8", "
 @pytest.mark.parametrize(("form", "dtype"), [*(("jagged_m", name) for name in RECIPES), *IN_FORMS])
 def test_right_results_are_right_and_others_wrong(form: str, dtype: str) -> None:
     tensors = make(replace(FORMS[form], dtype=dtype), CPU)
-    truth, given = tensors.reference(), tensors.own
-    assert given is not None
+    truth, given = tensors.reference(), tensors.problem
     ready = backend_entry("cpu").prepare(tensors)
     tensors.poison()
     assert truth.verdict(ready.result(None)).startswith("wrong answer")
@@ -83,12 +81,12 @@ def test_right_results_are_right_and_others_wrong(form: str, dtype: str) -> None
 
 
 def test_tensors_lie_as_kernels_read_them_fastest() -> None:
-    given = make(BASE, CPU).own
-    assert given is not None and given.spec.b.order == "col" and given.spec.a.order == "row"
+    given = make(BASE, CPU).problem
+    assert given.spec.b.order == "col" and given.spec.a.order == "row"
     scale: Any = given.scale_a
     assert scale.stride() == (1, 70)
-    undrawn = make(replace(BASE, dtype="mxfp4-weights"), CPU, drawn=False).own
-    assert undrawn is not None and undrawn.spec.b.packed == "e2m1"
+    undrawn = make(replace(BASE, dtype="mxfp4-weights"), CPU, drawn=False).problem
+    assert undrawn.spec.b.packed == "e2m1"
 
 
 def test_peers_without_scales_and_ceilings_say_so() -> None:
@@ -125,30 +123,7 @@ def test_deep_gemm_gets_padded_rows_and_its_result_is_checked(deep_gemm: None) -
 
 
 @pytest.mark.slow
-def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "report.json"
-    arguments = ["--suite", "fp8", "--only", "fp8_small/empty/fp8-blocks", "--backends", "cpu", "--peers", "none"]
-    monkeypatch.chdir(tmp_path)
-    assert (
-        main(
-            [
-                "bench",
-                *arguments,
-                "--modes",
-                "graph",
-                "--reps",
-                "2",
-                "--floor",
-                "1,1",
-                "--json-only",
-                "--json",
-                str(path),
-            ]
-        )
-        == 0
-    )
-    rows = [row for row in json.loads(path.read_text())["rows"] if row["entry"] == "cpu"]
-    assert [row["status"] for row in rows] == ["ok"]
-    assert rows[0]["case"] == "fp8_small/empty/fp8-blocks"
-    assert rows[0]["us"] > 0
-    capsys.readouterr()
+def test_the_command_line(tmp_path: Path) -> None:
+    report = measured(tmp_path, "--suite fp8 --only fp8_small/empty/fp8-blocks --backends cpu --peers none --reps 2")
+    row = by_name(report)["cpu"]
+    assert row.status == "ok" and row.case == "fp8_small/empty/fp8-blocks" and row.us

@@ -150,7 +150,8 @@ def test_who_is_absent_is_named_with_a_reason() -> None:
     "text",
     [
         "G=3,M=4,T=24,K=8,form=jagged_n,bias=1,dist=zipf", "G=3,M=4,T=24,N=8,form=jagged_k,bias=1",
-        "G=3,T=24,N=8,K=8,bias=1", "G=3,M=4,T=9,N=8,K=8,form=masked,bias=1", "G=3,T=24,N=0,K=8", "G=3,T=24,N=8,K=0",
+        "G=3,T=24,N=8,K=8,bias=1", "G=3,T=24,N=8,K=8,bias=1,dtype=int8",
+        "G=3,M=4,T=9,N=8,K=8,form=masked,bias=1", "G=3,T=24,N=0,K=8", "G=3,T=24,N=8,K=0",
         "G=3,T=0,N=8,K=8", "0x4x4+2x0x2",
     ],
 )  # fmt: skip

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from multigemm.bench import operands, workloads
-from multigemm.bench.entries import problem
 from multigemm.bench.operands import group_inputs, group_outputs
 from multigemm.bench.suites import SUITES, suite
 from multigemm.bench.workloads import DTYPES, Rates, Workload, geomean, parse_shape, with_dtype
@@ -140,7 +139,7 @@ def test_an_extent_that_would_be_ignored_or_is_forgotten_is_said(text: str, matc
 def test_floors_count_what_a_problem_counts_and_memory_what_tensors_take(text: str, dtype: str) -> None:
     case = parse_shape(text, dtype)
     tensors = operands.make(case, "cpu")
-    posed = problem(tensors)
+    posed = tensors.problem
     assert (case.flops, case.bytes) == (posed.flops, posed.bytes)
     every = [x for each in (tensors.a, tensors.b, tensors.out) for x in (each if isinstance(each, list) else [each])]
     assert case.resident_bytes == sum(x.numel() * x.element_size() for x in every)
@@ -222,7 +221,8 @@ def test_the_reference_accepts_the_truth_and_finds_one_wrong_element(case: Workl
     truth = tensors.reference()
     assert "wrong answer" in truth.verdict(tensors.out)  # poisoned
     parts = group_outputs(tensors, tensors.out)
-    biases = tensors.bias if isinstance(tensors.bias, list) else [torch.zeros(())] * len(parts)
+    bias = tensors.problem.bias
+    biases = bias if isinstance(bias, list) else [torch.zeros(())] * len(parts)
     for part, (a, b), bias, (m, n, k) in zip(parts, group_inputs(tensors), biases, case.extents, strict=True):
         assert a.shape == (m, k)
         assert b.shape == (k, n)

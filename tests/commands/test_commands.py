@@ -218,6 +218,17 @@ def test_verify_checks_a_problem_of_ones_own(tmp_path: Path, capsys: pytest.Capt
     assert main(["verify", str(tmp_path / "none.py")]) == 2
 
 
+def test_verify_takes_quantised_operands_with_a_result_of_the_users(tmp_path: Path) -> None:
+    """It once refused them, as a benchmark does."""
+    (tmp_path / "mine.py").write_text(
+        "import torch, multigemm as mg\n"
+        "a, b = (torch.ones(*shape).to(torch.float8_e4m3fn) for shape in ((6, 64), (2, 64, 16)))\n"
+        "out, one = torch.empty(6, 16, dtype=torch.bfloat16), torch.ones(())\n"
+        "problem = mg.GroupedGemmProblem(a, b, sizes=[2, 4], scale_a=one, scale_b=one, out=out)\n"
+    )
+    assert main(["verify", str(tmp_path / "mine.py"), "--backends", "cpu"]) == 0
+
+
 @pytest.mark.parametrize("command", ["demo", "verify"])
 def test_a_backend_that_does_not_exist_is_refused_beside_one_that_does(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -13,15 +13,15 @@ from multigemm.backends import registry
 from multigemm.fuzz.plan import Options, Summary, Tally
 from multigemm.fuzz.report import failed, to_text
 from multigemm.testing import Case
-from multigemm.testing.model_kernel import ModelBackend
-from multigemm.testing.model_mutants import planted
+from tests.model_mutants.faults import planted
+from tests.model_mutants.kernel import ModelBackend
 from tests.support.python_process import install_backends, run_python
 
 FAULTY = """
 import ctypes
 import time
-from multigemm.testing.model_kernel import Kernel, ModelBackend
-from multigemm.testing.model_mutants import planted
+from tests.model_mutants.kernel import Kernel, ModelBackend
+from tests.model_mutants.faults import planted
 
 class Crashing(ModelBackend):
     def bind(self, ops, config):
@@ -135,10 +135,11 @@ def test_a_compiler_that_does_not_end_holds_up_nobody(environment: dict[str, str
     script.write_text(
         "from multigemm.fuzz import campaign\n"
         "from multigemm.fuzz.plan import Options\n"
+        "from multigemm.testing import Limits\n"
         "if __name__ == '__main__':\n"
         "    campaign.STUCK_SECONDS = 1\n"
-        "    forms = ('jagged_m', 'batched')\n"
-        "    some = Options(('slow',), kinds=8, burst=3, examples=20, jobs=3, work=3000, forms=forms)\n"
+        "    limits = Limits(work=3000, forms=('jagged_m', 'batched'))\n"
+        "    some = Options(('slow',), kinds=8, burst=3, examples=20, jobs=3, limits=limits)\n"
         "    done = campaign.run(some)\n"
         "    print(done.tally.problems, len(done.tally.failures), done.crashes, *done.notes, sep='\\n')\n"
     )

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,17 +20,19 @@ from multigemm.fuzz.worker import Position, Worker, with_required
 from multigemm.problem.spec import ProblemSpec
 from multigemm.testing import Case, Limits, Subject, check_case
 from multigemm.testing.corpus import snippet
-from multigemm.testing.model_kernel import Kernel, ModelBackend, Tile
-from multigemm.testing.model_mutants import planted
 from multigemm.testing.oracles import Finding, Outcome
 from multigemm.testing.placed_case import spec_of
 from multigemm.testing.strategies import kinds
-from multigemm.testing.subject import _repeated, assigned, kind_of, offered
+from multigemm.testing.subject import _added, assigned, kind_of, offered
+from tests.model_mutants.faults import planted
+from tests.model_mutants.kernel import Kernel, ModelBackend, Tile
 
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 LARGE, SMALL = Tile(32, 32, 16), Tile(8, 8, 8)
+
+SMALL_WORK = Limits(work=3000)
 
 
 class Choosy(ModelBackend):
@@ -83,26 +86,23 @@ def test_a_config_is_found_again_by_its_text() -> None:
     assert any(InvalidSetting.__name__ in str(finding) for finding in found)
 
 
-class _Pipe:
-    def __init__(self) -> None:
-        self.total = Tally()
-
-    def send(self, tally: Tally) -> None:
-        self.total.add(tally)
+def told_by(total: Tally) -> Any:
+    """A worker's end of a pipe whose other end adds up."""
+    return SimpleNamespace(send=total.add)
 
 
 def test_a_campaign_counts_every_config_and_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "get", lambda name: Choosy(name))
-    options = Options(("choosy",), kinds=4, burst=1, turns=2, configs="pinned", work=3000, examples=12, deep=50)
-    pipe = _Pipe()
-    worker = Worker(options, pipe, Position())
+    options = Options(("choosy",), kinds=4, burst=1, turns=2, configs="pinned", limits=SMALL_WORK, examples=12, deep=50)
+    total = Tally()
+    worker = Worker(options, told_by(total), Position())
     worker.announce()
     worker.run(Batch(0, 12), 1e18)
-    assert not pipe.total.failures
-    assert sum(pipe.total.configs.values()) == pipe.total.checks["choosy"] == 12
-    assert {text for name, text in pipe.total.configs} >= {str(LARGE), str(SMALL)}
+    assert not total.failures
+    assert sum(total.configs.values()) == total.checks["choosy"] == 12
+    assert {text for name, text in total.configs} >= {str(LARGE), str(SMALL)}
     assert [options.config_of(number) for number in (0, 4, 8)] == [0, 1, 0]
-    assert all(pipe.total.configs["choosy", text] for text in pipe.total.assigned.values())
+    assert all(total.configs["choosy", text] for text in total.assigned.values())
 
 
 @pytest.mark.parametrize("oracle", ["edge of memory", "lying sizes", "other contents", "relation: split", "value"])
@@ -118,7 +118,7 @@ def test_only_what_a_plain_run_repeats_is_made_smaller(
         return case
 
     monkeypatch.setattr(workers, "shrink", noted)
-    worker = Worker(Options(("model",)), _Pipe(), Position())
+    worker = Worker(Options(("model",)), told_by(Tally()), Position())
     kernel = planted("no M mask on the store") if faulty else Kernel
     worker.subjects["model", 0] = Subject(ModelBackend("model", kernel))
     case = Case(n=5, k=4, lengths=(3, 2), head=1)
@@ -137,24 +137,24 @@ class Rare(ModelBackend):
 
 def test_kinds_are_added_for_configs_that_no_kind_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "get", lambda name: Rare(name))
-    narrow = Options(("rare",), kinds=4, burst=1, turns=2, configs="pinned", work=3000, deep=1000)
+    narrow = Options(("rare",), kinds=4, burst=1, turns=2, configs="pinned", limits=SMALL_WORK, deep=1000)
     options = with_required(narrow)
     assert options.kinds == 4 + len(options.carriers) and len(options.carriers) > 1
-    pipe = _Pipe()
-    worker = Worker(options, pipe, Position())
+    total = Tally()
+    worker = Worker(options, told_by(total), Position())
     worker.announce()
     worker.run(Batch(0, options.slots), 1e18)
-    counts = {text: count for (_, text), count in pipe.total.configs.items()}
+    counts = {text: count for (_, text), count in total.configs.items()}
     assert counts.keys() >= {str(Tile(rows, 8, 8)) for rows in (1, 2, 3, 4, 5)} and all(counts.values())
-    assert to_dict(Summary(options, pipe.total, 1.0))["shipped_configs"]["rare"]["least"] > 0
+    assert to_dict(Summary(options, total, 1.0))["shipped_configs"]["rare"]["least"] > 0
     assert with_required(replace(narrow, configs="first")).carriers == ()
 
 
 def test_a_kind_is_repeated_for_what_all_that_offer_it_have_no_turn_for() -> None:
-    first, second, third = (Case(n=n, k=4, lengths=(3, 2)) for n in (5, 6, 7))
     one, two = [["a", "b", "common"], ["c", "common"], []], [["x"], [], ["y"]]
-    assert _repeated([first, second, third], [one, two], turns=1) == [first, first]
-    assert _repeated([first, second, third], [one, two], turns=3) == []
+    assert _added([one, two], 3, turns=1) == [0, 0]
+    assert _added([one, two], 3, turns=3) == []
+    assert _added([[*one, ["new", "a"]], [*two, []]], 3, turns=3) == [3], "what no kind offers"
 
 
 class Uneven(ModelBackend):
@@ -172,7 +172,7 @@ def test_every_config_that_is_offered_is_assigned(salt: int, monkeypatch: pytest
     """Also one that many kinds offer, all of which have rarer ones to run."""
     monkeypatch.setattr(Uneven, "salt", salt)
     monkeypatch.setattr(registry, "get", lambda name: Uneven(name))
-    options = with_required(Options(("uneven",), kinds=12, turns=2, configs="pinned", work=3000))
+    options = with_required(Options(("uneven",), kinds=12, turns=2, configs="pinned", limits=SMALL_WORK))
     every, subject = workers._kinds(options), Subject("uneven")
     shipped = {config for configs in offered(every, subject, CPU) for config in configs}
     assert shipped == {config for configs in assigned(every, subject, CPU, 2) for config in configs}
@@ -182,7 +182,7 @@ def test_every_config_that_is_offered_is_assigned(salt: int, monkeypatch: pytest
 def test_a_config_that_never_ran_fails_the_campaign() -> None:
     tally = Tally(problems=GATE_FROM)
     tally.configs.update({("choosy", "LARGE"): 0, ("choosy", "SMALL"): 7})
-    summary = Summary(Options(("choosy",), forms=("masked",)), tally, 1.0)
+    summary = Summary(Options(("choosy",), limits=Limits(forms=("masked",))), tally, 1.0)
     assert idle(summary) == ["choosy LARGE"] and failed(summary)
     assert "NEVER RUN: choosy LARGE" in to_text(summary)
     tally.problems = 10

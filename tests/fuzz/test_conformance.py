@@ -10,10 +10,10 @@ import torch
 
 from multigemm.problem.spec import FORMS
 from multigemm.testing import conformance
-from multigemm.testing.model_kernel import ModelBackend
-from multigemm.testing.model_mutants import planted
 from multigemm.testing.strategies import DTYPES
 from multigemm.testing.subject import Subject
+from tests.model_mutants.faults import planted
+from tests.model_mutants.kernel import ModelBackend
 from tests.support.python_process import ROOT, install_backends, run_python
 
 

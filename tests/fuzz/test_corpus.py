@@ -9,8 +9,8 @@ import torch
 from multigemm.backends import registry
 from multigemm.errors import InvalidSetting
 from multigemm.testing import Case, Subject, check_case, corpus
-from multigemm.testing.model_kernel import ModelBackend
 from multigemm.testing.placed_case import spec_of
+from tests.model_mutants.kernel import ModelBackend
 from tests.support.python_process import run_python
 
 FOLDER = Path(__file__).parents[1] / "corpus"

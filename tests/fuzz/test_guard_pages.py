@@ -8,11 +8,11 @@ import torch
 from multigemm.testing.case import Case, Layout
 from multigemm.testing.deep_oracles import edge_of_memory
 from multigemm.testing.guard_pages import GuardedBlocks, banded_allocations
-from multigemm.testing.model_kernel import ModelBackend
 from multigemm.testing.oracles import check
 from multigemm.testing.placed_case import Arena, DeviceCase
 from multigemm.testing.strategies import EMULATED, random_case
 from multigemm.testing.subject import Subject
+from tests.model_mutants.kernel import ModelBackend
 from tests.support.python_process import run_python
 
 CPU = torch.device("cpu")

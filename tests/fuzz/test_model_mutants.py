@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from multigemm.testing import Subject, random_case
-from multigemm.testing.fused_model import model
-from multigemm.testing.model_kernel import Kernel, ModelBackend
-from multigemm.testing.model_mutants import (
+from multigemm.testing.oracles import check_pairs
+from multigemm.testing.placed_case import DeviceCase
+from multigemm.testing.strategies import Limits
+from tests.model_mutants.faults import (
     EQUIVALENT,
     FUSED_HUNTING,
     FUSED_MUTANTS,
@@ -21,9 +22,8 @@ from multigemm.testing.model_mutants import (
     mutant,
     planted,
 )
-from multigemm.testing.oracles import check_pairs
-from multigemm.testing.placed_case import DeviceCase
-from multigemm.testing.strategies import Limits
+from tests.model_mutants.fused_kernel import FusedBackend
+from tests.model_mutants.kernel import Kernel, ModelBackend
 
 CPU = torch.device("cpu")
 UNPLANTED = int(os.environ.get("UNPLANTED_PROBLEMS", "200"))
@@ -63,7 +63,7 @@ def test_each_fault_of_fused_problems_is_seen(name: str) -> None:
     [
         (ModelBackend(), HUNTING, UNPLANTED),
         (ModelBackend(), QUANTISED_HUNTING, UNPLANTED),
-        (model(), FUSED_HUNTING, 150),
+        (FusedBackend(), FUSED_HUNTING, 150),
         *((mutant(name), HUNTING, 100) for name in EQUIVALENT),
     ],
     ids=["model", "quantised", "fused", *EQUIVALENT],

@@ -1,6 +1,5 @@
 """Cases in memory: poison round what nobody owns, foreign writes to the byte, lines that begin aligned."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multigemm.backend import Recipe
 from multigemm.planning.staging import stage, staged_spec
 from multigemm.problem.spec import FORMS
 from multigemm.testing import (
@@ -25,9 +23,10 @@ from multigemm.testing import (
     check_case,
     random_case,
 )
-from multigemm.testing.fused_model import Model, model
-from multigemm.testing.model_kernel import ModelBackend
 from multigemm.testing.placed_case import Arena, foreign_writes, used_blocks
+from tests.model_mutants.fused_kernel import FusedBackend
+from tests.model_mutants.kernel import ModelBackend
+from tests.support.fused_cases import BLOCKS
 
 CPU = torch.device("cpu")
 SMALL = Limits(work=1 << 12, groups=20, longest=40)
@@ -45,7 +44,7 @@ def test_nobody_elses_memory_is_poison(seed: int) -> None:
     """A and B are surrounded by NaN (floats), and their elements are what was drawn."""
     placed = PlacedCase.build(random_case(seed, SMALL))
     place = placed.layout
-    named = [place.a, place.b, place.bias, place.index, None if placed.case.alias else place.c]
+    named = [*place.operands.values(), place.index]
     regions = [r for x in named if x is not None for r in (x if isinstance(x, list) else [x])]
     outside, clean = np.ones(placed.inputs.numel(), bool), place.inputs.poisoned()
     for region in regions:
@@ -118,12 +117,6 @@ def test_a_store_that_runs_over_an_odd_line_shows_where_lines_begin_aligned(pad:
     assert [finding.oracle for finding in outcome.findings][:1] == seen
 
 
-BLOCKS = Case(
-    form="jagged_k", dtype="float8_e4m3fn", dtype_b="float8_e5m2", m=3, n=4, lengths=(70, 0, 45), head=5, tail=2,
-    scale_a=Scale("1x32"), scale_b=Scale("row"), seed=1,
-)  # fmt: skip
-
-
 def test_entries_that_no_block_uses_hold_nan() -> None:
     assert used_blocks(BLOCKS, 32) == {0, 1, 2, 2 + 2, 2 + 3}
     problem = DeviceCase.from_case(BLOCKS, CPU).problem
@@ -148,23 +141,20 @@ def test_scales_of_rows_that_nobody_owns_hold_nan(case: Case, lines: list[int]) 
     assert scale.isnan().nonzero()[:, -2].unique().tolist() == lines
 
 
-def writes(where: str) -> Model:
+class Writes(FusedBackend):
     """The model, and then a number where it must not be: beside preact_out, or in the weights of rows."""
-    right = model()
 
-    def plan(spec: Any, config: Any, device: torch.device) -> Recipe:
-        def bind(ops: Any) -> Any:
-            launch = right.plan(spec, config, device).bind(ops)
-            x = getattr(ops.fused, where)
-            target = x if where == "row_scale" else x.as_strided((1,), (1,), x.storage_offset() - 1)
-            return lambda: (launch(), target.fill_(3.0))
+    where = ""
 
-        return Recipe("writes", config, bind)
-
-    return replace(right, plan=plan)
+    def bind(self, ops: Any, config: Any) -> Any:
+        launch, x = super().bind(ops, config), getattr(ops.fused, self.where)
+        target = x if self.where == "row_scale" else x.as_strided((1,), (1,), x.storage_offset() - 1)
+        return lambda: (launch(), target.fill_(3.0))
 
 
 @pytest.mark.parametrize(("where", "oracle"), [("preact", "guard"), ("row_scale", "inputs")])
 def test_a_write_into_weights_or_beside_preact_is_seen(where: str, oracle: str) -> None:
+    backend = Writes("writes")
+    backend.where = where
     case = Case(n=4, k=3, lengths=(2, 2), activation="relu", fused=Fused(row_scale="float32", preact=True))
-    assert oracle in {finding.oracle for finding in check_case(case, writes(where)).findings}
+    assert oracle in {finding.oracle for finding in check_case(case, backend).findings}

@@ -18,14 +18,9 @@ from multigemm.fuzz.shrink import shrink
 from multigemm.fuzz.worker import Position, Worker, drawn, with_required
 from multigemm.testing import EMULATED, Case, Layout, Limits, Scale, Subject, check_case, classes, corpus, random_case
 from multigemm.testing.corpus import snippet
-from multigemm.testing.model_mutants import mutant
 from multigemm.testing.strategies import kinds, required
-from tests.support.fused_cases import fused_cases
-
-JAGGED_K_IN_BLOCKS = Case(
-    form="jagged_k", dtype="float8_e4m3fn", dtype_b="float8_e5m2", m=3, n=4, lengths=(70, 0, 45), head=5, tail=2,
-    scale_a=Scale("1x32"), scale_b=Scale("row"), seed=1,
-)  # fmt: skip
+from tests.model_mutants.faults import mutant
+from tests.support.fused_cases import BLOCKS, fused_cases
 
 
 def options(examples: int = 0) -> Options:
@@ -36,7 +31,7 @@ def test_dtypes_have_the_names_of_the_other_commands_too() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     asked = parser.parse_args(["--backends", "cpu", "--device", "cpu", "--dtypes", "bf16,float64,int8"])
-    assert options_of(asked).dtypes == ("bfloat16", "float64", "int8")
+    assert options_of(asked).limits.dtypes == ("bfloat16", "float64", "int8")
 
 
 def test_every_slot_is_begun_first() -> None:
@@ -110,9 +105,7 @@ def test_shrinking_keeps_only_what_matters() -> None:
 
 def test_a_fault_of_scales_is_made_small_and_repeats_itself() -> None:
     faulty = mutant("block index one short in the tail")
-    case = replace(
-        JAGGED_K_IN_BLOCKS, bias="n", bias_dtype="float32", activation="silu", scale_b=Scale("1x64", "float8_e8m0fnu")
-    )
+    case = replace(BLOCKS, bias="n", bias_dtype="float32", activation="silu", scale_b=Scale("1x64", "float8_e8m0fnu"))
 
     def fails(trial: Case) -> bool:
         try:
@@ -161,10 +154,10 @@ def test_the_gate_names_what_was_never_drawn() -> None:
     summary = Summary(options, tally, 1.0)
     assert "form:masked" in missing(summary) and "form:jagged_m" not in missing(summary)
     assert "NOT COVERED" in to_text(summary)
-    assert not missing(Summary(Options(("cpu",), forms=("masked",)), tally, 1.0))
+    assert not missing(Summary(Options(("cpu",), limits=Limits(forms=("masked",))), tally, 1.0))
 
 
-EVERYTHING = Options(("cpu",), quantised=8, fused=16, seed=5)
+EVERYTHING = Options(("cpu",), limits=Limits(quantised=8, fused=16), seed=5)
 
 
 @pytest.mark.slow
@@ -175,7 +168,7 @@ def test_a_long_campaign_begins_with_every_required_class() -> None:
     assert required(options.limits) == {name for case in first for name in classes(case)} & required(options.limits)
     assert len(first) < 40 and drawn(options, len(first)) == random_case(5 + len(first), options.limits)
     assert with_required(replace(EVERYTHING, examples=100)).begin_with == ()
-    assert with_required(replace(EVERYTHING, forms=("masked",))).begin_with == ()
+    assert with_required(replace(EVERYTHING, limits=Limits(forms=("masked",)))).begin_with == ()
 
 
 @pytest.mark.slow
@@ -208,7 +201,7 @@ def test_the_report_counts_and_speaks() -> None:
 
 
 def test_a_campaign_draws_quantised_problems_and_counts_them_by_class() -> None:
-    options = Options(("cpu", "other"), quantised=8)
+    options = Options(("cpu", "other"), limits=Limits(quantised=8))
     cases = [drawn(options, number) for number in range(400)]
     assert 25 < sum(case.quantised for case in cases) < 80
     tally = Tally(problems=400)
@@ -226,13 +219,13 @@ def test_a_campaign_draws_quantised_problems_and_counts_them_by_class() -> None:
 
 def test_a_long_campaign_must_have_met_quantised_problems_where_they_are_drawn() -> None:
     tally = Tally(problems=5000)
-    assert "scale_b:128x128" in missing(Summary(Options(("cpu",), quantised=8), tally, 1.0))
+    assert "scale_b:128x128" in missing(Summary(Options(("cpu",), limits=Limits(quantised=8)), tally, 1.0))
     assert "scale_b:128x128" not in missing(Summary(Options(("cpu",)), tally, 1.0))
 
 
 def test_a_worker_counts_and_reports_fused_problems() -> None:
     told = Tally()
-    options = Options(("cpu",), fused=1, seed=3, work=1 << 12, longest=40, groups=8)
+    options = Options(("cpu",), limits=Limits(fused=1, work=1 << 12, longest=40, groups=8), seed=3)
     worker = Worker(options, SimpleNamespace(send=told.add), Position())
     for number in range(12):
         worker.problem(number)

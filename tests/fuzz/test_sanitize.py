@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from multigemm.testing import control, sanitize
-from multigemm.testing.case import Case
 
 ROOT = Path(__file__).parents[2]
 
@@ -159,12 +158,6 @@ def test_one_command_examines_every_backend(checked: Any, capsys: Any) -> None:
         (call.split("--inside ")[1].split()[0], call.split()[1]) for call in calls if "--inside" in call
     }
     assert "16 of 16 runs are clean" in capsys.readouterr().out
-
-
-def test_each_config_comes_before_any_comes_twice() -> None:
-    case = Case(m=1, n=1, k=1)
-    pairs: list[tuple[Case, list[Any]]] = [(case, [config]) for config in "aabcab"]
-    assert "".join(wanted[0] for _, wanted in sanitize.various(pairs)) == "abcaab"
 
 
 def test_the_control_kernel_compiles() -> None:

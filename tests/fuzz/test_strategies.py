@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -29,18 +30,17 @@ from multigemm.testing import (
     random_case,
 )
 from multigemm.testing.deep_oracles import ORACLES, run_oracles
-from multigemm.testing.model_kernel import ModelBackend
-from multigemm.testing.model_mutants import FUSED_HUNTING, QUANTISED_HUNTING
 from multigemm.testing.strategies import (
     QUANTISED_MODES,
     REQUIRED,
     REQUIRED_FUSED,
     REQUIRED_QUANTISED,
-    RandomChooser,
     kinds,
     most_new_first,
     redrawn,
 )
+from tests.model_mutants.faults import FUSED_HUNTING, QUANTISED_HUNTING
+from tests.model_mutants.kernel import ModelBackend
 from tests.support.fused_cases import CPU, findings, fused_cases
 
 SMALL = Limits(work=1 << 12, groups=20, longest=40)
@@ -124,7 +124,7 @@ def test_a_kind_keeps_what_kernels_are_compiled_for(sort: str) -> None:
     for seed in range(40):
         kind = random_case(seed, DRAWN[sort])
         for number in range(3):
-            other = redrawn(kind, RandomChooser(number), DRAWN[sort])
+            other = redrawn(kind, Random(number), DRAWN[sort])
             assert [getattr(other, name) for name in KEPT[sort].split()] == [
                 getattr(kind, name) for name in KEPT[sort].split()
             ]

@@ -305,7 +305,7 @@ def test_weights_are_refused_with_one_reason() -> None:
 
 def test_a_foreign_backend_that_knows_nothing_of_them_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
     from multigemm.backends import registry
-    from multigemm.testing.model_kernel import ModelBackend
+    from tests.model_mutants.kernel import ModelBackend
 
     foreign: Any = type("Foreign", (ModelBackend,), {"takes_quantised": False})("foreign")
     monkeypatch.setattr(registry, "get", lambda name: foreign)

@@ -7,7 +7,6 @@ them only, and time is short.
 
 from __future__ import annotations
 
-import random
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
+from random import Random
 from types import FrameType
 from typing import Any
 
@@ -29,7 +29,6 @@ from multigemm.testing.oracles import bind
 from multigemm.testing.placed_case import DeviceCase
 from multigemm.testing.strategies import (
     EMULATED,
-    RandomChooser,
     kinds,
     legal,
     most_new_first,
@@ -42,6 +41,7 @@ from multigemm.testing.subject import Subject
 from tests.source_mutants.compiled import Variant
 from tests.source_mutants.mutations import ROOT, device_code
 from tests.source_mutants.problems import KINDS, Tile, at_edges, very_many_groups
+from tests.support.subjects import Adapted
 
 LIMITS = replace(EMULATED, work=1 << 13, groups=600, quantised=6)
 TILES = {"triton": Tile(16, 16, 32, 1), "numba": Tile(8, 8, 32, 1)}
@@ -92,8 +92,8 @@ PLAIN, UNLISTED, SHARED, SINGLE = 0, 3, 4, 5
 
 def subjects_of(backend: str) -> list[Subject]:
     """Small tiles, two configs as they are, and small tiles in ways that take very large problems elsewhere."""
-    usual = [Subject(backend, adapt=small_tiles), Subject(backend, 1), Subject(backend)]
-    return [*usual, *(Subject(backend, adapt=adapt) for adapt in (small_tiles, shared_tiles, single_tiles))]
+    usual = [Adapted(backend, small_tiles), Subject(backend, 1), Subject(backend)]
+    return [*usual, *(Adapted(backend, adapt) for adapt in (small_tiles, shared_tiles, single_tiles))]
 
 
 def choose_listing(backend: str, chosen: int) -> None:
@@ -108,7 +108,7 @@ def stored_cases() -> list[Case]:
     """Stored failures that an emulator gets through, in a fixed order."""
     stored = ROOT / "tests" / "corpus"
     cases = [entry.case for entry in corpus.entries(stored)] if stored.is_dir() else []
-    random.Random(1).shuffle(cases)
+    Random(1).shuffle(cases)
     return [case for case in cases if case.work < 20_000 and sum(m * n > 0 for m, n, _ in case.sizes()) < 400]
 
 
@@ -116,7 +116,7 @@ def stored_cases() -> list[Case]:
 def pool(backend: str) -> list[tuple[Case, int]]:
     """The problems, each with the position of its subject."""
     every, tile = kinds(LIMITS, KINDS), TILES[backend]
-    edges = [at_edges(kind, tile, RandomChooser(i), LIMITS) for i, kind in enumerate(every)]
+    edges = [at_edges(kind, tile, Random(i), LIMITS) for i, kind in enumerate(every)]
     shared_b = replace(next(kind for kind in every if kind.form == "jagged_m"), shared=True)  # or many would not fit
     found = [(case, PLAIN) for case in edges] + [(case, i % 3) for i, case in enumerate(stored_cases())]
     if backend == "triton":
@@ -124,7 +124,7 @@ def pool(backend: str) -> list[tuple[Case, int]]:
         found += [(case, i % 3) for i, case in enumerate(fused_cases())]
     found += [(evenly(shared_b, count), PLAIN) for count in CHUNKS]
     found += [(case, PLAIN) for case in scaled_along_k()]
-    return [*found, (very_many_groups(shared_b, RandomChooser(0), LIMITS), PLAIN)]
+    return [*found, (very_many_groups(shared_b, Random(0), LIMITS), PLAIN)]
 
 
 def fused_cases() -> list[Case]:
@@ -277,7 +277,7 @@ def problem(backend: str, kernels: Collection[str], variants: list[Variant], num
         return offered[number]
     if set(kernels) == {"fused"} or ("fused" in kernels and number % FUSED_TURN == FUSED_TURN - 2):
         return random_case(FUSED_SEEDS + number, FUSED_LIMITS), number % 3
-    choose = RandomChooser(number)
+    choose = Random(number)
     if variants and number % 2:
         kind = Case.from_dict(choose.choice(variants).case)
         if kind.is_fused:

@@ -31,15 +31,16 @@ import multigemm.backends
 from multigemm.errors import BackendUnsupported, CompileError, InvalidSetting
 from multigemm.testing.case import Case
 from multigemm.testing.deep_oracles import changed_sizes, edge_of_memory, lying_sizes, other_contents, run_oracles
-from multigemm.testing.model_mutants import examine_device_case
 from multigemm.testing.oracles import Outcome, check_pairs, short_text
 from multigemm.testing.placed_case import DeviceCase, PlacedCase, spec_of
 from multigemm.testing.subject import Subject, compile_singly
+from tests.model_mutants.faults import examine_device_case
 from tests.source_mutants import emulated
 from tests.source_mutants.compiled import Variant, codes_of, compile_once, compiler_key
 from tests.source_mutants.equivalents import excuse
 from tests.source_mutants.mutations import Mutation, kernels_of, plant
 from tests.source_mutants.problems import SPAN, compiled_problem
+from tests.support.subjects import Forced
 
 DOES_NOT_COMPILE = ("CompilationError", "CompileError", "SyntaxError", "NameError", "TypingError", "CompileException",
           "IndentationError", "UnsupportedLanguageConstruct", "AttributeError", "LoweringError")  # fmt: skip
@@ -265,9 +266,9 @@ class CompiledVariant:
 
     def __init__(self, hunt: Hunt, variant: Variant, device: torch.device) -> None:
         self.case, self.device, self.backend = Case.from_dict(variant.case), device, hunt.backend
-        self.spec, self.subject = spec_of(self.case), Subject(hunt.backend)
-        self.config = next(c for c in self.subject.shipped(self.spec, device) if str(c) == variant.config)
-        self.subject.force(self.config)
+        self.spec = spec_of(self.case)
+        self.config = next(c for c in Subject(hunt.backend).shipped(self.spec, device) if str(c) == variant.config)
+        self.subject = Forced(hunt.backend, self.config)
         self.key = compiler_key(self.backend, self.spec, self.config)
 
     def codes(self) -> list[str] | None:

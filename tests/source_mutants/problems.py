@@ -10,6 +10,7 @@ them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 
 import torch
@@ -17,9 +18,7 @@ import torch
 from multigemm.problem.arrays import dtype_name
 from multigemm.testing.case import Case, Layout
 from multigemm.testing.strategies import (
-    Chooser,
     Limits,
-    RandomChooser,
     draw_case,
     draw_layout,
     factors,
@@ -71,20 +70,20 @@ def tile_of(config: Any) -> Tile:
     return Tile(m, n, named(("block_k", "bk"), 64), named(("stages",), 3))
 
 
-def _near(ch: Chooser, unit: int, counts: tuple[int, ...]) -> int:
+def _near(ch: Random, unit: int, counts: tuple[int, ...]) -> int:
     """A few units and a little more or less."""
     return max(0, unit * ch.choice(counts) + ch.choice((*OFFSETS, unit // 2)))
 
 
-def _extents(ch: Chooser, tile: Tile, style: int) -> dict[str, int]:
+def _extents(ch: Random, tile: Tile, style: int) -> dict[str, int]:
     """One direction is long: through the ring of K, across, down, or none of them; or more than a band of tiles
     down and some across."""
     few, many = (0, 1, 1, 2), (2, 3, 4, 5, 9, 10, 17, 20)
-    m, n = (tile.m, tile.n) if ch.integer(0, 1) else (tile.n, tile.m)
+    m, n = (tile.m, tile.n) if ch.randint(0, 1) else (tile.n, tile.m)
     shallow = ch.choice((0, 1, 2, 3, 7, 8, 9, 16, 17, tile.k, tile.k))
     if style == TALL:
         tall = {"m": _near(ch, m, (8, 9, 10)), "n": n * ch.choice((1, 2)) + ch.choice((0, 0, -1, 1, 9)), "k": 1}
-        return tall if ch.integer(0, 2) else {"m": tall["n"], "n": tall["m"], "k": tall["k"]}
+        return tall if ch.randint(0, 2) else {"m": tall["n"], "n": tall["m"], "k": tall["k"]}
     if style == 0:
         deep = tuple(range(tile.depth - 1, 3 * tile.depth + 2))
         thin = ch.choice((1, 7, 8, 9, 16, 24))  # or k would be cut to what is affordable
@@ -98,21 +97,21 @@ def _extents(ch: Chooser, tile: Tile, style: int) -> dict[str, int]:
     return {"m": ch.choice((1, 2, 5, 8, 9, 17)), "n": ch.choice((1, 2, 8, 9, 17, 40)), "k": ch.choice((0, 1, 8, 9, 33))}
 
 
-def _lengths(ch: Chooser, longest: int, limits: Limits, most: int = 6) -> tuple[int, ...]:
+def _lengths(ch: Random, longest: int, limits: Limits, most: int = 6) -> tuple[int, ...]:
     """The jagged extent cut into groups: even, with a remainder, with empty ones, all in one; or very many, of which
     a few may be long."""
-    style = ch.integer(0, most)
+    style = ch.randint(0, most)
     if style == 6:
         short = [
             ch.choice((0, 1, 1, 2)) for _ in range(ch.choice([count for count in COUNTS if count <= limits.groups]))
         ]
         for _ in range(ch.choice((1, 1, 2, 3))):
-            short[ch.integer(0, len(short) - 1)] = max(longest, LONG) if limits.work >= WORK else longest
+            short[ch.randint(0, len(short) - 1)] = max(longest, LONG) if limits.work >= WORK else longest
         return tuple(short)
     if style == 5:
         count = ch.choice([count for count in COUNTS if count <= limits.groups])
         each, rarely = ch.choice((0, 1, 1, 2, max(1, longest // 64))), limits.work < WORK  # each group may cost a tile
-        if not ch.integer(0, 2):  # no group may have a tile more than it needs
+        if not ch.randint(0, 2):  # no group may have a tile more than it needs
             return (each,) * count
         sizes = (0,) * 40 + (each, each + 1) if rarely else (0, each, each, each + 1)
         return tuple(ch.choice(sizes) for _ in range(count))
@@ -122,26 +121,26 @@ def _lengths(ch: Chooser, longest: int, limits: Limits, most: int = 6) -> tuple[
         return (0, longest, 0, 0, 1)
     if style == 2:
         return (longest, 1, longest // 2, 0, 8)
-    cuts = sorted(ch.integer(0, longest) for _ in range(ch.integer(1, 20)))
+    cuts = sorted(ch.randint(0, longest) for _ in range(ch.randint(1, 20)))
     return tuple(b - a for a, b in zip([0, *cuts], [*cuts, longest], strict=True))
 
 
-def at_edges(kind: Case, tile: Tile, ch: Chooser, limits: Limits, *, free: bool = False) -> Case:
+def at_edges(kind: Case, tile: Tile, ch: Random, limits: Limits, *, free: bool = False) -> Case:
     """A problem of a kind whose sizes lie at the edges of tiles; `free`: of any divisibility."""
     few, style = limits.work < WORK, ch.choice((0, 0, 1, 2, 3, 4, TALL))
     sizes = _extents(ch, tile, style)
-    if style == 0 and ch.integer(0, 1):
+    if style == 0 and ch.randint(0, 1):
         sizes |= {"m": sizes["n"], "n": sizes["m"]}
     if style == TALL and not few:
         limits = replace(limits, work=TALL_WORK)
-    changes: dict[str, Any] = {"seed": ch.integer(0, 2**31 - 1)}
-    if kind.compute == torch.float64 and kind.result_dtype.itemsize == 2 and ch.integer(0, 1):
+    changes: dict[str, Any] = {"seed": ch.randint(0, 2**31 - 1)}
+    if kind.compute == torch.float64 and kind.result_dtype.itemsize == 2 and ch.randint(0, 1):
         changes["mode"] = "beside"
     if kind.form == "per_group":
         first = tuple(sizes[name] for name in "mnk")
         rest = [tuple(max(0, size // ch.choice((1, 2, 3, 64)) + ch.choice(OFFSETS)) for size in first)
                 for _ in range(ch.choice((0, 1, 2, 4) if few else (0, 1, 2, 4, 15, 16, 32, 140)))]  # fmt: skip
-        changes["dims"] = _whole_tiles(ch, tile, limits.work) if ch.integer(0, 3) == 0 else (first, *rest)
+        changes["dims"] = _whole_tiles(ch, tile, limits.work) if ch.randint(0, 3) == 0 else (first, *rest)
     elif kind.jagged:
         changes |= {name: size for name, size in sizes.items() if name != kind.jagged}
         changes["lengths"] = _lengths(ch, sizes[kind.jagged], limits, 2 if style == TALL else 6)
@@ -156,18 +155,18 @@ def at_edges(kind: Case, tile: Tile, ch: Chooser, limits: Limits, *, free: bool 
     return settled(case if free else keep_divisibility(kind, case), limits)
 
 
-def _whole_tiles(ch: Chooser, tile: Tile, work: int) -> tuple[tuple[int, int, int], ...]:
+def _whole_tiles(ch: Random, tile: Tile, work: int) -> tuple[tuple[int, int, int], ...]:
     """A list whose tiles are all whole, for which some kernels have a way of their own; as many as are affordable."""
     found: list[tuple[int, int, int]] = []
     for _ in range(5):
-        m, n = (tile.m, tile.n) if ch.integer(0, 1) else (tile.n, tile.m)
+        m, n = (tile.m, tile.n) if ch.randint(0, 1) else (tile.n, tile.m)
         size = (m * ch.choice((1, 1, 2, 3)), n * ch.choice((1, 1, 2, 9)), tile.k * ch.choice((0, 1, 1, 2, 5)))
         if sum(x * y * max(z, 1) for x, y, z in (*found, size)) <= work:
             found.append(size)
     return tuple(found)
 
 
-def many_groups(kind: Case, tile: Tile, ch: Chooser) -> Case:
+def many_groups(kind: Case, tile: Tile, ch: Random) -> Case:
     """A problem with more or fewer groups than a kernel searches by itself, and mostly with more tiles than a device
     has multiprocessors; a few may be long among many short ones. Of rows, or columns, each group may have as many
     tiles as there is room for, and results are a little wider than a tile."""
@@ -189,11 +188,11 @@ VERY_MANY = 66_000
 """Groups: more than two levels of 256 pivots tell apart."""
 
 
-def very_many_groups(kind: Case, ch: Chooser, limits: Limits) -> Case:
+def very_many_groups(kind: Case, ch: Random, limits: Limits) -> Case:
     """A problem of a jagged kind with very many groups, of which a few at the edges of a search are not empty."""
     lengths = [0] * VERY_MANY
     for at in (0, 31, 32, 255, 256, 257, 1023, 1024, 4095, 33_333, 65_535, 65_536, VERY_MANY - 1):
-        lengths[at] = ch.integer(1, 9)
+        lengths[at] = ch.randint(1, 9)
     sizes: dict[str, Any] = {name: min(getattr(kind, name), 20 if kind.shared else 8) for name in "mnk"}
     return settled(replace(kind, **sizes, lengths=tuple(lengths), head=0, tail=3), limits)
 
@@ -201,7 +200,7 @@ def very_many_groups(kind: Case, ch: Chooser, limits: Limits) -> Case:
 def compiled_problem(backend: str, kind: Case, config: Any, number: int) -> Case:
     """The problem of a number for a compiled variant: at the edges of its config's tiles or ordinary; and, where a
     kernel decides on them at run time, of another form, with another epilogue or none, with other factors."""
-    choose, ordinary, case = RandomChooser(number), Limits(work=1 << 16), kind
+    choose, ordinary, case = Random(number), Limits(work=1 << 16), kind
     if backend != "triton":
         case = _other_run_time_traits(case, number, choose, ordinary)
     case = _other_layout(case, kind, number, choose)
@@ -220,7 +219,7 @@ def compiled_problem(backend: str, kind: Case, config: Any, number: int) -> Case
     return case
 
 
-def _related(kind: Case, ch: Chooser, limits: Limits) -> Case:
+def _related(kind: Case, ch: Random, limits: Limits) -> Case:
     """Another problem with the kind's dtypes and the layouts of its operands; its own form and epilogue."""
     if kind.dtype_b or kind.quantised:
         return redrawn(kind, ch, limits)
@@ -233,7 +232,7 @@ def _related(kind: Case, ch: Chooser, limits: Limits) -> Case:
     return settled(replace(other, **kept), limits)
 
 
-def _other_run_time_traits(case: Case, number: int, choose: Chooser, limits: Limits) -> Case:
+def _other_run_time_traits(case: Case, number: int, choose: Random, limits: Limits) -> Case:
     """The case with what most kernels decide on at run time drawn anew: factors, form, epilogue."""
     case = replace(case, alpha=choose.choice(factors(case)))
     if number % 2:
@@ -246,7 +245,7 @@ def _other_run_time_traits(case: Case, number: int, choose: Chooser, limits: Lim
     return case
 
 
-def _other_layout(case: Case, kind: Case, number: int, choose: Chooser) -> Case:
+def _other_layout(case: Case, kind: Case, number: int, choose: Random) -> Case:
     """The case in another memory layout."""
     if number % 8 in (1, 4):  # a result without gaps
         case = replace(case, out=Layout())

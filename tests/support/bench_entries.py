@@ -6,14 +6,16 @@ from pathlib import Path
 
 import torch
 
+from multigemm.__main__ import main
+from multigemm.bench import reports
 from multigemm.bench.entries import Entry, Prepared, Refused, ceiling_entry
 from multigemm.bench.operands import Tensors, group_inputs, group_outputs
 from multigemm.bench.reports import Report, Row
 from multigemm.bench.runner import Options, Runner, new_report
-from multigemm.bench.workloads import Rates, Workload
+from multigemm.bench.workloads import DTYPES, Rates, Workload
 
 CPU = torch.device("cpu")
-RATES = {"bf16": Rates(1.0, 0.02), "fp32": Rates(1.0, 0.02)}
+RATES = dict.fromkeys(DTYPES, Rates(1.0, 0.02))
 FAST = Options(reps=4, budget_ms=4.0, rates=RATES)
 CASE = Workload("tiny", "own", groups=3, n=8, k=16, total=24, distribution="zipf")
 
@@ -52,8 +54,15 @@ ENTRIES = [
 
 
 def run(cases: list[Workload], entries: list[Entry], path: Path | None = None, options: Options = FAST) -> Report:
-    report = new_report(CPU, {"bf16"}, options, {"quack": "not installed"})
+    report = new_report(CPU, {case.dtype for case in cases}, options, {"quack": "not installed"})
     return Runner(lambda case: entries, CPU, options, report, path).run(cases)
+
+
+def measured(folder: Path, words: str) -> Report:
+    """The report of `multigemm bench WORDS`, measured on the CPU in no time."""
+    quick = "--device cpu --floor 1,0.02 --budget-ms 4 --quiet --json-only"
+    assert main(["bench", *words.split(), *quick.split(), "--out", str(folder)]) == 0
+    return reports.read(folder)
 
 
 def by_name(report: Report) -> dict[str, Row]:

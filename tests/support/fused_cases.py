@@ -9,15 +9,20 @@ from typing import Any
 import torch
 
 from multigemm.backend import Backend
-from multigemm.testing import Case, DeviceCase, Finding, Limits, Subject, check, random_case
+from multigemm.testing import Case, DeviceCase, Finding, Limits, Scale, Subject, check, random_case
 from multigemm.testing.case import PLAIN, Layout
-from multigemm.testing.model_mutants import FUSED_HUNTING
 from multigemm.testing.placed_case import spec_of
 from multigemm.testing.strategies import settled
+from tests.model_mutants.faults import FUSED_HUNTING
 
 LAYERS = Limits(work=1 << 22, groups=8, longest=200, forms=("jagged_m", "batched", "masked", "jagged_k"),
                 dtypes=("bfloat16", "float16"), fused=1)  # fmt: skip
 CPU = torch.device("cpu")
+BLOCKS = Case(
+    form="jagged_k", dtype="float8_e4m3fn", dtype_b="float8_e5m2", m=3, n=4, lengths=(70, 0, 45), head=5, tail=2,
+    scale_a=Scale("1x32"), scale_b=Scale("row"), seed=1,
+)  # fmt: skip
+"""A jagged K in blocks, of which some belong to no group."""
 
 
 def fused_cases(count: int, first: int = 0, limits: Limits = FUSED_HUNTING) -> Iterator[Case]:

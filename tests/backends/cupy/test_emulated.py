@@ -21,9 +21,9 @@ from multigemm.planning.staging import allocate
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.reference.verify import answer, judge
 from multigemm.testing import DeviceCase, Subject, check, random_case
-from multigemm.testing.model_mutants import QUANTISED_HUNTING
 from multigemm.testing.placed_case import spec_of
 from tests.backends.cupy import emulation
+from tests.model_mutants.faults import QUANTISED_HUNTING
 
 pytestmark = [
     pytest.mark.slow,

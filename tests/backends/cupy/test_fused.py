@@ -22,9 +22,9 @@ from multigemm.planning.staging import allocate, stage, staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import FusedSpec, OperandSpec, ProblemSpec
 from multigemm.testing import DeviceCase, Subject, check
-from multigemm.testing.model_mutants import FUSED_HUNTING
 from multigemm.testing.placed_case import spec_of
 from tests.backends.cupy import emulation
+from tests.model_mutants.faults import FUSED_HUNTING
 from tests.support import host_kernels
 from tests.support.cuda_driver import FakeDriver
 from tests.support.cupy_world import BF16, GPU, SPEC, install

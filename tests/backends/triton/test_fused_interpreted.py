@@ -25,7 +25,7 @@ from multigemm.integrations.fused_experts import experts_forward, gate_backward
 from multigemm.integrations.fused_gradients import gate_by_torch
 from multigemm.integrations.layer_ops import add_returned, copy_rows, rows_of_pairs, sum_by_expert
 from multigemm.problem.spec import GATES, GLU_LAYOUTS
-from multigemm.testing.model_mutants import FUSED_HUNTING
+from tests.model_mutants.faults import FUSED_HUNTING
 from tests.support.fused_cases import findings
 
 pytestmark = pytest.mark.usefixtures("interpreter")

@@ -19,10 +19,11 @@ from multigemm.backends.triton.config import foldable, problem_with
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.problem.spec import FORMS, Form, ProblemSpec
 from multigemm.testing import Case, Scale, Subject, check, random_case
-from multigemm.testing.model_mutants import examine
 from multigemm.testing.placed_case import DeviceCase
 from multigemm.testing.strategies import EMULATED
+from tests.model_mutants.faults import examine
 from tests.support.quantised_rows import GRAINS, rows_alone_have_the_same_bits
+from tests.support.subjects import Adapted
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -53,7 +54,7 @@ def test_random_problems(form: Form) -> None:
     for seed in range(4):
         case = random_case(1000 + seed, replace(SMALL, forms=(form,)))
         tile = another_tile(seed + FORMS.index(form))
-        outcome = examine(case, Subject("triton", adapt=tile), CPU, deep=seed == 0, seed=seed)
+        outcome = examine(case, Adapted("triton", tile), CPU, deep=seed == 0, seed=seed)
         assert outcome.ok, (case, outcome.findings)
         ran += outcome.ran
     assert ran >= 2

@@ -1,7 +1,7 @@
 """Planted faults, and the hunt for them, to prove that the oracles can fail.
 
 Each mutant is a correct model with one fault of a kind that real kernels have shipped with: a change of its source.
-`model_kernel` is a tiled kernel for plain and quantised operands, `fused_model` takes fused problems. `hunt` draws
+`kernel` is a tiled kernel for plain and quantised operands, `fused_kernel` takes fused problems. `hunt` draws
 cases, runs every oracle on them, and reports the first oracle that finds the fault. A mutant that survives shows a gap
 in the oracles.
 """
@@ -23,14 +23,15 @@ import torch
 from multigemm.backend import Backend
 from multigemm.reference.dtypes import round_once, ulp
 from multigemm.reference.numpy_reference import activate
-from multigemm.testing import fused_model, model_kernel, relations
+from multigemm.testing import relations
 from multigemm.testing.case import Case
 from multigemm.testing.deep_oracles import changed_sizes, lying_sizes, other_contents, run_oracles
-from multigemm.testing.model_kernel import Kernel, ModelBackend
 from multigemm.testing.oracles import Outcome, check
 from multigemm.testing.placed_case import DeviceCase
 from multigemm.testing.strategies import Limits, random_case
 from multigemm.testing.subject import Subject
+from tests.model_mutants import fused_kernel, kernel
+from tests.model_mutants.kernel import Kernel, ModelBackend
 
 HUNTING = Limits(work=1 << 14, groups=20, longest=80)
 QUANTISED_HUNTING = Limits(work=1 << 15, groups=20, quantised=1)
@@ -350,9 +351,9 @@ QUANTISED_MUTANTS: dict[str, tuple[Edit, ...]] = {
 
 _READ = "        row = s if index is None else int(index.values[s])"
 _LIMIT = "    if gate.limit is not None:"
-_BIAS = "        x = x + bias_of(ops, g, where, b.shape[1]).double()"
-_ACT = "        y = (act(x, spec.activation, 1.0)"
-_KEPT = "            rows |= {where.start + i: row for i, row in enumerate(y)}"
+_BIAS = "            x = x + bias_of(ops, g, where, b.shape[1]).double()"
+_ACT = "            y = (act(x, spec.activation, 1.0)"
+_KEPT = "                rows |= {where.start + i: row for i, row in enumerate(y)}"
 _ROW = "            s = int(index[r, j])"
 _ABSENT = "            if s not in rows:\n                continue"
 _TERM = "            total = total + weight * rows[s]"
@@ -372,16 +373,18 @@ FUSED_MUTANTS: dict[str, Edit] = {
     "gate clamped on both sides": ("g.clamp(max=gate.limit)", "g.clamp(-gate.limit, gate.limit)"),
     "up clamped on one side": ("u.clamp(-gate.limit, gate.limit)", "u.clamp(max=gate.limit)"),
     "clamp hides NaN": ("g.clamp(max=gate.limit)", "g.clamp(max=gate.limit).nan_to_num(nan=gate.limit)"),
-    "clamp before bias": _before(_BIAS, "        x = x.clamp(max=getattr(fused.gate, 'limit', None) or 1e9)"),
+    "clamp before bias": _before(_BIAS, "            x = x.clamp(max=getattr(fused.gate, 'limit', None) or 1e9)"),
     "silu for gelu": ('"gelu", "geglu")', '"gelu",)'),
     "preact after the limit": (
         "[where].copy_(x)",
         "[where].copy_(x.clamp(max=getattr(fused.gate, 'limit', None) or 1e9))",
     ),
-    "preact rounded before the gate": _before(_ACT, "        x = x if fused.preact is None else x.bfloat16().double()"),
+    "preact rounded before the gate": _before(
+        _ACT, "            x = x if fused.preact is None else x.bfloat16().double()"
+    ),
     "row_scale of the neighbour": ("fused.row_scale[where]", "fused.row_scale.roll(1, -1)[where]"),
     "row_scale rounded": (".row_scale[where].double()", ".row_scale[where].bfloat16().double()"),
-    "row_scale before the activation": _before(_ACT, "        x, scale = x * scale, 1.0"),
+    "row_scale before the activation": _before(_ACT, "            x, scale = x * scale, 1.0"),
     "weight of the neighbour": ("weights[r, j]", "weights[r, j - 1]"),
     "weights rounded": ("weights[r, j].to", "weights[r, j].bfloat16().to"),
     "weight of 0 hides NaN": (_TERM, _TERM.replace("weight * rows[s]", "(weight * rows[s] if weight != 0 else 0)")),
@@ -391,7 +394,7 @@ FUSED_MUTANTS: dict[str, Edit] = {
         _ABSENT, "            total = total + (0 if weights is None else 0 * weights[r, j])"
     ),
     "duplicates count once": _after(_ROW, "            s = -1 if s in index[r, :j].tolist() else s"),
-    "rows behind the ends": _after(_KEPT, "            rows |= {where.stop: y[0] * torch.nan} if len(y) else {}"),
+    "rows behind the ends": _after(_KEPT, "                rows |= {where.stop: y[0] * torch.nan} if len(y) else {}"),
     "rows that go to one place overwrite each other": (
         "                total = total + rows[s]",
         "                total = rows[s]",
@@ -442,14 +445,14 @@ def planted(name: str) -> type[Kernel]:
         'Kernel'
     """
     edits = {**MUTANTS, **QUANTISED_MUTANTS, **EQUIVALENT}[name]
-    found: type[Kernel] = _with_edits(model_kernel, name, edits)["Kernel"]
+    found: type[Kernel] = _with_edits(kernel, name, edits)["Kernel"]
     return found
 
 
 def mutant(name: str) -> Backend:
     """The backend with a fault in it: of the model kernel, or of the model for fused problems."""
     if name in FUSED_MUTANTS:
-        return fused_model.model(name, _with_edits(fused_model, name, [FUSED_MUTANTS[name]])["solve"])
+        return fused_kernel.FusedBackend(name, _with_edits(fused_kernel, name, [FUSED_MUTANTS[name]])["FusedKernel"])
     return ModelBackend(name, planted(name))
 
 

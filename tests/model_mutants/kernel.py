@@ -5,7 +5,7 @@ and stores through a mask, so a fault in it behaves as the same fault would on a
 reads or overwrites a neighbour, a wrong stride lands elsewhere. Memory outside every buffer does not
 exist for it: an access beyond the storage is dropped, as if nothing had noticed.
 
-multigemm.testing.model_mutants makes kernels of this source with a line or two changed.
+tests.model_mutants.faults makes kernels of this source with a line or two changed.
 """
 
 from __future__ import annotations
