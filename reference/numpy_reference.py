@@ -345,10 +345,3 @@ def blank(problem: GroupedGemmProblem) -> list[Array]:
         return [to_numpy(t).copy() for t in (problem.out if listed else [problem.out])]
     shapes = problem.out_shape if listed else [problem.out_shape]
     return [np.zeros(shape, numpy_dtype(problem.out_dtype)) for shape in shapes]
-
-
-def place(problem: GroupedGemmProblem, blocks: list[Array], view: GroupView) -> tuple[Array, Any]:
-    """The output array that holds a group, and the index of the group's elements in it."""
-    if problem.form == "per_group":
-        return blocks[view.index], ...
-    return blocks[0], view.where

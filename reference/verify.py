@@ -17,19 +17,11 @@ import torch
 from multigemm.errors import InvalidProblem
 from multigemm.problem.arrays import adopt
 from multigemm.problem.overlap import meetings
-from multigemm.problem.problem import GroupedGemmProblem, checked
+from multigemm.problem.problem import GroupedGemmProblem, GroupView, checked
 from multigemm.reference.dtypes import Array, numpy_dtype, round_once, to_numpy, ulp, unit
 from multigemm.reference.error_bound import Enclosed, accumulator, enclosed, image, sum_error
 from multigemm.reference.fused import Rows, finished, product
-from multigemm.reference.numpy_reference import (
-    GroupSum,
-    QuantisedSum,
-    activate,
-    blank,
-    compute_dtype,
-    group_sum,
-    place,
-)
+from multigemm.reference.numpy_reference import GroupSum, QuantisedSum, blank, compute_dtype, group_sum
 from multigemm.torch_internals import no_dynamo
 
 
@@ -122,19 +114,18 @@ def expected(problem: GroupedGemmProblem) -> Any:
         array([[4., 4., 4.],
                [0., 0., 0.]], dtype=float32)
     """
-    if is_finished_by_intervals(checked(problem)):
-        blocks = [block.expected for block in answer(problem).blocks]
-    else:
-        blocks = blank(problem)
-        for view in problem.groups():
-            array, index = place(problem, blocks, view)
-            array[index] = round_once(activate(group_sum(problem, view).value, problem.activation), problem.out_dtype)
+    blocks = [block.expected for block in answer(checked(problem)).blocks]
     if problem.form == "per_group":
         return blocks
     return blocks[0][0] if problem.squeezed else blocks[0]
 
 
-def is_finished_by_intervals(problem: GroupedGemmProblem) -> bool:
+def _place(view: GroupView) -> tuple[int, Any]:
+    """The number of the output array that holds a group, and the index of the group's elements in it."""
+    return (view.index, ...) if isinstance(view.where, int) else (0, view.where)
+
+
+def _is_finished_by_intervals(problem: GroupedGemmProblem) -> bool:
     """Whether more than the plain epilogue follows the products."""
     fused = problem.fused
     return fused is not None and any(
@@ -145,14 +136,13 @@ def is_finished_by_intervals(problem: GroupedGemmProblem) -> bool:
 @no_dynamo
 def answer(problem: GroupedGemmProblem) -> Answer:
     """The exact answer and the interval of right values for every element."""
-    if is_finished_by_intervals(problem):
+    if _is_finished_by_intervals(problem):
         return _fused_answer(problem)
     arrays = blank(problem)
     found = Answer(problem, [_empty_block(array) for array in arrays], [])
     places, sums = [], []
     for view in problem.groups():
-        _, index = place(problem, arrays, view)
-        number = view.index if problem.form == "per_group" else 0
+        number, index = _place(view)
         found.owners.append((view.index, number, index))
         if view.m and view.n:
             places.append((number, index, view.m, view.n))
@@ -173,7 +163,7 @@ def _fused_answer(problem: GroupedGemmProblem) -> Answer:
         )
     rows = Rows(problem) if fused.scatters else None
     for view in problem.groups():
-        number, index = (view.index, ...) if problem.form == "per_group" else (0, view.where)
+        number, index = _place(view)
         if rows is None:
             found.owners.append((view.index, number, index))
         sums = product(problem, view)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multigemm.integrations.fused_gradients import gate_by_torch
+from multigemm.integrations.gradients import gate_by_torch
 from multigemm.integrations.layer_ops import geglu, swiglu
 from multigemm.integrations.torch_op import grouped_gemm
 from multigemm.problem.fused import Gate

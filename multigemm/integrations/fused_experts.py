@@ -18,7 +18,7 @@ numbers outside of 0..E-1 contribute nothing, and get gradients of zero.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +27,9 @@ from multigemm.api import grouped_gemm
 from multigemm.integrations import torch_op
 from multigemm.integrations.bound_layer import run_bound
 from multigemm.integrations.expert_network import Network, by_rows
-from multigemm.integrations.fused_gradients import differentiated, gate_by_torch
+from multigemm.integrations.gradients import differentiated, gate_by_torch
 from multigemm.integrations.layer_ops import (
+    Pairs,
     gate_kernels,
     kernels_for,
     rows_of_pairs,
@@ -104,7 +105,7 @@ def run_experts(
         return _in_graph(net, x, index, weights, up, down, up_bias, down_bias)
     if not (torch.is_grad_enabled() and any_requires_grad(x, weights, up, down, up_bias, down_bias)):
         with torch.no_grad():
-            return _forward(net, pairs_of(net, index, up, False), x, weights, up, down, up_bias, down_bias, False)[0]
+            return _forward(net, _pairs_of(net, index, up, False), x, weights, up, down, up_bias, down_bias, False)[0]
     result: Tensor = _Experts.apply(net, index, x, weights, up, down, up_bias, down_bias)  # type: ignore[no-untyped-call]
     return result
 
@@ -121,18 +122,9 @@ def in_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
 # --- the fused way ------------------------------------------------------------------------------------
 
 
-class Pairs(NamedTuple):
-    """Pairs of token and expert, sorted by expert: their tokens [S], the position of each pair [T, k], the ends of
-    experts [E] and, where gradients are wanted, which pair each one is [S]."""
-
-    rows: Tensor
-    place: Tensor
-    ends: Tensor
-    order: Tensor | None
-
-
-def pairs_of(net: Network, index: Tensor, up: Tensor, ordered: bool) -> Pairs:
-    return Pairs(*sort_pairs(index, up.shape[0], ordered, up.detach(), net.stacked))
+def _pairs_of(net: Network, index: Tensor, up: Tensor, ordered: bool) -> Pairs:
+    """The pairs of a layer, with their numbers where gradients are wanted."""
+    return sort_pairs(index, up.shape[0], ordered, up.detach(), net.stacked)
 
 
 def product(net: Network, a: Tensor, b: Tensor, ends: Tensor | None, **keywords: Any) -> Tensor:
@@ -155,7 +147,7 @@ def first_product(
     more than a plain product, instead of a fifth (H200). One product gives both where there is no such kernel, and in
     batch-invariant layers, whose bits must not depend on wanted gradients.
     """
-    b, keywords = by_rows(up, net.stacked), {"a_rows": pairs.rows, "bias": up_bias}
+    b, keywords = by_rows(up, net.stacked), {"a_rows": pairs.tokens, "bias": up_bias}
     if not keep:
         return product(net, x, b, pairs.ends, **keywords, **net.keywords), None
     invariant = settings().batch_invariant if net.batch_invariant is None else net.batch_invariant
@@ -163,7 +155,7 @@ def first_product(
     if kernels is not None:
         preact = product(net, x, b, pairs.ends, **keywords)
         return kernels.gated_rows(net.gate, preact), preact
-    preact = x.new_empty((pairs.rows.shape[0], b.shape[2]))
+    preact = x.new_empty((pairs.tokens.shape[0], b.shape[2]))
     return product(net, x, b, pairs.ends, preact_out=preact, **keywords, **net.keywords), preact
 
 
@@ -190,7 +182,7 @@ class _Experts(torch.autograd.Function):
         ctx: Any, net: Network, index: Tensor, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Any,
         down_bias: Any,
     ) -> Tensor:  # fmt: skip
-        pairs = pairs_of(net, index, up, True)
+        pairs = _pairs_of(net, index, up, True)
         out, preact = _forward(net, pairs, x, weights, up, down, up_bias, down_bias, not net.recompute)
         ctx.net = net
         ctx.save_for_backward(
@@ -337,9 +329,8 @@ def _experts(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The operator on real tensors: the result, the input of the gate (if it is kept), and the pairs."""
     net = _network(options)
-    pairs = pairs_of(net, index, up, True)
+    pairs = _pairs_of(net, index, up, True)
     out, preact = _forward(net, pairs, x, weights, up, down, up_bias, down_bias, keep)
-    assert pairs.order is not None
     return out, x.new_empty(0) if preact is None else preact, pairs.place, pairs.ends, pairs.order
 
 

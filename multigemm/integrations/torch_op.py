@@ -16,8 +16,7 @@ from torch import Tensor
 
 from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_text
 from multigemm.integrations import eager
-from multigemm.integrations.fused_gradients import differentiated, fused_rows
-from multigemm.integrations.gradients import NAMES, Call, gradients, stacked
+from multigemm.integrations.gradients import NAMES, Call, differentiated, fused_rows, gradients, stacked
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.launch_key import NO_SCALES, PLAIN_LENGTH, Key, key_of, one_cut
 from multigemm.planning.launch_key import Call as LaunchCall

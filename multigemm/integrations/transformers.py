@@ -28,7 +28,7 @@ from multigemm.errors import InvalidProblem
 from multigemm.integrations.bound_layer import run_bound
 from multigemm.integrations.expert_network import Network
 from multigemm.integrations.fused_experts import run_experts
-from multigemm.integrations.fused_gradients import gate_by_torch
+from multigemm.integrations.gradients import gate_by_torch
 from multigemm.integrations.layer_ops import swiglu
 from multigemm.integrations.quantised_weights import quantize_stack, scale_keywords, turned
 from multigemm.integrations.routing import through_experts
