@@ -518,3 +518,8 @@ def _of_elements(read: scales.Scale, operands: scales.Operands, side: str, axis:
             row = each if grid.shape[1] > 1 else torch.zeros_like(each)
             grid = grid[group, row].unsqueeze(0)
     return grid if side == "a" else grid.mT
+
+
+def turned(scale: Tensor) -> Tensor:
+    """A grid with its last two axes exchanged. Numbers and vectors are returned as they are."""
+    return scale.mT if scale.dim() > 1 else scale

@@ -26,7 +26,7 @@ from torch import Tensor
 from multigemm.api import grouped_gemm
 from multigemm.integrations import torch_op
 from multigemm.integrations.bound_layer import run_bound
-from multigemm.integrations.expert_network import Network, by_rows
+from multigemm.integrations.expert_network import Network, by_rows, check_routing, through_experts
 from multigemm.integrations.gradients import differentiated, gate_by_torch
 from multigemm.integrations.layer_ops import (
     Pairs,
@@ -37,7 +37,6 @@ from multigemm.integrations.layer_ops import (
     sum_by_expert,
     tokens_of_pairs,
 )
-from multigemm.integrations.routing import check_routing, through_experts
 from multigemm.settings import settings
 from multigemm.torch_internals import any_requires_grad
 

@@ -36,12 +36,12 @@ from torch import Tensor
 
 from multigemm import quantize
 from multigemm.errors import InvalidProblem
-from multigemm.integrations.quantised_weights import turned
 from multigemm.planning import launch_cache
 from multigemm.problem import scales
 from multigemm.problem.fused import PICKED, Fused, Gate
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import FLOAT8, Form
+from multigemm.quantize import turned
 from multigemm.select.choose import choose
 
 Gemm = Callable[..., Any]

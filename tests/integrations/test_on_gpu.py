@@ -11,8 +11,8 @@ from torch.autograd import forward_ad, gradcheck
 
 import multigemm as mg
 from multigemm.integrations import grouped_gemm, torch_op
+from multigemm.integrations.expert_network import combine, dispatch, route
 from multigemm.integrations.layer_ops import geglu, sort_by_expert, swiglu, weighted_sum
-from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.nn import MoE
 from tests.support.torch_op_cases import FORMS, bias_shapes, graph_counter, operands, result_shape
 
