@@ -66,7 +66,7 @@ def quantize(
     """One operand [.., lines, K] (side "b": [.., K, columns]), whose `axis` "rows" or "k" may be cut by `offsets`."""
     given = x.astype(np.float32)
     given = given if side == "a" else np.swapaxes(given, -1, -2)
-    stack = given if given.ndim == 3 else given[None]
+    stack = np.ascontiguousarray(given if given.ndim == 3 else given[None])
     shape, entry = _grid(stack.shape, given.ndim, scale, offsets, axis)
     numbers, zeros = np.ones(shape, np.float32), np.zeros(shape, np.uint8)
     codes = _encoded(stack, format, np.float32(1), 0)  # of what no group owns
