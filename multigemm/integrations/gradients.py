@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -414,11 +415,8 @@ def live_cut(problem: GroupedGemmProblem) -> Tensor | None:
 
 def split(values: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
     """`values` in consecutive runs of these lengths."""
-    parts, start = [], 0
-    for count in counts:
-        parts.append(list(values[start : start + count]))
-        start += count
-    return parts
+    left = iter(values)
+    return [list(islice(left, count)) for count in counts]
 
 
 def _each(x: Any, count: int) -> list[Any]:

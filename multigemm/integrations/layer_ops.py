@@ -135,7 +135,8 @@ def sort_pairs(
     kernels = kernels_for(index)
     if kernels is not None and kernels.can_sort(index.numel(), experts):
         order = torch.empty(index.numel(), dtype=torch.int32, device=index.device) if ordered else None
-        return Pairs(*kernels.sort_pairs(index, experts, order, up, stacked), order)
+        tokens, place, ends = kernels.sort_pairs(index, experts, order, up, stacked)
+        return Pairs(tokens, place, ends, order)
     order, inverse, ends = sort_by_expert(index.reshape(-1), experts)
     tokens, place = tokens_of_pairs(order, index.shape[1]).int(), inverse.int().view(index.shape)
     return Pairs(tokens, place, ends, order.int() if ordered else None)

@@ -215,6 +215,18 @@ def _refuse_scales(a: torch.dtype, b: torch.dtype, given: Given) -> None:
         raise InvalidProblem(f"{name} scales {name[-1]}, which is {dtype_name(dtype)} and needs none: leave it out")
 
 
+def refuse_gradient(name: str, x: Tensor) -> None:
+    """Refuses an operand, a scale or zero points that ask for a gradient and have none."""
+    if not x.requires_grad:
+        return
+    if name not in ("a", "b"):
+        raise InvalidProblem(f"{name} asks for a gradient, and scales and zero points have none: pass {name}.detach()")
+    if x.dtype in (*FLOAT8, FLOAT4):
+        raise InvalidProblem(
+            f"{name} asks for a gradient, and {dtype_name(x.dtype)} operands give none: pass {name}.detach()"
+        )
+
+
 # --- scales -------------------------------------------------------------------------------------------
 
 
@@ -279,8 +291,8 @@ def _scale(take: Take, operands: Operands, x: Any, name: str, dtypes: Sequence[t
 
 def _checked(x: Tensor, name: str, dtypes: Sequence[torch.dtype]) -> Tensor:
     allowed = " or ".join((", ".join(map(dtype_name, dtypes[:-1])), dtype_name(dtypes[-1])))
-    if torch.is_grad_enabled() and x.requires_grad:
-        raise InvalidProblem(f"{name} asks for a gradient, and scales and zero points have none: pass {name}.detach()")
+    if torch.is_grad_enabled():
+        refuse_gradient(name, x)
     if x.dtype in dtypes:
         return x
     if name.startswith("zero"):
