@@ -25,10 +25,9 @@ from torch import Tensor
 
 from multigemm.errors import InvalidProblem
 from multigemm.problem import scales
-from multigemm.problem.arrays import adopt, dtype_name, dtype_of, give_back
+from multigemm.problem.arrays import OperandReader, adopt, dtype_name, dtype_of, give_back, is_list
 from multigemm.problem.epilogue import one_of
 from multigemm.problem.grouping import Grouping, make_grouping
-from multigemm.problem.operand_reader import OperandReader, is_list
 from multigemm.problem.spec import BYTE_FORMATS, HALVES, Form
 
 Format = Literal["e4m3", "e5m2", "int8", "int4", "uint4", "e2m1"]

@@ -41,6 +41,7 @@ from multigemm.planning import launch_cache
 from multigemm.problem import scales
 from multigemm.problem.fused import PICKED, Fused, Gate
 from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.problem.rebuild import cut_keywords
 from multigemm.problem.spec import FLOAT8, Form
 from multigemm.quantize import turned
 from multigemm.select.choose import choose
@@ -409,8 +410,7 @@ class _Solve(torch.autograd.Function):
 
 def live_cut(problem: GroupedGemmProblem) -> Tensor | None:
     """The tensor on the device that cuts the groups; None if the cut is on the host."""
-    source = problem.grouping or problem.valid_rows
-    return None if source is None else source.live
+    return None if problem.cut is None else problem.cut.live
 
 
 def split(values: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
@@ -437,6 +437,7 @@ def _packed(
 def call_of(problem: GroupedGemmProblem, gemm: Gemm, inputs: list[Any]) -> Call:
     """A problem as a `Call` whose a, b, c and bias are `inputs`."""
     a, b, c, bias = inputs
+    quantised = {} if problem.quantisation is None else problem.quantisation.keywords()
     return Call(
         form=problem.form,
         gemm=gemm,
@@ -444,42 +445,18 @@ def call_of(problem: GroupedGemmProblem, gemm: Gemm, inputs: list[Any]) -> Call:
         b=b,
         c=c or None if isinstance(c, list) else c,
         bias=bias or None if isinstance(bias, list) else bias,
-        cut=_cut(problem),
+        cut=cut_keywords(problem),
         options={name: getattr(problem, name) for name in ("precision", "deterministic", "batch_invariant")},
         alpha=problem.alpha,
         beta=problem.beta,
         activation=problem.activation,
-        quantised=_quantised(problem),
+        quantised={name: stacked(x) if problem.squeezed else x for name, x in quantised.items()},
     )
-
-
-def _quantised(problem: GroupedGemmProblem) -> dict[str, Any]:
-    """The keywords of quantised operands for two matrices that became stacks of one."""
-    q = problem.quantisation
-    if q is None:
-        return {}
-    given = {"scale_a": problem.scale_a, "scale_b": problem.scale_b, "zero_b": problem.zero_b}
-    if problem.squeezed:
-        given = {name: stacked(x) for name, x in given.items()}
-    return {**given, "b_format": q.b_format or None, "accumulate": q.accumulate}
 
 
 def stacked(scale: Any) -> Any:
     """The grid of a matrix as that of a stack of one. Numbers and vectors are returned as they are."""
     return scale.unsqueeze(0) if isinstance(scale, Tensor) and scale.dim() == 2 else scale
-
-
-def _cut(problem: GroupedGemmProblem) -> dict[str, Any]:
-    """The groups as keyword arguments of another problem. Sizes on the host stay there."""
-    if (valid := problem.valid_rows) is not None:
-        return {"valid_rows": valid.live if valid.live is not None else torch.from_numpy(valid.read()).diff()}
-    grouping = problem.grouping
-    if grouping is None:
-        return {}
-    jagged = problem.form[-1]
-    if grouping.live is not None:
-        return {grouping.kind: grouping.live, "jagged": jagged}
-    return {"offsets": grouping.read(), "jagged": jagged}
 
 
 # --- the steps of fused problems ------------------------------------------------------------------------

@@ -21,9 +21,9 @@ from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.launch_key import NO_SCALES, PLAIN_LENGTH, Key, key_of, one_cut
 from multigemm.planning.launch_key import Call as LaunchCall
 from multigemm.problem import epilogue, forms, scales
+from multigemm.problem.forms import Result
 from multigemm.problem.fused import Fused, Gate, Index, fused_shapes, picked_like, refuse_in_operator
 from multigemm.problem.problem import SCALES, GroupedGemmProblem
-from multigemm.problem.result import Result
 from multigemm.problem.spec import FLOAT8, GATES, PRECISIONS
 from multigemm.select.choose import choose
 from multigemm.torch_internals import (

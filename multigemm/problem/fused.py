@@ -25,10 +25,9 @@ from torch import Tensor
 
 from multigemm.errors import InvalidProblem
 from multigemm.problem import epilogue
-from multigemm.problem.arrays import adopt
+from multigemm.problem.arrays import Operand, OperandReader, adopt, common_dtype, is_list
+from multigemm.problem.forms import Result
 from multigemm.problem.grouping import INT32_MAX, INT64_MAX, Int64s, read_index_array, read_list
-from multigemm.problem.operand_reader import Operand, OperandReader, common_dtype, is_list
-from multigemm.problem.result import Result
 from multigemm.problem.scales import E8M0, Quantisation, Scale
 from multigemm.problem.spec import (
     GATES,

@@ -17,12 +17,10 @@ from torch import Tensor
 
 from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_text
 from multigemm.problem import epilogue, forms, overlap, rebuild, scales
-from multigemm.problem.arrays import Kind, Step
-from multigemm.problem.forms import Extents
+from multigemm.problem.arrays import Kind, Operand, OperandReader, Step, common_dtype, is_list
+from multigemm.problem.forms import Extents, Result
 from multigemm.problem.fused import Fused, FusedKeywords, FusedReader, reader_of
 from multigemm.problem.grouping import Grouping, make_grouping, make_valid_rows
-from multigemm.problem.operand_reader import Operand, OperandReader, common_dtype, is_list
-from multigemm.problem.result import Result
 from multigemm.problem.scales import Given, Quantisation
 from multigemm.problem.spec import HALVES, PRECISIONS, Form, ProblemSpec, specify
 from multigemm.settings import settings

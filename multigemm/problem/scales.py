@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from multigemm.errors import InvalidProblem
-from multigemm.problem.arrays import dtype_name
+from multigemm.problem.arrays import Operand, dtype_name, is_list
 from multigemm.problem.epilogue import one_of
-from multigemm.problem.operand_reader import Operand, is_list
-from multigemm.problem.result import Take
+from multigemm.problem.forms import Take
 from multigemm.problem.spec import (
     ACCUMULATE,
     BYTE_FORMATS,
@@ -132,6 +131,11 @@ class Quantisation:
         """The scales and zero points that exist, by keyword."""
         named = (("scale_a", self.a), ("scale_b", self.b), ("zero_b", self.zero))
         return [(name, x) for name, x in named if x is not None]
+
+    def keywords(self) -> dict[str, Any]:
+        """The keyword arguments that state this quantisation."""
+        given = {name: scale.given for name, scale in self.each()}
+        return {**given, "b_format": self.b_format or None, "accumulate": self.accumulate}
 
 
 # --- bytes of b ---------------------------------------------------------------------------------------
