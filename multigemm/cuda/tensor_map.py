@@ -139,7 +139,8 @@ class CountedMaps:
         self._known: tuple[int, tuple[int, ...]] = -1, ()
 
     def changes(self, before: int, after: int) -> list[tuple[int, int]]:
-        """The words that differ between two numbers of tokens."""
+        """The words that differ between two numbers of tokens: their offsets in bytes, and their values for the second
+        number."""
         known, old = self._known
         if known != before:
             old = self._words(before)
