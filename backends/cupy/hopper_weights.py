@@ -21,9 +21,11 @@ from multigemm.planning.operands import Operands, Packed, view_of
 from multigemm.problem.spec import OperandSpec, ProblemSpec, ScaleSpec
 
 
-def deep_of(b: OperandSpec, config: Config) -> int:
-    """The pieces of a stage: two if weights of half a byte and low tiles leave room for them."""
-    return 2 if b.packed and config.rows == 64 else 1
+def stage_of(b: OperandSpec, config: Config) -> tuple[int, int]:
+    """How many 64 of k a stage has, and in how many boxes the weights come: in low tiles one for each warpgroup."""
+    if config.rows != 64 or b.dtype.is_floating_point:
+        return 1, 1
+    return (4, 2) if b.packed else (2, 2)
 
 
 def source(spec: ProblemSpec, config: Config) -> Source:
@@ -39,19 +41,19 @@ def _source(b: OperandSpec, even: bool, bfloat: bool, plain: int, sent: bool, fo
     scale, shared = b.scale or ScaleSpec(torch.float32), config.shared_bytes(plain > 0)
     zero = -1 if scale.zero is None else CODES[scale.zero]
     pairs = even and scale.dtype is torch.float8_e8m0fnu and scale.k == 32 and scale.order == "col" and scale.align >= 2
-    deep = deep_of(b, config)
-    stages = config.stages if deep == 1 else config.ring_bytes // (deep * config.rows * 128 + COLUMNS * CODE_LINE)
+    deep, boxes = stage_of(b, config)
+    stages = config.stages if deep == 1 else config.ring_bytes // (deep * config.rows * 128 + boxes * COLUMNS * CODE_LINE)
     defines = (
         ("W_CODE", CODES[b.packed or b.dtype]), ("BFLOAT", int(bfloat)), ("SCALE_K", scale.k),
         ("SCALE_CODE", CODES[scale.dtype]), ("ZERO_CODE", zero), ("FOLD", int(folds)), ("PAIRS", int(pairs)),
         ("PLAIN", plain), ("SEND", int(sent)), ("ROWS", config.rows), ("STAGES", stages), ("DEEP", deep),
-        ("CLUSTER", config.cluster), ("STEP", config.step), ("SHARED", shared),
+        ("W_BOXES", boxes), ("CLUSTER", config.cluster), ("STEP", config.step), ("SHARED", shared),
     )  # fmt: skip
     return Source("hopper_weights.cu", "hopper_weights", defines, shared)
 
 
 def code_map(view: Packed, packed: bool, deep: int) -> Fields:
-    """A map of the weights' bytes with boxes of one stage's part of each column."""
+    """A map of the weights' bytes with boxes of `deep` times 64 of k of each column."""
     k, b = view.k // 2 if packed else view.k, view.b
     groups = view.groups if b.group else 1
     if view.n == 0 or k == 0 or groups == 0:
@@ -73,13 +75,14 @@ class HopperWeights:
 
     def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
         self._clusters, self._index = Clusters(load(source(spec, config), index), spec, config), index
-        self._sends, self._spec, self._deep = sends(spec), spec, deep_of(spec.b, config)
+        deep, boxes = stage_of(spec.b, config)
+        self._sends, self._spec, self._box = sends(spec), spec, deep // boxes
 
     def bind(self, ops: Operands) -> Launch:
         """Lays out the arguments of one problem."""
         view, spec = view_of(ops), self._spec
         with on_device(self._index):
-            maps = [code_map(view, bool(spec.b.packed), self._deep), *row_maps(row_side(view, spec.compute))]
+            maps = [code_map(view, bool(spec.b.packed), self._box), *row_maps(row_side(view, spec.compute))]
             if self._sends:
                 maps.append(result_map(results_of(view, False, spec.out.dtype)))
         given: Any = (("scale_b", ops.scale_b), ("zero_b", ops.zero_b))

@@ -6,7 +6,7 @@
 __device__ __forceinline__ void make_barriers(Shared& s, int arrivals) {
     for (int i = 0; i < PLACES; ++i) {
 #if ARRANGED
-        barrier_init(shared_address(&s.rows_full[i]), DEEP);
+        barrier_init(shared_address(&s.rows_full[i]), 1);
 #endif
         barrier_init(shared_address(&s.full[i]), arrivals);
         barrier_init(shared_address(&s.empty[i]), CLUSTER * (PINGPONG ? 1 : CONSUMERS) * 4);   // one arrival per warp that reads it

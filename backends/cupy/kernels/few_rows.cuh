@@ -11,13 +11,14 @@
 
 constexpr int FEW_AHEAD = SCALE_K ? 4 : 1;              // stages whose scales and zero points are held or on their way
 constexpr int CHUNKS = FOUR_BITS ? 4 : 2;               // pieces of 16 bytes of a row that a lane has of a stage
-constexpr int LANE_K = BK / 4;
-// Warpgroups take every second stage each, of all columns, but for float8: a warp has 16 of each half of them, so that what it does
+constexpr int BOX_K = BK / W_BOXES, LANE_K = BOX_K / 4;
+// Warpgroups take half of a stage's k each, of all columns, but for float8: a warp has 16 of each half of them, so that what it does
 // once a stage serves twice as many, the rows included. In the end each gives its sums of the other half to the other one. (H200, 32 experts of
 // 4096 x 7168, 128 rows: int8 248 us, else 282; float8 254, else 247.)
-constexpr bool BY_STAGES = ARRANGED;
-constexpr int HALVES_HERE = BY_STAGES ? 2 : 1, EVERY = BY_STAGES ? 2 : 1;
-constexpr int STAGE_BLOCKS = SCALE_K && EVERY * BK > SCALE_K ? EVERY * BK / SCALE_K : 1;     // blocks from a lane's to its next
+constexpr bool BY_HALVES = ARRANGED;
+static_assert(W_BOXES == (BY_HALVES ? 2 : 1) && DEEP % W_BOXES == 0, "a box of weights for each warpgroup");
+constexpr int HALVES_HERE = BY_HALVES ? 2 : 1;
+constexpr int STAGE_BLOCKS = SCALE_K && BK > SCALE_K ? BK / SCALE_K : 1;     // blocks from a lane's to its next
 
 // ---- Rows ----
 
@@ -30,11 +31,14 @@ __device__ __forceinline__ uint4 arranged(uint4 v) {
 #if ARRANGED
 // The rows of one stage, eight or sixteen.
 template <int EIGHTS> __device__ __forceinline__ void arrange_stage(u32 rows) {
-    uint4 v[EIGHTS][DEEP][2];
 #pragma unroll
-    for (int i = 0; i < EIGHTS * DEEP * 2; ++i) v[i / (DEEP * 2)][i / 2 % DEEP][i & 1] = load_shared16(rows + i / (DEEP * 2) * 1024 + i / 2 % DEEP * FEW_APART + (i & 1) * 512);
+    for (int e = 0; e < EIGHTS; ++e) {
+        uint4 v[DEEP][2];
 #pragma unroll
-    for (int i = 0; i < EIGHTS * DEEP * 2; ++i) store_shared16(rows + i / (DEEP * 2) * 1024 + i / 2 % DEEP * FEW_APART + (i & 1) * 512, arranged(v[i / (DEEP * 2)][i / 2 % DEEP][i & 1]));
+        for (int i = 0; i < DEEP * 2; ++i) v[i / 2][i & 1] = load_shared16(rows + e * 1024 + i / 2 * FEW_APART + (i & 1) * 512);
+#pragma unroll
+        for (int i = 0; i < DEEP * 2; ++i) store_shared16(rows + e * 1024 + i / 2 * FEW_APART + (i & 1) * 512, arranged(v[i / 2][i & 1]));
+    }
 }
 
 // One warp: rows that have come, of low tiles in another order, are handed on to those who multiply. (load_rows puts a proxy fence
@@ -83,11 +87,12 @@ struct LaneNumbers {
     static constexpr int COUNT = 2 * HALVES_HERE;       // columns
     LaneQueue<SCALE_CODE> scale[COUNT];
     LaneQueue<ZEROS ? ZERO_CODE : CODE_U8> zero[COUNT];
-    int block, blocks;              // of this lane's k of the stage that was asked for last, and how many there are
+    int first_k, block, blocks;     // this lane's of a stage; its block of the stage that was asked for last, and how many there are
 
     // Stages behind the last block's end have zeros, whichever number of their column these meet.
-    __device__ __forceinline__ void begin(const GroupGrid& scales, const GroupGrid& zeros, i64 column, i64 columns, int k, int stage) {
-        blocks = SCALE_K ? (k + SCALE_K - 1) / (SCALE_K ? SCALE_K : 1) : 1, block = min(lane_block(stage), blocks - 1);
+    __device__ __forceinline__ void begin(const GroupGrid& scales, const GroupGrid& zeros, i64 column, i64 columns, int k, int box) {
+        first_k = box * BOX_K + int(threadIdx.x & 3) * LANE_K;
+        blocks = SCALE_K ? (k + SCALE_K - 1) / (SCALE_K ? SCALE_K : 1) : 1, block = min(lane_block(0), blocks - 1);
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             const i64 known = min64(column + (i & 1) * 8 + (i >> 1) * 64, columns - 1);
@@ -95,15 +100,15 @@ struct LaneNumbers {
             if (ZEROS) zero[i].begin(zeros, known, block, 0);
         }
 #pragma unroll
-        for (int i = 0; i < (SCALE_K ? FEW_AHEAD : 0); ++i) load(i, i > 0 && next_block(stage + i * EVERY));
+        for (int i = 0; i < (SCALE_K ? FEW_AHEAD : 0); ++i) load(i, i > 0 && next_block(i));
     }
     __device__ __forceinline__ void ask(int slot, int stage) {
         if (SCALE_K) load(slot, next_block(stage));
     }
-    __device__ __forceinline__ static int lane_block(int stage) { return (stage * BK + int(threadIdx.x & 3) * LANE_K) / (SCALE_K ? SCALE_K : 1); }
+    __device__ __forceinline__ int lane_block(int stage) const { return (stage * BK + first_k) / (SCALE_K ? SCALE_K : 1); }
     // Whether there is a block for a stage behind the one before it.
     __device__ __forceinline__ bool next_block(int stage) {
-        const int next = EVERY * BK % (SCALE_K ? SCALE_K : 1) == 0 ? block + STAGE_BLOCKS : lane_block(stage);
+        const int next = BK % (SCALE_K ? SCALE_K : 1) == 0 ? block + STAGE_BLOCKS : lane_block(stage);
         const bool further = next < blocks && next > block;
         if (further) block = next;
         return further;
@@ -146,7 +151,7 @@ __device__ __forceinline__ void two_pairs(u32 word, bool upper, const Masks& mas
     }
 }
 
-// The products of one stage: 16 bytes of codes of each of a lane's columns.
+// The products of one box: 16 bytes of codes of each of a lane's columns.
 template <int EIGHTS, bool LARGE>
 __device__ __forceinline__ void multiply_words(const uint4 (&line)[2 * HALVES_HERE], const uint4 (&x)[EIGHTS][CHUNKS], const LaneNumbers& numbers, int slot, const Masks& masks, float (&d)[HALVES_HERE][2][EIGHTS][4]) {
     u32 factor[2 * HALVES_HERE] = {}, rest[2 * HALVES_HERE] = {}, zero[2 * HALVES_HERE] = {};
@@ -197,7 +202,8 @@ __device__ __forceinline__ void sync_both() { asm volatile("bar.sync 7, 256;" ::
 
 // Both warpgroups have sums of all columns: each keeps those of its half, and adds what the other one has of them.
 template <int EIGHTS>
-__device__ __forceinline__ void join_halves(u32 staging, int half, const float (&sums)[HALVES_HERE][EIGHTS * 4], float (&total)[ACCUMULATORS]) {
+__device__ __forceinline__ void join_halves(u32 staging, int half, float (&total)[ACCUMULATORS]) {
+    constexpr int OTHER = EIGHTS * 4;                   // where the sums of the second half begin
     const int tid = threadIdx.x & 127;
     const u32 mine = staging + tid * 16, others = mine + (half ? -STAGING_BYTES : STAGING_BYTES);
 #if SEND
@@ -206,10 +212,10 @@ __device__ __forceinline__ void join_halves(u32 staging, int half, const float (
     sync_both();
 #pragma unroll
     for (int t = 0; t < EIGHTS; ++t) {
-        float v[4];
+        u32 v[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] = half ? sums[0][t * 4 + i] : sums[HALVES_HERE - 1][t * 4 + i];
-        store_shared16(mine + t * 2048, make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3])));
+        for (int i = 0; i < 4; ++i) v[i] = __float_as_uint(half ? total[t * 4 + i] : total[OTHER + t * 4 + i]);
+        store_shared16(mine + t * 2048, make_uint4(v[0], v[1], v[2], v[3]));
     }
     sync_both();
 #pragma unroll
@@ -217,19 +223,20 @@ __device__ __forceinline__ void join_halves(u32 staging, int half, const float (
         const uint4 v = load_shared16(others + t * 2048);
         const u32 w[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) total[t * 4 + i] = (half ? sums[HALVES_HERE - 1][t * 4 + i] : sums[0][t * 4 + i]) + __uint_as_float(w[i]);
+        for (int i = 0; i < 4; ++i) total[t * 4 + i] = (half ? total[OTHER + t * 4 + i] : total[t * 4 + i]) + __uint_as_float(w[i]);
     }
     sync_both();
 }
 
-// All k-blocks of a tile of at most EIGHTS * 8 rows.
+// All k-blocks of a tile of at most EIGHTS * 8 rows: the sums of this warpgroup's k, of one or both halves of the columns.
 template <int EIGHTS>
-__device__ __forceinline__ void multiply_few(Shared& s, u32 stages, u32 staging, Ring& ring, int blocks, u32 bytes, int half, float (&total)[ACCUMULATORS], LaneNumbers& numbers) {
-    const int lane = threadIdx.x & 31, row = lane >> 2, c = lane & 3, column = (BY_STAGES ? 0 : half * 64) + ((threadIdx.x & 127) >> 5) * 16 + row;
-    u32 codes = column * W_LINE + ((c ^ (column >> 1 & 3)) << 4);
+__device__ __forceinline__ void multiply_few(Shared& s, u32 stages, Ring& ring, int blocks, u32 bytes, int half, float (&total)[ACCUMULATORS], LaneNumbers& numbers) {
+    const int lane = threadIdx.x & 31, row = lane >> 2, c = lane & 3, column = (BY_HALVES ? 0 : half * 64) + ((threadIdx.x & 127) >> 5) * 16 + row;
+    const int box = BY_HALVES ? half : 0;
+    u32 codes = box * (COLUMNS * W_LINE) + column * W_LINE + ((c ^ (column >> 1 & 3)) << 4);
     keep_in_register(codes);
-    // A lane's k begin in the second line of a row for the upper two of four lanes, where four bits have two lines.
-    const int line_of = FOUR_BITS ? c >> 1 : 0, first = FOUR_BITS ? (c & 1) * 4 : c * 2;
+    // A lane's k begin in the second line of a box for the upper two of four lanes, where four bits have two lines.
+    const int line_of = box * (DEEP / W_BOXES) + (FOUR_BITS ? c >> 1 : 0), first = FOUR_BITS ? (c & 1) * 4 : c * 2;
     const u32 rows = W_BYTES + line_of * FEW_APART + row * LINE_BYTES;
     const int turn = (row + line_of * 2) & 7;           // FEW_APART is two rows more than whole swizzles
     u32 piece[CHUNKS];
@@ -241,12 +248,11 @@ __device__ __forceinline__ void multiply_few(Shared& s, u32 stages, u32 staging,
     Masks masks;
     masks.keep(ring.at >> 31);                          // a ring is shorter
     float d[HALVES_HERE][2][EIGHTS][4] = {}, sums[HALVES_HERE][EIGHTS * 4] = {};
-    if (BY_STAGES && half == 1) ring.next(bytes);
 #pragma unroll 1
-    for (int begin = BY_STAGES ? half : 0; begin < blocks; begin += FEW_AHEAD * EVERY) {
+    for (int begin = 0; begin < blocks; begin += FEW_AHEAD) {
 #pragma unroll
         for (int slot = 0; slot < FEW_AHEAD; ++slot) {
-            const int kb = begin + slot * EVERY, held = SCALE_K ? slot : 0;
+            const int kb = begin + slot, held = SCALE_K ? slot : 0;
             if (kb >= blocks) break;
             barrier_wait(shared_address(&s.full[ring.place]), ring.parity);
             const u32 stage = stages + ring.at;
@@ -258,12 +264,11 @@ __device__ __forceinline__ void multiply_few(Shared& s, u32 stages, u32 staging,
 #pragma unroll
                 for (int j = 0; j < CHUNKS; ++j) x[t][j] = load_shared16(piece[j] + stage + t * 8 * LINE_BYTES);
             __syncwarp();                               // all lanes have what they need of the stage
-            if (lane < EVERY) barrier_arrive(shared_address(&s.empty[ring.place]), 0);     // for the other warpgroup, too
+            if (lane == 0) barrier_arrive(shared_address(&s.empty[ring.place]), 0);
             ring.next(bytes);
-            if (BY_STAGES && kb + 1 < blocks) ring.next(bytes);
             if (AT_ONCE_LIFTED && __any_sync(~0u, numbers.large(held))) multiply_words<EIGHTS, AT_ONCE_LIFTED>(line, x, numbers, held, masks, d);
             else multiply_words<EIGHTS, false>(line, x, numbers, held, masks, d);
-            if (PARTS) {                                // a stage lies in one block of scales
+            if (PARTS) {                                // a box lies in one block of scales
 #pragma unroll
                 for (int side = 0; side < HALVES_HERE; ++side)
 #pragma unroll
@@ -274,21 +279,16 @@ __device__ __forceinline__ void multiply_few(Shared& s, u32 stages, u32 staging,
                             d[side][0][t][i] = d[side][1][t][i] = 0.0f;
                         }
             }
-            numbers.ask(slot, kb + FEW_AHEAD * EVERY);
+            numbers.ask(slot, kb + FEW_AHEAD);
         }
     }
-    if (!PARTS) {
 #pragma unroll
-        for (int side = 0; side < HALVES_HERE; ++side)
+    for (int side = 0; side < HALVES_HERE; ++side)
 #pragma unroll
-            for (int t = 0; t < EIGHTS; ++t)
+        for (int t = 0; t < EIGHTS; ++t)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) sums[side][t * 4 + i] = (d[side][0][t][i] + d[side][1][t][i]) * (SCALE_K == 0 ? numbers.factor(0, side * 2 + (i >> 1)) : 1.0f);
-    }
-    if (BY_STAGES) {
-        join_halves<EIGHTS>(staging, half, sums, total);
-    } else {
-#pragma unroll
-        for (int i = 0; i < EIGHTS * 4; ++i) total[i] = sums[0][i];
-    }
+            for (int i = 0; i < 4; ++i) {
+                const float whole = SCALE_K == 0 ? numbers.factor(0, side * 2 + (i >> 1)) : 1.0f;
+                total[(side * EIGHTS + t) * 4 + i] = PARTS ? sums[side][t * 4 + i] : (d[side][0][t][i] + d[side][1][t][i]) * whole;
+            }
 }

@@ -1,10 +1,10 @@
 // The fast kernel for quantised weights under 16-bit activations on Hopper (sm_90a): hopper.cu whose weights pass through
-// registers. Stages hold their codes as they are in memory, with k contiguous, 64 of k or DEEP times as many; each consumer turns its columns' codes into
+// registers. Stages hold their codes as they are in memory, with k contiguous, in W_BOXES boxes of DEEP times 64 of k; each consumer turns its columns' codes into
 // numbers (weights.cuh), and wgmma takes them from there. So memory and the copy engine move codes alone.
 //
 // Scales multiply the weights where that is exact (FOLD: powers of two under bfloat16), else the sums of their block of k, in
 // float32, before they join the tile's sums; scales that hold for all of k are applied to those at the end.
-#define W_LINE (W_CODE >= 8 ? 32 * DEEP : 64)
+#define W_LINE ((W_CODE >= 8 ? 32 : 64) * DEEP / W_BOXES)
 #define W_SHIFT (W_CODE >= 8 ? 1 : 0)
 #define X_K 1
 #define W_K 1
@@ -13,8 +13,8 @@
 #define PINGPONG 0
 #define LATE 0
 #define HALVES_LAST (CLUSTER == 2)
-// Tiles of at most 16 rows have a way of their own (few_rows.cuh), where a lane's k of a stage lie in one block of scales.
-#define FEW (ROWS == 64 && CLUSTER == 1 && (FOLD || SCALE_K == 0 || SCALE_K >= 64 * DEEP))
+// Tiles of at most 16 rows have a way of their own (few_rows.cuh), where a lane's k of a box lie in one block of scales.
+#define FEW (ROWS == 64 && CLUSTER == 1 && (FOLD || SCALE_K == 0 || SCALE_K >= 64 * DEEP / W_BOXES))
 #define ARRANGED (FEW && W_CODE != 5 && W_CODE != 6)   // float8 needs no other order
 #include "announce.cuh"
 #include "load.cuh"
@@ -38,7 +38,7 @@ template <int N, class Change> __device__ __forceinline__ void for_columns(float
 
 // Which of a stage's numbers belong to a quarter of a piece of 64 of k.
 __device__ __forceinline__ constexpr int block_of(int piece, int quarter) {
-    return SCALE_K == 32 ? piece * 2 + quarter / 2 : SCALE_K == 64 ? piece : 0;
+    return SCALE_K == 32 ? piece * 2 + quarter / 2 : SCALE_K == 64 ? piece : SCALE_K == 128 ? piece / 2 : 0;
 }
 
 // The products of one stage, whose numbers are those of a slot; `odd`: the second half of 128 of k, `last`: of the tile.
@@ -78,7 +78,7 @@ __device__ __forceinline__ void multiply_stage(u32 stage, int half, u32 place, c
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             // Of a block's sums the first product starts anew, and behind the last one they join the tile's.
-            const bool first_half = DEEP == 1 ? !odd : piece == 0;
+            const bool first_half = DEEP == 1 ? !odd : (piece & 1) == 0;
             const int begins = SCALE_K == 128 ? k == 0 && first_half : SCALE_K == 64 ? k == 0 : (k & 1) == 0;
             if (QUARTERS) turn(k);
             if (QUARTERS || k == 0) wgmma_fence();
@@ -125,43 +125,57 @@ __device__ __forceinline__ void multiply_weights(Shared& s, u32 stages, Ring& ri
     if (SCALE_K == 0) for_columns<N>(numbers.factor(0, 0, 0), numbers.factor(0, 1, 0), [&](int i, float scale) { total[i] *= scale; });
 }
 
+// Tiles that go through few_rows.cuh.
+__device__ __forceinline__ bool is_low(const Tile& t) { return FEW && t.n > 0 && t.n <= FEW_ROWS && t.k_len > 0; }
+
 __device__ __forceinline__ void consume_weights(const Problem& p, const Launch& l, const WeightGrids& grids, const Maps& maps, Shared& s, u32 stages, u32 staging, u32 rank, int half) {
+    const auto column_of = [&](const Tile& t, int warpgroup) { return first_column(t, rank, warpgroup) + ((threadIdx.x & 127) >> 5) * 16 + ((threadIdx.x & 31) >> 2); };
     Ring ring;
+    Tile next = {};
     bool first = true;
+#if FEW
+    LaneNumbers of_lane;
+#endif
 #pragma unroll 1
     for (int number = 0;; ++number) {
-        const Tile t = take_tile(s, number, ~0u);
-        if (t.n == STOP) break;
+        const Tile t = next;                            // in the first round there is none yet
         const int blocks = k_blocks(t);
-        const u32 bytes = stage_bytes(t);
-        if (blocks > 0) ring.fit(bytes);
+        const u32 bytes = ring.begin(t, blocks);
         float total[ACCUMULATORS];
         clear(total);
         if (blocks > 0) {
-            const i64 column = first_column(t, rank, half) + ((threadIdx.x & 127) >> 5) * 16 + ((threadIdx.x & 31) >> 2);
-            const GroupGrid scales = grid_of_group(grids.scale, t.group, 0, 0), zeros = grid_of_group(grids.zero, t.group, 0, 0);
             if (first && half == 1) wait_for_other(half);       // apart from the start, so that they take turns
             if (first && half == 0) let_other(half);
             first = false;
-#if FEW
-            if (t.n <= FEW_ROWS) {
-                LaneNumbers numbers;
-                numbers.begin(scales, zeros, column - (BY_STAGES ? half * 64 : 0), grids.columns, t.k_len, BY_STAGES ? half : 0);
-                if (t.n <= 8) multiply_few<1>(s, stages, staging, ring, blocks, bytes, half, total, numbers);
-                else multiply_few<2>(s, stages, staging, ring, blocks, bytes, half, total, numbers);
-            } else
-#endif
-            {
-                Numbers numbers;
-                numbers.begin(scales, zeros, column, grids.columns, t.k_len);
-                BY_WIDTH(t.n, multiply_weights<WIDTH>(s, stages, ring, blocks, bytes, half, total, numbers));
-            }
         }
-#if SEND
-        send_tile(p, maps, t, rank, half, staging, total);
-#else
-        finish_tile(p, l, t, rank, half, staging, total);
+        if (is_low(t)) {
+#if FEW
+            if (t.n <= 8) multiply_few<1>(s, stages, ring, blocks, bytes, half, total, of_lane);
+            else multiply_few<2>(s, stages, ring, blocks, bytes, half, total, of_lane);
 #endif
+        } else if (blocks > 0) {
+            Numbers numbers;
+            numbers.begin(grid_of_group(grids.scale, t.group, 0, 0), grid_of_group(grids.zero, t.group, 0, 0), column_of(t, half), grids.columns, t.k_len);
+            BY_WIDTH(t.n, multiply_weights<WIDTH>(s, stages, ring, blocks, bytes, half, total, numbers));
+        }
+        next = take_tile(s, number, ~0u);
+#if FEW
+        // Its first numbers are on their way while the sums are joined and leave. In one place: a move of them would wait for them.
+        if (is_low(next))
+            of_lane.begin(grid_of_group(grids.scale, next.group, 0, 0), grid_of_group(grids.zero, next.group, 0, 0), column_of(next, BY_HALVES ? 0 : half), grids.columns, next.k_len, BY_HALVES ? half : 0);
+        if (BY_HALVES && is_low(t)) {
+            if (t.n <= 8) join_halves<1>(staging, half, total);
+            else join_halves<2>(staging, half, total);
+        }
+#endif
+        if (number > 0) {
+#if SEND
+            send_tile(p, maps, t, rank, half, staging, total);
+#else
+            finish_tile(p, l, t, rank, half, staging, total);
+#endif
+        }
+        if (next.n == STOP) break;
     }
 #if SEND
     wait_until_written();
@@ -177,7 +191,7 @@ hopper_weights(const __grid_constant__ Problem p, const __grid_constant__ Launch
     const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), warpgroup = warp >> 2;      // known to be the same for a whole warp
 
-    make_ready(s, maps, warp, ARRANGED ? 2 : 1 + DEEP);         // weights, and rows that were handed on or their blocks
+    make_ready(s, maps, warp, 2);               // weights, and rows that came or were handed on
     __syncwarp();
     start_next_launch();
     wait_for_last_launch();

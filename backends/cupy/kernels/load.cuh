@@ -30,9 +30,9 @@ struct Room {
             oldest = begins[place];
         }
     }
-    // Until all stages have been handed back.
+    // Until all stages have been handed back. Stages of one size can fill all places, and only the parity tells that from none.
     __device__ __forceinline__ void wait_for_all(Shared& s, const Ring& ring) {
-        while (place != ring.place) {
+        while (place != ring.place || (EVEN && parity != ring.parity)) {
             barrier_wait(shared_address(&s.empty[place]), parity);
             if (++place == PLACES) place = 0, parity ^= 1;
         }
@@ -45,7 +45,7 @@ constexpr u16 ALL_BLOCKS = (1 << CLUSTER) - 1;
 
 // This block's columns of the weights. Of the leader block this warp also says when the next tile is wanted.
 __device__ __forceinline__ void load_weights(const Given& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank) {
-    constexpr int AHEAD = 8, BOXES = W_K ? 1 : COLUMNS / ACROSS;     // blocks of k before the end; boxes of a stage
+    constexpr int AHEAD = 8, BOXES = W_K ? W_BOXES : COLUMNS / ACROSS;     // blocks of k before the end; boxes of a stage
     constexpr int SHORT_K = 3584;                           // weights read once leave the L2 cache first; with a long k it does not pay
     const bool one_for_all = p.table || (l.swapped ? p.a.group : p.b.group) == 0;
     Ring ring;
@@ -90,7 +90,7 @@ __device__ __forceinline__ void load_weights(const Given& p, const Launch& l, co
 #else
 #pragma unroll
                 for (int i = 0; i < BOXES; ++i) {
-                    if (W_K) load_box(to, w, full, k >> W_SHIFT, col, group, hint);
+                    if (W_K) load_box(to + i * (W_BYTES / W_BOXES), w, full, (k + i * (BK / W_BOXES)) >> W_SHIFT, col, group, hint);
                     else if (RAGGED_K) load_box(to + i * ACROSS_BYTES, w, full, col + i * ACROSS, k, t.extra + t.k_len, int(FAR), hint);
                     else load_box(to + i * ACROSS_BYTES, w, full, col + i * ACROSS, k, group, hint);
                 }
@@ -131,16 +131,20 @@ struct RowBoxes {
         else if (CLUSTER > 1) multicast_box(to, from, full, blocks, x, y, z, hint);
         else load_box(to, from, full, x, y, z, hint);
     }
-    // One block of k, by one thread; `ragged`: the third coordinate of a ragged map (arguments.py).
-    __device__ __forceinline__ void load(u32 to, u32 full, u32 rank, int k, int ragged) const {
-        barrier_expect(full, coming);
-        if (X_K) {
-            if (upper > 0) one(to + first * LINE_BYTES, map, full, k, row + first, group, 0);
-            if (CLUSTER == 1 && !LISTED && lower > 0) one(to + 128 * LINE_BYTES, second, full, k, row + 128, group, 0);
-        } else {
+    // One stage, by one thread: DEEP pieces of k, each `apart` behind the one before; `ragged`: the third coordinate of a ragged
+    // map (arguments.py).
+    __device__ __forceinline__ void load(u32 to, u32 full, u32 rank, int k, int ragged, u32 apart = 0) const {
+        barrier_expect(full, coming * DEEP);
 #pragma unroll
-            for (int b = 0; b < (ROWS + 63) / 64; ++b) {
-                if (b < boxes && (alone || b % CLUSTER == rank)) one(to + b * BLOCK, map, full, row + b * 64, k, RAGGED_K ? ragged : group, int(FAR));
+        for (int d = 0; d < DEEP; ++d, to += apart, k += BK / DEEP) {
+            if (X_K) {
+                if (upper > 0) one(to + first * LINE_BYTES, map, full, k, row + first, group, 0);
+                if (CLUSTER == 1 && !LISTED && lower > 0) one(to + 128 * LINE_BYTES, second, full, k, row + 128, group, 0);
+            } else {
+#pragma unroll
+                for (int b = 0; b < (ROWS + 63) / 64; ++b) {
+                    if (b < boxes && (alone || b % CLUSTER == rank)) one(to + b * BLOCK, map, full, row + b * 64, k, RAGGED_K ? ragged : group, int(FAR));
+                }
             }
         }
     }
@@ -171,9 +175,7 @@ __device__ __forceinline__ void load_rows(const Problem& p, const Launch& l, con
             room.take(s, s.begins[1], ring, bytes);
             if (elected()) {
                 if (ARRANGED) show_to_copy_engine();    // the last stage here was written by others, too
-                const u32 apart = FEW && t.n <= FEW_ROWS ? FEW_APART : ROWS * LINE_BYTES;
-#pragma unroll
-                for (int d = 0; d < DEEP; ++d) x.load(to + d * apart, full, rank, k + d * (BK / DEEP), t.extra + t.k_len);
+                x.load(to, full, rank, k, t.extra + t.k_len, FEW && t.n <= FEW_ROWS ? FEW_APART : ROWS * LINE_BYTES);
             }
         }
     }

@@ -93,10 +93,11 @@ struct Codes {
     // `piece`: which 64 of a stage's k.
     __device__ __forceinline__ void load(u32 stage, int half, int piece) {
         const int lane = threadIdx.x & 31, column = half * 64 + ((threadIdx.x & 127) >> 5) * 16 + (lane >> 2);
-        const u32 start = stage + column * W_LINE, turn = W_LINE == 64 ? column >> 1 & 3 : 0;
+        constexpr int IN_BOX = DEEP / W_BOXES;          // pieces of a box
+        const u32 start = stage + piece / IN_BOX * (COLUMNS * W_LINE) + column * W_LINE, turn = W_LINE == 64 ? column >> 1 & 3 : 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            if (FOUR_BITS) line[i >> 1][i & 1] = load_shared16(start + (i >> 1) * 8 * W_LINE + ((piece * 2 + (i & 1)) ^ turn) * 16);
+            if (FOUR_BITS) line[i >> 1][i & 1] = load_shared16(start + (i >> 1) * 8 * W_LINE + ((piece % IN_BOX * 2 + (i & 1)) ^ turn) * 16);
             else at[i] = start + (i ^ turn) * 16 + (lane & 3) * 2;
         }
     }
@@ -111,8 +112,8 @@ struct Codes {
 
 // ---- Scales and zero points of a thread's columns ----
 
-constexpr int PER_STAGE = SCALE_K == 32 ? 2 * DEEP : SCALE_K == 64 ? DEEP : 1;      // blocks of k that a stage has numbers of
-constexpr int AHEAD = SCALE_K == 0 ? 1 : ROWS > 64 ? 2 : 4 / DEEP;      // stages whose numbers are held or on their way
+constexpr int PER_STAGE = SCALE_K == 32 ? 2 * DEEP : SCALE_K == 64 ? DEEP : SCALE_K == 128 && DEEP > 2 ? DEEP / 2 : 1;      // blocks of k that a stage has numbers of
+constexpr int AHEAD = SCALE_K == 0 ? 1 : ROWS > 64 || DEEP > 1 ? 2 : 4;      // stages whose numbers are held or on their way
 
 template <int CODE> __device__ __forceinline__ u32 load_code(const char* at) {
     return bytes_of(CODE) == 4 ? *(const u32*)at : bytes_of(CODE) == 2 ? *(const u16*)at : *(const u8*)at;

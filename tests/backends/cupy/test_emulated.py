@@ -310,6 +310,21 @@ def test_float8_by_wgmma(config: Config) -> None:
     assert len(forms) >= 2
 
 
+@pytest.mark.parametrize(
+    "config", [c for c in configs.FP8 if c.cluster == 2], ids=lambda c: f"{c.rows}x{c.cluster}x{c.columns}"
+)
+def test_no_block_of_a_cluster_ends_before_the_other_one_has_handed_back_its_stages(config: Config) -> None:
+    """One tile whose last stages fill the ring: the emulator refuses an arrival at a block that has ended."""
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        rows, columns, deep = 120, 2 * config.columns, 2 * config.stages + seed
+        problem = GroupedGemmProblem(
+            _numbers(rng, (rows, 128 * deep)), _numbers(rng, (1, columns, 128 * deep)).mT, sizes=[rows],
+            scale_a=_scale(rng, (rows, deep)), scale_b=_scale(rng, (1, deep, -(-columns // 128))),
+        )  # fmt: skip
+        _is_right(problem, config)
+
+
 @pytest.mark.parametrize("config", [configs.FP8_ALONE, configs.FP8_MIDDLE], ids=lambda c: f"{c.rows}x{c.cluster}")
 def test_float8_of_a_jagged_k(config: Config) -> None:
     """Blocks of scales that are counted from each group's start, tails of blocks, empty groups."""

@@ -23,6 +23,10 @@ __attribute__((always_inline)) inline char* at(u32 address, int rank) {
     return shared_memory[rank] + (address - BASE);
 }
 __attribute__((always_inline)) inline char* at(u32 address) { return at(address, local_block()); }
+// A GPU ends a launch that touches the shared memory of a block that has ended.
+inline void must_be_here(int rank) {
+    if (still_here[rank] == 0) fail("an arrival at a block that has ended");
+}
 inline std::vector<std::function<void()>> on_their_way;
 inline void some_arrive() {
     for (size_t i = 0; i < on_their_way.size();) {
@@ -49,10 +53,10 @@ inline void settle_phase(Counter& c) {
     if (c.pending == 0 && c.bytes == 0) c.phase ^= 1, c.pending = c.expected, ++progress;
 }
 inline void barrier_init(u32 b, u32 arrivals) { counter(b, local_block()) = {int(arrivals), int(arrivals), 0, 0, true}; }
-inline void barrier_arrive(u32 b, u32 rank) { --counter(b, rank).pending, settle_phase(counter(b, rank)); }
+inline void barrier_arrive(u32 b, u32 rank) { must_be_here(rank), --counter(b, rank).pending, settle_phase(counter(b, rank)); }
 inline void barrier_arrive_here(u32 b) { barrier_arrive(b, local_block()); }
 inline void barrier_expect(u32 b, u32 bytes) { counter(b, local_block()).bytes += bytes, barrier_arrive_here(b); }
-inline void complete(u32 b, int rank, long bytes) { counter(b, rank).bytes -= bytes, settle_phase(counter(b, rank)); }
+inline void complete(u32 b, int rank, long bytes) { must_be_here(rank), counter(b, rank).bytes -= bytes, settle_phase(counter(b, rank)); }
 inline void barrier_wait(u32 b, u32 parity) {
     Counter& c = counter(b, local_block());
     if (!c.made) fail("a wait for no barrier");

@@ -41,6 +41,7 @@ inline Fiber* self;
 inline void* scheduler_stack_pointer;
 inline int first_block;                 // of those that run at once
 inline long progress;                   // whatever lets somebody go on counts
+inline int still_here[8];               // threads of each of these blocks that have not ended
 inline std::function<void()> body, between = [] {};
 inline void fail(const char* why) {
     fprintf(stderr, "emulation: %s (block %u, thread %u)\n", why, blockIdx.x, threadIdx.x);
@@ -59,7 +60,7 @@ asm(".text\n.globl switch_stacks\nswitch_stacks:\n push %rbp\n push %rbx\n push 
 inline void yield() { switch_stacks(&self->stack_pointer, scheduler_stack_pointer); }
 inline void run_fiber() {
     body();
-    self->done = true, ++progress;
+    self->done = true, ++progress, --still_here[self->block - first_block];
     for (;;) yield();
 }
 
@@ -69,6 +70,7 @@ inline void run_blocks(int first, int count, int threads, std::function<void()> 
     const size_t needed = size_t(count) * threads;
     for (size_t i = fibers.size(); i < needed; ++i) fibers.push_back({nullptr, (char*)malloc(STACK), 0, 0, false});
     body = kernel, first_block = first, blockDim.x = threads;
+    for (int i = 0; i < count; ++i) still_here[i] = threads;
     for (size_t i = 0; i < needed; ++i) {
         Fiber& f = fibers[i];
         f.block = first + int(i) / threads, f.thread = int(i) % threads, f.done = false;
@@ -77,14 +79,16 @@ inline void run_blocks(int first, int count, int threads, std::function<void()> 
         for (int r = 0; r < 6; ++r) *--top = nullptr;
         f.stack_pointer = top;
     }
-    for (int idle = 0; idle < 10000; ++idle) {
+    int late = count;                   // a block that falls behind the others of its cluster, or none
+    for (int idle = 0, round = 0; idle < 10000; ++idle, ++round) {
         const long before = progress;
         bool left = false, skipped = false;
+        if (count > 1 && round % 256 == 0) late = int(random_number() % (count + 1));
         for (size_t i = 0; i < needed; ++i) {
             Fiber& f = fibers[i];
             if (i % 32 == 0) skipped = random_number() % 3 == 0;        // warps, and single lanes
             left |= !f.done;
-            if (f.done || skipped || random_number() % 8 == 0) continue;
+            if (f.done || skipped || random_number() % 8 == 0 || (f.block - first == late && round % 16)) continue;
             self = &f, threadIdx.x = f.thread, blockIdx.x = f.block;
             switch_stacks(&scheduler_stack_pointer, f.stack_pointer);
         }
