@@ -25,10 +25,9 @@ from torch import Tensor
 
 from multigemm.errors import InvalidProblem
 from multigemm.problem import scales
-from multigemm.problem.arrays import adopt, dtype_name, dtype_of, give_back
+from multigemm.problem.arrays import OperandReader, adopt, dtype_name, dtype_of, give_back, is_list
 from multigemm.problem.epilogue import one_of
 from multigemm.problem.grouping import Grouping, make_grouping
-from multigemm.problem.operand_reader import OperandReader, is_list
 from multigemm.problem.spec import BYTE_FORMATS, HALVES, Form
 
 Format = Literal["e4m3", "e5m2", "int8", "int4", "uint4", "e2m1"]
@@ -518,3 +517,8 @@ def _of_elements(read: scales.Scale, operands: scales.Operands, side: str, axis:
             row = each if grid.shape[1] > 1 else torch.zeros_like(each)
             grid = grid[group, row].unsqueeze(0)
     return grid if side == "a" else grid.mT
+
+
+def turned(scale: Tensor) -> Tensor:
+    """A grid with its last two axes exchanged. Numbers and vectors are returned as they are."""
+    return scale.mT if scale.dim() > 1 else scale

@@ -309,24 +309,11 @@ def tanh_exponent(x: Array) -> Array:
     return np.asarray(scale * (x + cube * x * x * x))
 
 
-def _gelu_tanh(x: Array) -> Array:
-    # 0.5 * (1 + tanh(t)) = 1 / (1 + exp(-2t)), without cancellation.
-    return np.asarray(x / (1 + np.exp(-tanh_exponent(x))))
-
-
-def _silu(x: Array) -> Array:
-    return np.asarray(x / (1 + np.exp(-x)))
-
-
-def _relu(x: Array) -> Array:
-    return np.maximum(x, 0)  # NaN stays NaN
-
-
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "relu": _relu,
+    "relu": lambda x: np.maximum(x, 0),  # NaN stays NaN
     "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
-    "silu": _silu,
+    "gelu_tanh": lambda x: x / (1 + np.exp(-tanh_exponent(x))),  # 0.5 * (1 + tanh(t)) = 1 / (1 + exp(-2t))
+    "silu": lambda x: x / (1 + np.exp(-x)),
 }
 
 
@@ -335,7 +322,7 @@ def activate(value: Array, activation: str | None) -> Array:
     if activation is None:
         return value
     with np.errstate(all="ignore"):
-        return _ACTIVATIONS[activation](value)
+        return np.asarray(_ACTIVATIONS[activation](value))
 
 
 def blank(problem: GroupedGemmProblem) -> list[Array]:
@@ -345,10 +332,3 @@ def blank(problem: GroupedGemmProblem) -> list[Array]:
         return [to_numpy(t).copy() for t in (problem.out if listed else [problem.out])]
     shapes = problem.out_shape if listed else [problem.out_shape]
     return [np.zeros(shape, numpy_dtype(problem.out_dtype)) for shape in shapes]
-
-
-def place(problem: GroupedGemmProblem, blocks: list[Array], view: GroupView) -> tuple[Array, Any]:
-    """The output array that holds a group, and the index of the group's elements in it."""
-    if problem.form == "per_group":
-        return blocks[view.index], ...
-    return blocks[0], view.where

@@ -7,7 +7,7 @@ Written as a loop over blocks, to be read and not to be fast. The torch operatio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -28,15 +28,6 @@ class Quantized(NamedTuple):
     data: Array
     scale: Array
     zero: Array | None = None
-
-
-class Block(NamedTuple):
-    """One grid entry: its position in the grid, and the elements of the operand [groups, lines, K] that it covers."""
-
-    entry: tuple[int, ...]
-    groups: slice
-    lines: slice
-    k: slice
 
 
 # --- what stored numbers mean -------------------------------------------------------------------------
@@ -75,17 +66,18 @@ def quantize(
     """One operand [.., lines, K] (side "b": [.., K, columns]), whose `axis` "rows" or "k" may be cut by `offsets`."""
     given = x.astype(np.float32)
     given = given if side == "a" else np.swapaxes(given, -1, -2)
-    stack = given if given.ndim == 3 else given[None]
-    shape, blocks = _grid(stack.shape, given.ndim, scale, offsets, axis)
+    stack = np.ascontiguousarray(given if given.ndim == 3 else given[None])
+    shape, entry = _grid(stack.shape, given.ndim, scale, offsets, axis)
     numbers, zeros = np.ones(shape, np.float32), np.zeros(shape, np.uint8)
-    codes: Array = np.zeros(stack.shape, np.uint8)
-    owned = np.zeros(stack.shape, bool)
-    for block in blocks:
-        where = block.groups, block.lines, block.k
-        number, zero = _scale_of(stack[where], format, scale_dtype)
-        numbers[block.entry], zeros[block.entry] = number, zero
-        codes[where], owned[where] = _encoded(stack[where], format, number, zero), True
-    codes[~owned] = _encoded(stack[~owned], format, np.float32(1), 0)  # what no group owns
+    codes = _encoded(stack, format, np.float32(1), 0)  # of what no group owns
+    values, filled = stack.ravel(), codes.reshape(-1)
+    order = np.argsort(entry, axis=None, kind="stable")
+    ends = np.searchsorted(entry.ravel()[order], np.arange(numbers.size + 1))
+    for e, (start, end) in enumerate(pairwise(ends)):
+        block = order[start:end]
+        number, zero = _scale_of(values[block], format, scale_dtype)
+        numbers.flat[e], zeros.flat[e] = number, zero
+        filled[block] = _encoded(values[block], format, number, zero)
     if format in ("int4", "uint4", "e2m1"):
         codes = codes[..., 0::2] | codes[..., 1::2] << 4
     data = codes.view({**FLOATS, "e2m1": np.uint8, "int8": np.int8}.get(format, np.uint8))
@@ -98,50 +90,30 @@ def quantize(
 
 def _grid(
     shape: tuple[int, ...], ndim: int, scale: str, offsets: Sequence[int] | None, axis: str
-) -> tuple[tuple[int, ...], Iterator[Block]]:
-    """The shape of a grid as [.., lines, K], and its blocks."""
+) -> tuple[tuple[int, ...], Array]:
+    """The shape of a grid as [.., lines, K], and for each element of [groups, lines, K] the number of its entry in the
+    flattened grid; -1 for what no group owns."""
     count, lines, k = shape
-    every = slice(None)
-    cuts = [] if offsets is None else list(pairwise(offsets))
+    stack, line, at = np.ogrid[:count, :lines, :k]
     if scale == "tensor":
-        return (), iter([Block((), every, every, every)])
+        return (), np.zeros(shape, int)
+    cut = np.asarray([] if offsets is None else offsets)
+    along = line if axis == "rows" else at
+    group = np.searchsorted(cut, along, side="right") - 1
+    owned = (group >= 0) & (group < len(cut) - 1)
     if scale == "group":
-        if cuts:
-            parts = (slice(*cut) for cut in cuts)
-            made = (
-                Block((g,), every, *((part, every) if axis == "rows" else (every, part)))
-                for g, part in enumerate(parts)
-            )
-            return (len(cuts),), made
-        return (count,), (Block((g,), slice(g, g + 1), every, every) for g in range(count))
+        numbers = np.where(owned, group, -1) if len(cut) else stack
+        return (len(cut) - 1 if len(cut) else count,), np.broadcast_to(numbers, shape)
     tall = 128 if scale == "128x128" else 1
     wide = max(k, 1) if scale == "row" else int(scale.partition("x")[2])
-    spans, entries = _along_k(k, wide, scale == "row", cuts if axis == "k" else [])
+    j, entries = at // wide, -(-k // wide) if scale != "row" else 1
+    if axis == "k" and len(cut):  # blocks begin with their group
+        start = cut[group]
+        j = group if scale == "row" else start // wide + group + (at - start) // wide
+        j, entries = np.where(owned, j, -1), len(cut) - 1 + (0 if scale == "row" else k // wide)
     rows = -(-lines // tall)
-    lead = () if ndim == 2 else (count,)
-
-    def blocks() -> Iterator[Block]:
-        for g in range(count):
-            for r in range(rows):
-                for j, span in spans:
-                    entry = (r, j) if ndim == 2 else (g, r, j)
-                    yield Block(entry, slice(g, g + 1), slice(r * tall, (r + 1) * tall), span)
-
-    return (*lead, rows, entries), blocks()
-
-
-def _along_k(k: int, wide: int, whole: bool, cuts: list[tuple[int, int]]) -> tuple[list[tuple[int, slice]], int]:
-    """(entry, elements) of each block of K, and the number of entries; blocks of a cut K begin with their group."""
-    if not cuts:
-        entries = 1 if whole else -(-k // wide)
-        return [(j, slice(j * wide, (j + 1) * wide)) for j in range(entries)], entries
-    if whole:
-        return [(g, slice(*cut)) for g, cut in enumerate(cuts)], len(cuts)
-    found = []
-    for g, (start, end) in enumerate(cuts):
-        for j in range(-(-(end - start) // wide)):
-            found.append((start // wide + g + j, slice(start + j * wide, min(start + (j + 1) * wide, end))))
-    return found, k // wide + len(cuts)
+    numbers = np.where(j < 0, -1, (stack * rows + line // tall) * entries + j)
+    return (*(() if ndim == 2 else (count,)), rows, entries), np.broadcast_to(numbers, shape)
 
 
 def _stored(numbers: Array, scale_dtype: Any) -> Array:

@@ -17,20 +17,15 @@ import torch
 from multigemm.errors import InvalidProblem
 from multigemm.problem.arrays import adopt
 from multigemm.problem.overlap import meetings
-from multigemm.problem.problem import GroupedGemmProblem, checked
+from multigemm.problem.problem import GroupedGemmProblem, GroupView, checked
 from multigemm.reference.dtypes import Array, numpy_dtype, round_once, to_numpy, ulp, unit
 from multigemm.reference.error_bound import Enclosed, accumulator, enclosed, image, sum_error
 from multigemm.reference.fused import Rows, finished, product
-from multigemm.reference.numpy_reference import (
-    GroupSum,
-    QuantisedSum,
-    activate,
-    blank,
-    compute_dtype,
-    group_sum,
-    place,
-)
+from multigemm.reference.numpy_reference import GroupSum, QuantisedSum, blank, compute_dtype, group_sum
 from multigemm.torch_internals import no_dynamo
+
+NO_GROUP, MANY_GROUPS = -1, -2
+"""The owner of an element that no group owns, and of a sum of rows of several."""
 
 
 @dataclass(slots=True)
@@ -38,16 +33,21 @@ class Block:
     """One output array: the expected values and, in float64 or int64, the ends of what is right.
 
     `typical` is sqrt(K) u |A||B|, the size of an ordinary rounding error (of float8 also 2^-13 sqrt(K / 4) times the
-    root mean square of sums over 128 of K, which the tensor core keeps in 14 bits); `owned` is False where no
-    group owns the element and `free` is True where nothing can be demanded.
+    root mean square of sums over 128 of K, which the tensor core keeps in 14 bits); `owner` is the group of each
+    element, and `free` is True where nothing can be demanded.
     """
 
     expected: Array
     low: Array
     high: Array
     free: Array
-    owned: Array
+    owner: Array
     typical: Array
+
+    @property
+    def owned(self) -> Array:
+        """Whether a group owns each element."""
+        return np.asarray(self.owner != NO_GROUP)
 
 
 @dataclass(slots=True)
@@ -56,8 +56,6 @@ class Answer:
 
     problem: GroupedGemmProblem
     blocks: list[Block]
-    owners: list[tuple[int, int, Any]]
-    """(group, output array, index of the group's elements in that array)."""
     preact: Answer | None = None
     """What must hold of `preact_out`, if the problem has one; judged like a result."""
 
@@ -100,7 +98,7 @@ def _comparable(array: Array) -> Array:
 def _empty_block(array: Array) -> Block:
     value = _comparable(array)
     shape = array.shape
-    return Block(array, value, value.copy(), np.zeros(shape, bool), np.zeros(shape, bool), np.zeros(shape))
+    return Block(array, value, value.copy(), np.zeros(shape, bool), np.full(shape, NO_GROUP), np.zeros(shape))
 
 
 @no_dynamo
@@ -122,19 +120,18 @@ def expected(problem: GroupedGemmProblem) -> Any:
         array([[4., 4., 4.],
                [0., 0., 0.]], dtype=float32)
     """
-    if is_finished_by_intervals(checked(problem)):
-        blocks = [block.expected for block in answer(problem).blocks]
-    else:
-        blocks = blank(problem)
-        for view in problem.groups():
-            array, index = place(problem, blocks, view)
-            array[index] = round_once(activate(group_sum(problem, view).value, problem.activation), problem.out_dtype)
+    blocks = [block.expected for block in answer(checked(problem)).blocks]
     if problem.form == "per_group":
         return blocks
     return blocks[0][0] if problem.squeezed else blocks[0]
 
 
-def is_finished_by_intervals(problem: GroupedGemmProblem) -> bool:
+def _place(view: GroupView) -> tuple[int, Any]:
+    """The number of the output array that holds a group, and the index of the group's elements in it."""
+    return (view.index, ...) if isinstance(view.where, int) else (0, view.where)
+
+
+def _is_finished_by_intervals(problem: GroupedGemmProblem) -> bool:
     """Whether more than the plain epilogue follows the products."""
     fused = problem.fused
     return fused is not None and any(
@@ -145,17 +142,14 @@ def is_finished_by_intervals(problem: GroupedGemmProblem) -> bool:
 @no_dynamo
 def answer(problem: GroupedGemmProblem) -> Answer:
     """The exact answer and the interval of right values for every element."""
-    if is_finished_by_intervals(problem):
+    if _is_finished_by_intervals(problem):
         return _fused_answer(problem)
     arrays = blank(problem)
-    found = Answer(problem, [_empty_block(array) for array in arrays], [])
+    found = Answer(problem, [_empty_block(array) for array in arrays])
     places, sums = [], []
     for view in problem.groups():
-        _, index = place(problem, arrays, view)
-        number = view.index if problem.form == "per_group" else 0
-        found.owners.append((view.index, number, index))
         if view.m and view.n:
-            places.append((number, index, view.m, view.n))
+            places.append(view)
             sums.append((group_sum(problem, view), view.k))
     if sums:
         _fill(found, arrays, places, sums)
@@ -166,44 +160,40 @@ def _fused_answer(problem: GroupedGemmProblem) -> Answer:
     """`answer` for problems whose products are followed by activation, gate, row_scale or sums of rows."""
     fused = problem.fused
     assert fused is not None
-    found = Answer(problem, [_empty_block(array) for array in blank(problem)], [])
+    found = Answer(problem, [_empty_block(array) for array in blank(problem)])
     if fused.preact is not None:
-        found.preact = Answer(
-            problem, [_empty_block(np.zeros_like(to_numpy(x))) for x in fused.preacts()], found.owners
-        )
+        found.preact = Answer(problem, [_empty_block(np.zeros_like(to_numpy(x))) for x in fused.preacts()])
     rows = Rows(problem) if fused.scatters else None
     for view in problem.groups():
-        number, index = (view.index, ...) if problem.form == "per_group" else (0, view.where)
-        if rows is None:
-            found.owners.append((view.index, number, index))
+        number, index = _place(view)
         sums = product(problem, view)
         if found.preact is not None:
-            _put(found.preact.blocks[number], index, sums, problem.out_dtype)
+            _put(found.preact.blocks[number], index, sums, problem.out_dtype, view.index)
         if not (view.m and view.n):
             continue
         if rows is None:
-            _put(found.blocks[number], index, finished(problem, view, sums), problem.out_dtype)
+            _put(found.blocks[number], index, finished(problem, view, sums), problem.out_dtype, view.index)
         else:
             rows.add(view, finished(problem, view, sums))
     if rows is not None:
-        _put(found.blocks[0], ..., rows.summed(), problem.out_dtype)
+        _put(found.blocks[0], ..., rows.summed(), problem.out_dtype, MANY_GROUPS)
     for block in [] if found.preact is None else found.preact.blocks:
         block.free |= ~block.owned  # they keep what they held
     return found
 
 
-def _put(block: Block, index: Any, x: Enclosed, dtype: torch.dtype) -> None:
-    """Writes rounded values and intervals at an index of a block. A typical error is taken as half of the widest
+def _put(block: Block, index: Any, x: Enclosed, dtype: torch.dtype, group: int) -> None:
+    """Writes rounded values and intervals of a group at an index of a block. A typical error is half of the widest
     interval."""
     low, high = round_once(x.low, dtype), round_once(x.high, dtype)
     block.expected[index] = round_once(x.value, dtype)
     block.low[index], block.high[index], block.free[index] = _comparable(low), _comparable(high), x.free
     with np.errstate(all="ignore"):
         half = (x.high - x.low).astype(np.float64) / 2
-    block.owned[index], block.typical[index] = True, np.where(np.isfinite(half), half, 0)
+    block.owner[index], block.typical[index] = group, np.where(np.isfinite(half), half, 0)
 
 
-def _fill(found: Answer, arrays: list[Array], places: list[Any], sums: list[tuple[GroupSum, int]]) -> None:
+def _fill(found: Answer, arrays: list[Array], places: list[GroupView], sums: list[tuple[GroupSum, int]]) -> None:
     """Fills all groups at once with element-wise results, because most problems have many small groups."""
     problem = found.problem
     compute = compute_dtype(problem)
@@ -224,13 +214,14 @@ def _fill(found: Answer, arrays: list[Array], places: list[Any], sums: list[tupl
     value, low, high = (round_once(x, problem.out_dtype) for x in (right.value, right.low, right.high))
     results = value, _comparable(low), _comparable(high), right.free, typical
     at = 0
-    for number, index, m, n in places:
-        block = found.blocks[number]
+    for view in places:
+        number, index = _place(view)
+        block, size = found.blocks[number], view.m * view.n
         targets = (arrays[number], block.low, block.high, block.free, block.typical)
         for target, values in zip(targets, results, strict=True):
-            target[index] = values[at : at + m * n].reshape(m, n)
-        block.owned[index] = True
-        at += m * n
+            target[index] = values[at : at + size].reshape(view.m, view.n)
+        block.owner[index] = view.index
+        at += size
 
 
 def _joined_quantised(sums: list[QuantisedSum | None]) -> QuantisedSum | None:
@@ -278,27 +269,13 @@ def _shape_fault(found: Answer, results: list[Array]) -> str:
     return ""
 
 
-def _owner(found: Answer, number: int, coordinate: tuple[int, ...]) -> tuple[int | None, tuple[int, ...]]:
+def _owner(block: Block, at: tuple[int, ...]) -> tuple[int | None, tuple[int, ...]]:
     """The group that owns an element and the element's place within that group's result."""
-    for group, array, index in found.owners:
-        if array != number:
-            continue
-        if index is ...:
-            return group, coordinate
-        parts = index if isinstance(index, tuple) else (index,)
-        parts = parts + (slice(None),) * (len(coordinate) - len(parts))
-        place_in = []
-        for part, at, extent in zip(parts, coordinate, found.blocks[number].low.shape, strict=True):
-            if isinstance(part, slice):
-                start, stop, _ = part.indices(extent)
-                if not start <= at < stop:
-                    break
-                place_in.append(at - start)
-            elif int(part) != at:
-                break
-        else:
-            return group, tuple(place_in)
-    return None, coordinate
+    group = int(block.owner[at])
+    if group < 0:
+        return None, at
+    first = np.argwhere(block.owner == group)[0]
+    return group, tuple((np.array(at) - first)[-2:].tolist())
 
 
 def _worst(found: Answer, results: list[Array], masks: list[Array]) -> tuple[int, tuple[int, ...]]:
@@ -334,7 +311,7 @@ def _hint(found: Answer, number: int, at: tuple[int, ...], group: int | None, go
 def _describe(found: Answer, results: list[Array], masks: list[Array], bad: int, total: int) -> Verdict:
     number, at = _worst(found, results, masks)
     block, got = found.blocks[number], float(results[number][at])
-    group, within = _owner(found, number, at)
+    group, within = _owner(block, at)
     wanted, low, high = float(block.expected[at]), float(block.low[at]), float(block.high[at])
     where = f"group {group}, element {within}" if group is not None else "an element that no group owns"
     if found.problem.fused is not None and found.problem.fused.scatters:

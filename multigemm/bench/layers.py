@@ -29,9 +29,8 @@ from multigemm.bench.operands import Matrices, float32_precision
 from multigemm.bench.reports import AUTO, STATIC
 from multigemm.bench.workloads import LAYERS, Layer, Workload
 from multigemm.errors import LibraryError
+from multigemm.integrations.expert_network import combine, dispatch, quantize_stack, route
 from multigemm.integrations.layer_ops import swiglu
-from multigemm.integrations.quantised_weights import quantize_stack
-from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.nn import Experts
 
 WHOLE, QUANTISED = "layers", "quantised-layers"

@@ -13,7 +13,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ from torch import Tensor
 
 from multigemm.cuda.device import index_of, to_device
 from multigemm.torch_internals import current_raw_stream
+
+if TYPE_CHECKING:
+    from multigemm.cuda.tensor_map import CountedMaps
 
 PLAIN_OPERANDS = ("a", "b", "out", "c", "bias", "ends", "valid_rows", "sizes", "scale_a", "scale_b", "zero_b")
 FUSED_OPERANDS = ("a_rows", "b_rows", "preact", "row_scale", "index", "weights")
@@ -77,25 +80,6 @@ class Tokens(int):
     __slots__ = ()
 
 
-class Counted(Protocol):
-    """Bytes that depend on the number of tokens, such as tensor maps of an operand with a row for each token.
-
-    All `repeats` parts, `step` bytes apart, change in the same words and in the same way.
-    """
-
-    repeats: int
-    step: int
-
-    def changes(self, before: int, after: int) -> Sequence[tuple[int, int]]:
-        """The words that differ between two numbers of tokens: their offsets in bytes, and their values for the second
-        number."""
-        ...
-
-    def alike(self, before: int, after: int) -> bool:
-        """Whether it is true that all parts change alike."""
-        ...
-
-
 class Slot(NamedTuple):
     """Words that hold the address of an operand plus `distance` bytes: `repeats` of them, `step` bytes apart."""
 
@@ -115,11 +99,11 @@ class Fields(bytes):
 
     slots: tuple[Slot, ...] = ()
     tokens: tuple[int, ...] = ()
-    counted: tuple[tuple[int, Counted], ...] = ()
+    counted: tuple[tuple[int, CountedMaps], ...] = ()
 
 
 def fields(
-    raw: bytes, slots: Iterable[Slot], tokens: Iterable[int] = (), counted: Iterable[tuple[int, Counted]] = ()
+    raw: bytes, slots: Iterable[Slot], tokens: Iterable[int] = (), counted: Iterable[tuple[int, CountedMaps]] = ()
 ) -> Fields:
     """Makes `Fields` of bytes and the offsets of the words that later calls change."""
     made = Fields(raw)
@@ -149,7 +133,8 @@ def words(*values: int | float) -> Fields:
 
 def join(parts: Iterable[bytes]) -> Fields:
     """Concatenates parts, with the offsets of everything that later calls change."""
-    raw, slots, tokens, counted = bytearray(), list[Slot](), list[int](), list[tuple[int, Counted]]()
+    raw, slots, tokens = bytearray(), list[Slot](), list[int]()
+    counted: list[tuple[int, CountedMaps]] = []
     for part in parts:
         if isinstance(part, Fields):
             at = len(raw)
@@ -339,7 +324,7 @@ class DeviceFields:
 
 
 Writer = tuple[int, Callable[[int], None]]
-_Resizer = tuple[Counted, list[Callable[[int], None]]]
+_Resizer = tuple["CountedMaps", list[Callable[[int], None]]]
 _COUNT = fields(b"", (), (0,))
 """An argument that is the number of tokens."""
 _pointers = cache(lambda count: ctypes.c_void_p * max(1, count))

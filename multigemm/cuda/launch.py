@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -41,33 +41,6 @@ Launch = Callable[[], object]
 """Does the work of one bound problem on the device's current stream, and may be called again."""
 Step = Callable[[int], None]
 """Enqueues work on a raw stream."""
-
-
-class MovableLaunch(Protocol):
-    """A launch that can follow its operands: `move` gives it the addresses of the next call."""
-
-    __slots__ = ()
-
-    def __call__(self) -> object: ...
-
-    def move(self, addresses: Addresses) -> None: ...
-
-    def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
-        """Whether it holds an address in one of these ranges that `move` would not replace."""
-        ...
-
-    def workspace_bytes(self) -> int:
-        """The device memory that it owns, in bytes."""
-        ...
-
-    def can_resize(self, before: int, after: int) -> bool:
-        """Whether `resize` gives the same launch as a bind for that number of tokens."""
-        ...
-
-    def resize(self, before: int, after: int, regrid: bool) -> None:
-        """Changes it to another number of tokens; a `move` must follow. `regrid`: tokens are rows, so the grid changes
-        too; for inner extents it does not."""
-        ...
 
 
 Grid = int | tuple[int, int, int]
@@ -183,7 +156,7 @@ def _blocks(grid: Grid) -> tuple[int, int, int]:
     return (grid, 1, 1) if isinstance(grid, int) else grid
 
 
-class BoundKernel(MovableLaunch):
+class BoundKernel:
     """A bound launch of a kernel on its device's current stream."""
 
     __slots__ = (
@@ -254,12 +227,15 @@ class BoundKernel(MovableLaunch):
         self._lent = None
 
     def can_resize(self, before: int, after: int) -> bool:
+        """Whether `resize` gives the same launch as a bind for that number of tokens."""
         if self._grid_for is None:
             return False
         fields = self._fields is None or self._fields.can_resize(before, after)
         return fields and self._block.can_resize(before, after)
 
     def resize(self, before: int, after: int, regrid: bool) -> None:
+        """Changes it to another number of tokens; a `move` must follow. `regrid`: tokens are rows, so the grid changes
+        too; for inner extents it does not."""
         assert self._grid_for is not None
         self._block.resize(before, after)
         if self._fields is not None:
@@ -268,6 +244,7 @@ class BoundKernel(MovableLaunch):
             self._records.set_grid(_blocks(self._grid_for(after)))
 
     def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
+        """Whether it holds an address in one of these ranges that `move` would not replace."""
         return self._block.stays_behind(spans) or (self._fields is not None and self._fields.stays_behind(spans))
 
     def workspace_bytes(self) -> int:
@@ -289,8 +266,8 @@ class _Steps:
             step()
 
 
-class LaunchSequence(_Steps, MovableLaunch):
-    """Several launches that can all follow their operands."""
+class LaunchSequence(_Steps):
+    """Several launches that can all follow their operands, as `BoundKernel` does."""
 
     __slots__ = ("_on_capture", "index")
 
@@ -347,6 +324,10 @@ class LaunchSequence(_Steps, MovableLaunch):
     def workspace_bytes(self) -> int:
         """The device memory that the launches own, in bytes. Shared memory counts once per launch."""
         return sum(step.workspace_bytes() for step in self._steps)
+
+
+MovableLaunch = BoundKernel | LaunchSequence
+"""A launch that can follow its operands: `move` gives it the addresses of the next call."""
 
 
 def in_turn(steps: Sequence[Launch]) -> Launch:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -86,24 +86,29 @@ def encode_together(
 
     Raises LibraryError, with the layout, where the driver refuses it.
     """
-    modes = swizzle, promotion
-    made = Fields(_encoded(dtype, address, extents, strides, boxes, modes))
+    layout = _Layout(dtype, int(address), tuple(extents), tuple(strides), boxes, (swizzle, promotion))
+    made = Fields(_encoded(layout))
     if isinstance(address, Address):
         made.slots = (Slot(_place_of_address(), address.operand, address - address.base, len(boxes), SIZE),)
     if Tokens in map(type, extents):
-        made.counted = ((0, CountedMaps(dtype, int(address), tuple(extents), tuple(strides), boxes, modes)),)
+        made.counted = ((0, CountedMaps(layout)),)
     return made
 
 
-def _encoded(
-    dtype: torch.dtype,
-    address: int,
-    extents: Sequence[int],
-    strides: Sequence[int],
-    boxes: tuple[tuple[int, ...], ...],
-    modes: tuple[int, int],
-) -> memoryview:
-    """The maps in memory of this thread, which the next call overwrites. `modes`: swizzle and promotion."""
+class _Layout(NamedTuple):
+    """The arguments of `encode_together`; `modes` are swizzle and promotion."""
+
+    dtype: torch.dtype
+    address: int
+    extents: Sequence[int]
+    strides: Sequence[int]
+    boxes: tuple[tuple[int, ...], ...]
+    modes: tuple[int, int]
+
+
+def _encoded(layout: _Layout) -> memoryview:
+    """The maps in memory of this thread, which the next call overwrites."""
+    dtype, address, extents, strides, boxes, modes = layout
     own, rank, call = _scratches.of_rank[len(extents)], len(extents), library().cuTensorMapEncodeTiled
     own.extents[:], own.strides[:] = extents, strides  # type: ignore[call-overload]  # a tuple serves as well
     sizes, steps = own.layout
@@ -126,24 +131,16 @@ class CountedMaps:
     encoding the first map, and change in the same way in the others (`alike` checks this).
     """
 
-    __slots__ = ("_boxes", "_dtype", "_extents", "_known", "_modes", "_place", "_strides", "repeats")
+    __slots__ = ("_known", "_layout", "repeats")
     step = SIZE
 
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        address: int,
-        extents: tuple[int, ...],
-        strides: tuple[int, ...],
-        boxes: tuple[tuple[int, ...], ...],
-        modes: tuple[int, int],
-    ) -> None:
-        self._dtype, self._place, self._extents, self._strides = dtype, address, extents, strides
-        self._boxes, self._modes, self.repeats = boxes, modes, len(boxes)
+    def __init__(self, layout: _Layout) -> None:
+        self._layout, self.repeats = layout, len(layout.boxes)
         self._known: tuple[int, tuple[int, ...]] = -1, ()
 
     def changes(self, before: int, after: int) -> list[tuple[int, int]]:
-        """The words that differ between two numbers of tokens."""
+        """The words that differ between two numbers of tokens: their offsets in bytes, and their values for the second
+        number."""
         known, old = self._known
         if known != before:
             old = self._words(before)
@@ -153,18 +150,18 @@ class CountedMaps:
 
     def alike(self, before: int, after: int) -> bool:
         """Whether those words change in the same way in the maps of all boxes."""
-        old, new = (bytearray(self._encoded(count, self._boxes)) for count in (before, after))
+        old, new = (bytearray(self._encoded(count, self._layout.boxes)) for count in (before, after))
         for offset, word in self.changes(before, after):
             for at in range(offset, len(old), SIZE):
                 old[at : at + 8] = word.to_bytes(8, "little")
         return old == new
 
     def _words(self, count: int) -> tuple[int, ...]:
-        return _WORDS.unpack(self._encoded(count, self._boxes[:1]))
+        return _WORDS.unpack(self._encoded(count, self._layout.boxes[:1]))
 
     def _encoded(self, count: int, boxes: tuple[tuple[int, ...], ...]) -> memoryview:
-        extents = [count if type(extent) is Tokens else extent for extent in self._extents]
-        return _encoded(self._dtype, self._place, extents, self._strides, boxes, self._modes)
+        extents = [count if type(extent) is Tokens else extent for extent in self._layout.extents]
+        return _encoded(self._layout._replace(extents=extents, boxes=boxes))
 
 
 def repeat(encoded: Fields, distances: Iterable[int]) -> Fields:

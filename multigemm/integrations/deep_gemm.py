@@ -24,7 +24,7 @@ from torch import Tensor
 
 from multigemm import api
 from multigemm.errors import InvalidProblem
-from multigemm.integrations.quantised_weights import turned
+from multigemm.quantize import turned
 
 Pair = tuple[Tensor, Tensor]
 PACKED = 4

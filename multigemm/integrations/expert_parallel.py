@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multigemm.errors import InvalidProblem
+from multigemm.integrations.expert_network import Compute, Routing, check_routing, combine, dispatch, permute, route
 from multigemm.integrations.rank_agreement import Agreed, Input, agree, explained
-from multigemm.integrations.routing import Compute, Routing, check_routing, combine, dispatch, permute, route
 from multigemm.torch_internals import no_dynamo
 
 _collectives: Any = torch.ops._c10d_functional

@@ -18,7 +18,7 @@ numbers outside of 0..E-1 contribute nothing, and get gradients of zero.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +26,10 @@ from torch import Tensor
 from multigemm.api import grouped_gemm
 from multigemm.integrations import torch_op
 from multigemm.integrations.bound_layer import run_bound
-from multigemm.integrations.expert_network import Network, by_rows
-from multigemm.integrations.fused_gradients import differentiated, gate_by_torch
+from multigemm.integrations.expert_network import Network, by_rows, check_routing, through_experts
+from multigemm.integrations.gradients import differentiated, gate_by_torch
 from multigemm.integrations.layer_ops import (
+    Pairs,
     copies_rows,
     gate_kernels,
     kernels_for,
@@ -37,7 +38,6 @@ from multigemm.integrations.layer_ops import (
     sum_by_expert,
     tokens_of_pairs,
 )
-from multigemm.integrations.routing import check_routing, through_experts
 from multigemm.torch_internals import any_requires_grad
 
 
@@ -104,7 +104,7 @@ def run_experts(
         return _in_graph(net, x, index, weights, up, down, up_bias, down_bias)
     if not (torch.is_grad_enabled() and any_requires_grad(x, weights, up, down, up_bias, down_bias)):
         with torch.no_grad():
-            return _forward(net, pairs_of(net, index, up, False), x, weights, up, down, up_bias, down_bias, False)[0]
+            return _forward(net, _pairs_of(net, index, up, False), x, weights, up, down, up_bias, down_bias, False)[0]
     result: Tensor = _Experts.apply(net, index, x, weights, up, down, up_bias, down_bias)  # type: ignore[no-untyped-call]
     return result
 
@@ -121,18 +121,9 @@ def in_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
 # --- the fused way ------------------------------------------------------------------------------------
 
 
-class Pairs(NamedTuple):
-    """Pairs of token and expert, sorted by expert: their tokens [S], the position of each pair [T, k], the ends of
-    experts [E] and, where gradients are wanted, which pair each one is [S]."""
-
-    rows: Tensor
-    place: Tensor
-    ends: Tensor
-    order: Tensor | None
-
-
-def pairs_of(net: Network, index: Tensor, up: Tensor, ordered: bool) -> Pairs:
-    return Pairs(*sort_pairs(index, up.shape[0], ordered, up.detach(), net.stacked))
+def _pairs_of(net: Network, index: Tensor, up: Tensor, ordered: bool) -> Pairs:
+    """The pairs of a layer, with their numbers where gradients are wanted."""
+    return sort_pairs(index, up.shape[0], ordered, up.detach(), net.stacked)
 
 
 def product(net: Network, a: Tensor, b: Tensor, ends: Tensor | None, **keywords: Any) -> Tensor:
@@ -156,17 +147,17 @@ def first_product(
     batch-invariant layers, whose bits must not depend on wanted gradients.
     """
     b, keywords = by_rows(up, net.stacked), {"bias": up_bias}
-    if copies_rows(x, len(pairs.rows), len(up), net.invariant):
-        x = rows_of_pairs(x.detach(), pairs.place, len(pairs.rows))
+    if copies_rows(x, len(pairs.tokens), len(up), net.invariant):
+        x = rows_of_pairs(x.detach(), pairs.place, len(pairs.tokens))
     else:
-        keywords["a_rows"] = pairs.rows
+        keywords["a_rows"] = pairs.tokens
     if not keep:
         return product(net, x, b, pairs.ends, **keywords, **net.keywords), None
     kernels = None if net.gate is None or net.invariant else kernels_for(x, gate_kernels)
     if kernels is not None:
         preact = product(net, x, b, pairs.ends, **keywords)
         return kernels.gated_rows(net.gate, preact), preact
-    preact = x.new_empty((pairs.rows.shape[0], b.shape[2]))
+    preact = x.new_empty((pairs.tokens.shape[0], b.shape[2]))
     return product(net, x, b, pairs.ends, preact_out=preact, **keywords, **net.keywords), preact
 
 
@@ -193,7 +184,7 @@ class _Experts(torch.autograd.Function):
         ctx: Any, net: Network, index: Tensor, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Any,
         down_bias: Any,
     ) -> Tensor:  # fmt: skip
-        pairs = pairs_of(net, index, up, True)
+        pairs = _pairs_of(net, index, up, True)
         out, preact = _forward(net, pairs, x, weights, up, down, up_bias, down_bias, not net.recompute)
         ctx.net = net
         ctx.save_for_backward(
@@ -341,9 +332,8 @@ def _experts(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The operator on real tensors: the result, the input of the gate (if it is kept), and the pairs."""
     net = _network(options)
-    pairs = pairs_of(net, index, up, True)
+    pairs = _pairs_of(net, index, up, True)
     out, preact = _forward(net, pairs, x, weights, up, down, up_bias, down_bias, keep)
-    assert pairs.order is not None
     return out, x.new_empty(0) if preact is None else preact, pairs.place, pairs.ends, pairs.order
 
 

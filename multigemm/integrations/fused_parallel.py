@@ -43,7 +43,6 @@ from multigemm.errors import InvalidProblem
 from multigemm.integrations import expert_parallel
 from multigemm.integrations.expert_network import Network, by_rows
 from multigemm.integrations.fused_experts import (
-    Pairs,
     first_product,
     gate_backward,
     in_autocast,
@@ -51,6 +50,7 @@ from multigemm.integrations.fused_experts import (
     product,
 )
 from multigemm.integrations.layer_ops import (
+    Pairs,
     add_returned,
     copy_rows,
     exchange_kernels,
@@ -205,16 +205,6 @@ class Return:
         self._under_way.clear()
 
 
-class Sorted(NamedTuple):
-    """Pairs of token and expert sorted by expert: their tokens [S], the position of each [tokens, k], the ends of
-    experts, and the number of each pair [S]."""
-
-    tokens: Tensor
-    place: Tensor
-    ends: Tensor
-    order: Tensor
-
-
 class _Own(NamedTuple):
     """This rank's tokens, their weights, their routing (experts and weights side by side), and the pairs whose experts
     are here."""
@@ -222,7 +212,7 @@ class _Own(NamedTuple):
     x: Tensor
     weights: Tensor
     routing: Tensor
-    pairs: Sorted
+    pairs: Pairs
 
     def empty_rows(self, count: int) -> Rows:
         """Memory for rows of tokens that travel."""
@@ -311,11 +301,9 @@ class _Call:
                 f"x is {x.dtype} {tuple(x.shape)}, and the experts take {dtype} of {shape[0]} or {shape[1]} features"
             )
 
-    def sorted(self, index: Tensor) -> Sorted:
+    def sorted(self, index: Tensor) -> Pairs:
         """Pairs of token and expert by this rank's experts; pairs of other ranks' experts come last."""
-        tokens, place, ends, order = sort_pairs(index - self.group.rank() * self.each, self.here, ordered=True)
-        assert order is not None
-        return Sorted(tokens, place, ends, order)
+        return sort_pairs(index - self.group.rank() * self.each, self.here)
 
 
 class Departures:
@@ -430,7 +418,7 @@ class _Finish(torch.autograd.Function):
         else:
             pause_stream(x.device)
         result = back.added_to(layer.second(own, own_hidden))
-        kept = [tensor for piece in pieces for tensor in piece]
+        kept = [tensor for piece in pieces for tensor in (*piece.pairs, piece.weights, piece.preact)]
         ctx.call, ctx.net = call, net
         ctx.save_for_backward(*parameters, x, routing, *kept)
         del call.rows, call.arrivals, call.own
@@ -443,8 +431,7 @@ class _Finish(torch.autograd.Function):
         call, saved = ctx.call, ctx.saved_tensors
         up, down, up_bias, down_bias, x, routing = saved[:6]
         layer = _Layer(call, ctx.net, up, down, up_bias, down_bias, x, routing)
-        size = len(_Piece._fields)
-        pieces = [_Piece(*saved[first : first + size]) for first in range(6, len(saved), size)]
+        pieces = [_Piece(Pairs(*saved[at : at + 4]), *saved[at + 4 : at + 6]) for at in range(6, len(saved), 6)]
         tickets, found = layer.backward(pieces, grad.contiguous(), ctx.needs_input_grad[4:])
         if not (ctx.needs_input_grad[2] or ctx.needs_input_grad[3]):
             for rows in call.returns:
@@ -454,16 +441,10 @@ class _Finish(torch.autograd.Function):
 
 
 class _Piece(NamedTuple):
-    """Rows that are worked on together: their pairs of token and expert, sorted by expert; then some of no expert here.
+    """Rows that are worked on together: their pairs of token and expert, then some of no expert here; the weights of
+    all pairs; and the first products before the gate, if they are kept."""
 
-    `tokens` [pairs]: rows of the piece. `place` [rows, k]: where each pair went, those of other ranks to the end.
-    `order`: which pair each one was. `preact`: first products before the gate, if they are kept.
-    """
-
-    tokens: Tensor
-    place: Tensor
-    ends: Tensor
-    order: Tensor
+    pairs: Pairs
     weights: Tensor
     preact: Tensor | None
 
@@ -489,26 +470,23 @@ class _Layer(NamedTuple):
         routing = self.routing[self.call.ways.pieces[number]]
         return self._piece(number, self.call.sorted(_index_of(routing)), _weights_of(routing))
 
-    def _piece(self, number: int, found: Sorted, weights: Tensor) -> _Piece:
-        pairs = self.call.ways.pairs[number]
-        return _Piece(found.tokens[:pairs], found.place, found.ends, found.order[:pairs], weights, None)
+    def _piece(self, number: int, found: Pairs, weights: Tensor) -> _Piece:
+        count = self.call.ways.pairs[number]
+        return _Piece(found._replace(tokens=found.tokens[:count], order=found.order[:count]), weights, None)
 
     def first(self, x: Tensor, piece: _Piece, keep: bool) -> tuple[Tensor, _Piece]:
         """The gated values of each pair of rows x, and the piece, with the first products if `keep` them."""
-        if not len(piece.tokens):
+        if not len(piece.pairs.tokens):
             return x.new_empty(0, self.down.shape[1 if self.net.stacked else 2]), piece
-        pairs = Pairs(piece.tokens, piece.place, piece.ends, piece.order)
-        hidden, preact = first_product(self.net, x, pairs, self.up, self.up_bias, keep)
+        hidden, preact = first_product(self.net, x, piece.pairs, self.up, self.up_bias, keep)
         return hidden, piece._replace(preact=preact)
 
     def second(self, piece: _Piece, hidden: Tensor) -> Tensor:
         """The weighted sum of each row's pairs on this rank."""
         weights = piece.weights.detach()
-        return self._summed(piece, hidden, by_rows(self.down, self.net.stacked), weights, bias=self.down_bias)
+        return self._summed(piece.pairs, hidden, by_rows(self.down, self.net.stacked), weights, bias=self.down_bias)
 
-    def _summed(
-        self, pairs: _Piece | _EveryPair, rows: Tensor, b: Tensor, weights: Tensor | None, **keywords: Any
-    ) -> Tensor:
+    def _summed(self, pairs: Pairs, rows: Tensor, b: Tensor, weights: Tensor | None, **keywords: Any) -> Tensor:
         if not len(pairs.order):
             return rows.new_zeros(len(pairs.place), b.shape[2])
         return product(self.net, rows, b, pairs.ends, combine=(pairs.place, weights), **keywords)
@@ -524,7 +502,7 @@ class _Layer(NamedTuple):
         whole = grad.new_empty(ways.pieces[-1].stop, grad.shape[1])
         arrivals = ways.start_all(lambda tokens: grad.index_select(0, tokens), whole)
         whole[ways.pieces[0]].copy_(grad)
-        every = self._every_pair(pieces)
+        every, places = self._every_pair(pieces)
         weights = pieces[0].weights
         of_pairs = grad.new_empty(len(every.order), self.up.shape[2 if self.net.stacked else 1])
         weighted = grad.new_empty(len(every.order), self.down.shape[1 if self.net.stacked else 2])
@@ -534,7 +512,7 @@ class _Layer(NamedTuple):
             if number:
                 ways.wait(arrivals[number - 1])
             rows = whole[ways.pieces[number]]
-            found = self._through_gate(number, piece, rows, (of_pairs, weighted, every.places[number]))
+            found = self._through_gate(number, piece, rows, (of_pairs, weighted, places[number]))
             if number and call.needs_grad:
                 of_weights.send(number - 1, found)
             elif call.needs_grad:
@@ -547,30 +525,30 @@ class _Layer(NamedTuple):
             call.returns = [of_rows, of_weights]
         return own, self._of_parameters(every, whole, of_pairs, weighted, wanted)
 
-    def _every_pair(self, pieces: list[_Piece]) -> _EveryPair:
-        """The pairs of all pieces, sorted by expert."""
-        ways, total = self.call.ways, sum(self.call.ways.pairs)
-        _, place, ends, order = self.call.sorted(_index_of(self.routing))
+    def _every_pair(self, pieces: list[_Piece]) -> tuple[Pairs, list[Tensor]]:
+        """The pairs of all pieces, and the positions in them of each piece's own."""
+        ways, every = self.call.ways, self.call.sorted(_index_of(self.routing))
         places = [
-            place[rows].view(-1).index_select(0, piece.order) for rows, piece in zip(ways.pieces, pieces, strict=True)
+            every.place[rows].view(-1).index_select(0, piece.pairs.order)
+            for rows, piece in zip(ways.pieces, pieces, strict=True)
         ]
-        return _EveryPair(place, ends, order[:total], places)
+        return every._replace(order=every.order[: sum(ways.pairs)]), places
 
     def _through_gate(self, number: int, piece: _Piece, grad: Tensor, into: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Writes the gradients of the first products, and weight * hidden. Returns the gradient of the weights."""
-        net, preact = self.net, piece.preact
-        if not len(piece.tokens):
+        net, pairs, preact = self.net, piece.pairs, piece.preact
+        if not len(pairs.tokens):
             return torch.zeros_like(piece.weights)
         if preact is None:
             x, up = self.x[self.call.ways.pieces[number]], by_rows(self.up, net.stacked)
-            preact = product(net, x, up, piece.ends, a_rows=piece.tokens, bias=self.up_bias)
-        dh = product(net, grad, by_rows(self.down, not net.stacked), piece.ends, a_rows=piece.tokens)
+            preact = product(net, x, up, pairs.ends, a_rows=pairs.tokens, bias=self.up_bias)
+        dh = product(net, grad, by_rows(self.down, not net.stacked), pairs.ends, a_rows=pairs.tokens)
         bias = self.down_bias if self.call.needs_grad else None
         added = None if bias is None else (grad, bias.detach())
-        return gate_backward(net, preact, dh, piece.order, piece.weights.detach(), piece.ends, added, into)[2]
+        return gate_backward(net, preact, dh, pairs.order, piece.weights.detach(), pairs.ends, added, into)[2]
 
     def _of_parameters(
-        self, every: _EveryPair, grad: Tensor, of_pairs: Tensor, weighted: Tensor, wanted: tuple[bool, ...]
+        self, every: Pairs, grad: Tensor, of_pairs: Tensor, weighted: Tensor, wanted: tuple[bool, ...]
     ) -> list[Tensor | None]:
         net, given = self.net, (self.up, self.down, self.up_bias, self.down_bias)
         if not len(every.order):
@@ -594,13 +572,3 @@ class _Layer(NamedTuple):
             assert self.down_bias is not None and grad_rows is not None
             found[3] = sum_by_expert(grad_rows, ends, self.down_bias.dtype, order, _weights_of(self.routing))
         return found
-
-
-class _EveryPair(NamedTuple):
-    """The pairs of all pieces by expert: the position of each row's pairs, the ends of experts, the number of each
-    pair, and by piece the positions of its pairs."""
-
-    place: Tensor
-    ends: Tensor
-    order: Tensor
-    places: list[Tensor]

@@ -17,6 +17,10 @@ Rows that no group owns are constants of the result, so nothing flows through th
 incoming gradient holds there (NaN included). Only differentiable operations are used, so second
 derivatives follow from autograd.
 
+Gradients of fused problems are those of their steps as differentiable operations: rows picked, the product with bias,
+gate, row_scale, sums of rows. The forward pass keeps only the inputs, and the backward pass recomputes the steps. At
+exactly a limit the gradient passes, as with torch's clamp. Indices that mean "no row" give gradients of zero.
+
 Quantised operands and scales are constants as well. Of quantised weights dA multiplies by B^T as it lies in memory,
 with its scales transposed, where one of them covers everything, a group or 128 x 128; else by B^T in the dtype of A.
 """
@@ -24,7 +28,8 @@ with its scales transposed, where one of them covers everything, a group or 128 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -32,11 +37,13 @@ from torch import Tensor
 
 from multigemm import quantize
 from multigemm.errors import InvalidProblem
-from multigemm.integrations.quantised_weights import turned
 from multigemm.planning import launch_cache
 from multigemm.problem import scales
+from multigemm.problem.fused import PICKED, Fused, Gate
 from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.problem.rebuild import cut_keywords
 from multigemm.problem.spec import FLOAT8, Form
+from multigemm.quantize import turned
 from multigemm.select.choose import choose
 
 Gemm = Callable[..., Any]
@@ -347,53 +354,69 @@ def solve(problem: GroupedGemmProblem, backend: Any, config: Any, gemm: Gemm) ->
                 "an input requires grad, and gradients of fused products with quantised operands come later: take the "
                 "fused steps in torch round the product, or use torch.no_grad()"
             )
-        from multigemm.integrations import fused_gradients
-
-        return fused_gradients.solve(problem, backend, config, gemm)
-    tensors = [x for name in NAMES for x in problem.each(name)]
-    result = _Solve.apply(problem, backend, config, gemm, *tensors)  # type: ignore[no-untyped-call]
+        if problem.fused.preact is not None:
+            raise InvalidProblem(
+                "an input requires grad, and preact_out is memory of the caller's, which has no gradient: leave it "
+                "out, or use torch.no_grad()"
+            )
+    parts = _inputs(problem)
+    tensors = [x for part in parts for x in part]
+    result = _Solve.apply(problem, backend, config, gemm, list(map(len, parts)), *tensors)  # type: ignore[no-untyped-call]
     return list(result) if problem.form == "per_group" else result
+
+
+def _inputs(problem: GroupedGemmProblem) -> list[list[Tensor]]:
+    """The inputs that may have gradients, by operand: those of `NAMES`, and the weights of rows of a fused problem."""
+    fused = problem.fused
+    extras = [] if fused is None else [[] if x is None else [x] for x in (fused.row_scale, fused.weights)]
+    return [*map(problem.each, NAMES), *extras]
 
 
 class _Solve(torch.autograd.Function):
     """The autograd function of one problem. Tensors are separate arguments so that autograd sees them."""
 
     @staticmethod
-    def forward(ctx: Any, problem: GroupedGemmProblem, backend: Any, config: Any, gemm: Gemm, *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any, problem: GroupedGemmProblem, backend: Any, config: Any, gemm: Gemm, counts: list[int],
+        *tensors: Tensor,
+    ) -> Any:  # fmt: skip
         result = launch_cache.solve(choose(problem, backend, config, eager=True), problem)
         outs = tuple(result) if problem.form == "per_group" else (result,)
-        ctx.problem, ctx.gemm, ctx.counts = problem, gemm, [len(problem.each(name)) for name in NAMES]
-        live = live_cut(problem)  # saved like an operand, so that torch notices a change in place before backward
-        ctx.save_for_backward(live, *tensors, *(outs if problem.activation == "relu" else ()))
+        ctx.problem, ctx.gemm, ctx.counts = problem, gemm, counts
+        kept: Sequence[Any] = outs if problem.activation == "relu" else ()
+        if problem.fused is not None:
+            kept = [x.values for x in problem.fused.indices.values() if x.live]
+        # cuts and indices are saved like operands, so that torch notices a change in place before backward
+        ctx.save_for_backward(live_cut(problem), *tensors, *kept)
         return outs if problem.form == "per_group" else result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         problem: GroupedGemmProblem = ctx.problem
-        saved = ctx.saved_tensors[1:]
+        saved, nothing = ctx.saved_tensors[1:], (None,) * 5
+        if problem.fused is not None:
+            given, needed = saved[: sum(ctx.counts)], ctx.needs_input_grad[5:]
+            steps = lambda flat: _steps(problem, ctx.gemm, split(flat, ctx.counts))  # noqa: E731
+            return *nothing, *differentiated(given, needed, steps, grads)
         inputs, outs = split(saved, ctx.counts), list(saved[sum(ctx.counts) :])
-        needs = tuple(any(part) for part in split(ctx.needs_input_grad[4:], ctx.counts))
+        needs = tuple(any(part) for part in split(ctx.needs_input_grad[5:], ctx.counts))
         if problem.form == "per_group":
             found = list_gradients(call_of(problem, ctx.gemm, inputs), list(grads), outs, needs)
         else:
             found = _packed(problem, ctx.gemm, inputs, grads[0], outs[0] if outs else None, needs)
         flat = [_each(x, count) for x, count in zip(found, ctx.counts, strict=True)]
-        return (None, None, None, None, *(x for part in flat for x in part))
+        return *nothing, *(x for part in flat for x in part)
 
 
 def live_cut(problem: GroupedGemmProblem) -> Tensor | None:
     """The tensor on the device that cuts the groups; None if the cut is on the host."""
-    source = problem.grouping or problem.valid_rows
-    return None if source is None else source.live
+    return None if problem.cut is None else problem.cut.live
 
 
 def split(values: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
     """`values` in consecutive runs of these lengths."""
-    parts, start = [], 0
-    for count in counts:
-        parts.append(list(values[start : start + count]))
-        start += count
-    return parts
+    left = iter(values)
+    return [list(islice(left, count)) for count in counts]
 
 
 def _each(x: Any, count: int) -> list[Any]:
@@ -414,6 +437,7 @@ def _packed(
 def call_of(problem: GroupedGemmProblem, gemm: Gemm, inputs: list[Any]) -> Call:
     """A problem as a `Call` whose a, b, c and bias are `inputs`."""
     a, b, c, bias = inputs
+    quantised = {} if problem.quantisation is None else problem.quantisation.keywords()
     return Call(
         form=problem.form,
         gemm=gemm,
@@ -421,24 +445,13 @@ def call_of(problem: GroupedGemmProblem, gemm: Gemm, inputs: list[Any]) -> Call:
         b=b,
         c=c or None if isinstance(c, list) else c,
         bias=bias or None if isinstance(bias, list) else bias,
-        cut=_cut(problem),
+        cut=cut_keywords(problem),
         options={name: getattr(problem, name) for name in ("precision", "deterministic", "batch_invariant")},
         alpha=problem.alpha,
         beta=problem.beta,
         activation=problem.activation,
-        quantised=_quantised(problem),
+        quantised={name: stacked(x) if problem.squeezed else x for name, x in quantised.items()},
     )
-
-
-def _quantised(problem: GroupedGemmProblem) -> dict[str, Any]:
-    """The keywords of quantised operands for two matrices that became stacks of one."""
-    q = problem.quantisation
-    if q is None:
-        return {}
-    given = {"scale_a": problem.scale_a, "scale_b": problem.scale_b, "zero_b": problem.zero_b}
-    if problem.squeezed:
-        given = {name: stacked(x) for name, x in given.items()}
-    return {**given, "b_format": q.b_format or None, "accumulate": q.accumulate}
 
 
 def stacked(scale: Any) -> Any:
@@ -446,14 +459,128 @@ def stacked(scale: Any) -> Any:
     return scale.unsqueeze(0) if isinstance(scale, Tensor) and scale.dim() == 2 else scale
 
 
-def _cut(problem: GroupedGemmProblem) -> dict[str, Any]:
-    """The groups as keyword arguments of another problem. Sizes on the host stay there."""
-    if (valid := problem.valid_rows) is not None:
-        return {"valid_rows": valid.live if valid.live is not None else torch.from_numpy(valid.read()).diff()}
-    grouping = problem.grouping
-    if grouping is None:
-        return {}
-    jagged = problem.form[-1]
-    if grouping.live is not None:
-        return {grouping.kind: grouping.live, "jagged": jagged}
-    return {"offsets": grouping.read(), "jagged": jagged}
+# --- the steps of fused problems ------------------------------------------------------------------------
+
+
+def differentiated(
+    given: Sequence[Any], needs: Sequence[bool], results_of: Callable[[list[Any]], list[Tensor]], grads: Sequence[Any]
+) -> list[Tensor | None]:
+    """Gradients of the values in `given` that need one, by autograd through the differentiable operations of
+    `results_of`. They have gradients themselves where autograd records."""
+    twice = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # each input is a separate node of the graph: two may be the same tensor, or one derived from the other
+        nodes = [(x.view_as(x) if twice else x.detach().requires_grad_()) if need else x
+                 for x, need in zip(given, needs, strict=True)]  # fmt: skip
+        results = results_of(nodes)
+    wanted = [x for x, need in zip(nodes, needs, strict=True) if need]
+    live = [(result, grad) for result, grad in zip(results, grads, strict=True) if result.requires_grad]
+    found = [torch.zeros_like(x) for x in wanted]
+    if live:
+        roots, flows = zip(*live, strict=True)
+        found = list(torch.autograd.grad(roots, wanted, flows, create_graph=twice, materialize_grads=True))
+    slots = iter(found)
+    return [next(slots) if need else None for need in needs]
+
+
+def _steps(problem: GroupedGemmProblem, gemm: Gemm, parts: list[list[Tensor]]) -> list[Tensor]:
+    """The result by differentiable operations: one tensor, or those of a list."""
+    fused = problem.fused
+    assert fused is not None
+    a, b, c, bias, scales, factors = parts
+    if problem.form == "per_group":
+        call = call_of(problem, gemm, [a, b, c, bias])
+        rows = _products(call, a, b) if a else []
+        return [gate_by_torch(x, problem.activation, fused.gate).to(problem.out_dtype) for x in rows]
+    extra, vector, scale, weights = (x[0] if x else None for x in (c, bias, scales, factors))
+    call = call_of(problem, gemm, [a[0], b[0], extra, vector])
+    rows = fused_rows(call, fused, scale, weights).to(problem.out_dtype)
+    return [rows[0] if problem.squeezed else rows]
+
+
+def fused_rows(call: Call, fused: Fused, scale: Tensor | None, weights: Tensor | None) -> Tensor:
+    """The result of a call of packed operands by differentiable operations, before rounding."""
+    a, b = _picked(call, fused)
+    products = replace(call, c=None, beta=0.0) if fused.scatters else call
+    rows = gate_by_torch(_products(products, a, b), call.activation, fused.gate)
+    if scale is not None:
+        rows = rows * scale.to(rows.dtype).unsqueeze(-1)
+    if not fused.scatters:
+        return owned_only(call, rows)
+    rows = _summed(call, fused, rows, weights)
+    return rows if call.c is None or call.beta == 0 else rows + call.beta * call.c.to(rows.dtype)
+
+
+def _products(call: Call, a: Any, b: Any) -> Any:
+    first, second = (x[0] if isinstance(x, list) else x for x in (a, b))
+    epilogue: dict[str, Any] = {"alpha": call.alpha, "out_dtype": wide_dtype(first.dtype, second.dtype)}
+    if call.bias is not None:
+        epilogue["bias"] = call.bias
+    if call.beta != 0 and call.c is not None:
+        epilogue |= {"c": call.c, "beta": call.beta}
+    return call.gemm(a, b, **epilogue, **call.cut, **call.options)
+
+
+def _picked(call: Call, fused: Fused) -> tuple[Tensor, Tensor]:
+    found = []
+    for name, x, index in (("a_rows", call.a, fused.a_rows), ("b_rows", call.b, fused.b_rows)):
+        if index is not None:
+            rows = index.values.to(x.device)
+            x = _rows(x, rows) if PICKED[name][call.form[-1]] == 0 else _rows(x.t(), rows).t()
+        found.append(x)
+    return found[0], found[1]
+
+
+def _rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows by number; zeros where there is no row. The gradient of an embedding is summed without atomics."""
+    there = (rows >= 0) & (rows < x.shape[0])
+    if not x.shape[0]:
+        return x.new_zeros((rows.shape[0], x.shape[1]))
+    found = torch.nn.functional.embedding(torch.where(there, rows, 0), x)
+    return torch.where(there.unsqueeze(-1), found, 0)
+
+
+def gate_by_torch(x: Tensor, activation: str | None, gate: Gate | None) -> Tensor:
+    """Applies an activation, or a gate to the columns of x, by differentiable torch operations."""
+    functional = torch.nn.functional
+    if gate is not None:
+        return _gate(gate, *gate.split(x))
+    acts: dict[Any, Any] = {
+        None: lambda x: x, "relu": torch.relu, "silu": functional.silu, "gelu": functional.gelu,
+        "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    }  # fmt: skip
+    found: Tensor = acts[activation](x)
+    return found
+
+
+def _gate(gate: Gate, g: Tensor, u: Tensor) -> Tensor:
+    if gate.limit is not None:
+        g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
+    if gate.kind == "swiglu":
+        act = g * torch.sigmoid(gate.alpha * g)
+    elif gate.kind == "geglu":
+        act = torch.nn.functional.gelu(g)
+    elif gate.kind == "geglu_tanh":
+        act = torch.nn.functional.gelu(g, approximate="tanh")
+    else:
+        act = torch.relu(g) if gate.kind == "reglu" else torch.sigmoid(g)
+    return act * (u + gate.beta)
+
+
+def _summed(call: Call, fused: Fused, rows: Tensor, weights: Tensor | None) -> Tensor:
+    """The sums of rows that groups own."""
+    count = rows.shape[0]
+    there = owned(call, count).view(-1)
+    if fused.combine is not None:
+        index = fused.combine.values.to(rows.device)
+        valid = (index >= 0) & (index < count)
+        if count:
+            valid = valid & there[torch.where(valid, index, 0)]
+        terms = _rows(rows, torch.where(valid, index, -1).view(-1)).view(*index.shape, rows.shape[1])
+        if weights is not None:
+            terms = terms * torch.where(valid, weights, 0).to(rows.dtype).unsqueeze(-1)
+        return terms.sum(1)
+    assert fused.out_rows is not None and fused.rows is not None
+    places = fused.out_rows.values.to(rows.device)
+    places = torch.where((places >= 0) & (places < fused.rows) & there, places, fused.rows).long()
+    return rows.new_zeros((fused.rows + 1, rows.shape[1])).index_add(0, places, rows)[: fused.rows]

@@ -12,7 +12,7 @@ import importlib.util
 import math
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -115,22 +115,31 @@ _library.impl("sort_by_expert", _sort_cuda, "CUDA")
 torch.library.register_fake("multigemm::sort_by_expert", _sort_like, lib=_library)
 
 
+class Pairs(NamedTuple):
+    """Pairs of token and expert, sorted by expert: their tokens [S], the position of each pair [tokens, k], the ends of
+    experts [E] and, if they were asked for, the numbers of the pairs [S], else None; all int32."""
+
+    tokens: Tensor
+    place: Tensor
+    ends: Tensor
+    order: Any
+
+
 def sort_pairs(
-    index: Tensor, experts: int, ordered: bool = False, up: Tensor | None = None, stacked: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """index [tokens, k] -> the tokens of the pairs by expert [S], where each pair went [tokens, k], where experts end
-    and, if `ordered`, which pair each one was [S]; all int32.
+    index: Tensor, experts: int, ordered: bool = True, up: Tensor | None = None, stacked: bool = False
+) -> Pairs:
+    """The pairs of index [tokens, k], with their numbers if `ordered`.
 
     `up`: the weights of the product behind the sort, `stacked` or not, which it may fetch ahead. No operator.
     """
     kernels = kernels_for(index)
     if kernels is not None and kernels.can_sort(index.numel(), experts):
         order = torch.empty(index.numel(), dtype=torch.int32, device=index.device) if ordered else None
-        rows, place, ends = kernels.sort_pairs(index, experts, order, up, stacked)
-        return rows, place, ends, order
+        tokens, place, ends = kernels.sort_pairs(index, experts, order, up, stacked)
+        return Pairs(tokens, place, ends, order)
     order, inverse, ends = sort_by_expert(index.reshape(-1), experts)
-    rows, place = tokens_of_pairs(order, index.shape[1]).int(), inverse.int().view(index.shape)
-    return rows, place, ends, order.int() if ordered else None
+    tokens, place = tokens_of_pairs(order, index.shape[1]).int(), inverse.int().view(index.shape)
+    return Pairs(tokens, place, ends, order.int() if ordered else None)
 
 
 # --- the rows of pairs ------------------------------------------------------------------------------

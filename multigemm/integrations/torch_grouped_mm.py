@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from multigemm.errors import InvalidProblem
-from multigemm.integrations.quantised_weights import turned
 from multigemm.integrations.torch_op import grouped_gemm
+from multigemm.quantize import turned
 
 
 def grouped_mm(

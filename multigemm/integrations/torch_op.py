@@ -16,16 +16,14 @@ from torch import Tensor
 
 from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_text
 from multigemm.integrations import eager
-from multigemm.integrations.fused_gradients import differentiated, fused_rows
-from multigemm.integrations.gradients import NAMES, Call, gradients, stacked
+from multigemm.integrations.gradients import NAMES, Call, differentiated, fused_rows, gradients, stacked
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.launch_key import NO_SCALES, PLAIN_LENGTH, Key, key_of, one_cut
 from multigemm.planning.launch_key import Call as LaunchCall
 from multigemm.problem import epilogue, forms, scales
-from multigemm.problem.arrays import dtype_name
+from multigemm.problem.forms import Result
 from multigemm.problem.fused import Fused, Gate, Index, fused_shapes, picked_like, refuse_in_operator
-from multigemm.problem.problem import GroupedGemmProblem
-from multigemm.problem.result import Result
+from multigemm.problem.problem import SCALES, GroupedGemmProblem
 from multigemm.problem.spec import FLOAT8, GATES, PRECISIONS
 from multigemm.select.choose import choose
 from multigemm.torch_internals import (
@@ -49,7 +47,6 @@ SCHEMA = (
     "str? b_format=None, str accumulate='promoted', str glu_layout='halves', float glu_alpha=1.0, "
     "float glu_beta=0.0, float? glu_limit=None, SymInt? rows=None) -> Tensor"
 )
-SCALES = ("scale_a", "scale_b", "zero_b")
 FUSED = ("a_rows", "b_rows", "row_scale", "combine", "combine_weights", "out_rows")
 NOT_FUSED = (None,) * len(FUSED)
 GLU = ("glu_layout", "glu_alpha", "glu_beta", "glu_limit")
@@ -190,7 +187,9 @@ def _for_autograd(keys: Any, tensors: tuple[Any, ...], options: dict[str, Any]) 
     _refuse_missing(*tensors[:2])
     dispatched, wanted = dispatch_keys(*tensors), grad_enabled() and any_requires_grad(*tensors)
     if wanted:
-        _refuse_quantised_gradients(dict(zip(TENSORS, tensors, strict=True)))
+        for name, x in zip(TENSORS, tensors, strict=True):
+            if name in ("a", "b", *SCALES) and x is not None:
+                scales.refuse_gradient(name, x)
     if dispatched.raw_repr() & SPECIAL or wanted:
         return _general(dispatched, *tensors, **options)  # type: ignore[no-any-return]
     return _solved(keys, tensors, options)
@@ -214,19 +213,6 @@ def _refuse_missing(a: Tensor | None, b: Tensor | None) -> None:
     for name, x in (("a", a), ("b", b)):
         if x is None:
             raise InvalidProblem(f"{name} is None: pass a tensor")
-
-
-def _refuse_quantised_gradients(given: dict[str, Any]) -> None:
-    """Refuses gradients of quantised operands and scales."""
-    for name in SCALES:
-        if (x := given.get(name)) is not None and x.requires_grad:
-            raise InvalidProblem(f"{name} asks for a gradient, and scales and zero points have none: detach it")
-    for name in ("a", "b"):
-        if given[name].dtype in (*FLOAT8, scales.FLOAT4) and given[name].requires_grad:
-            raise InvalidProblem(
-                f"{name} asks for a gradient, and {dtype_name(given[name].dtype)} operands give none: pass "
-                f"{name}.detach()"
-            )
 
 
 # --- shapes without data ----------------------------------------------------------------------------

@@ -26,15 +26,13 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 
 from multigemm.errors import InvalidProblem
 from multigemm.integrations.bound_layer import run_bound
-from multigemm.integrations.expert_network import Network
+from multigemm.integrations.expert_network import Network, hold, quantize_stack, scale_keywords, through_experts
 from multigemm.integrations.fused_experts import run_experts
-from multigemm.integrations.fused_gradients import gate_by_torch
+from multigemm.integrations.gradients import gate_by_torch
 from multigemm.integrations.layer_ops import swiglu
-from multigemm.integrations.quantised_weights import quantize_stack, scale_keywords, turned
-from multigemm.integrations.routing import through_experts
 from multigemm.integrations.torch_op import grouped_gemm
 from multigemm.problem.spec import GATES, GLU_LAYOUTS, HALVES
-from multigemm.quantize import Format, Quantized, quantize
+from multigemm.quantize import Format, Quantized, quantize, turned
 
 NAME = "multigemm"
 SILU = (type(ACT2FN["silu"]),)
@@ -192,14 +190,15 @@ def quantize_experts_(
     Raises:
         InvalidProblem: the model has no experts that can be quantised, or their K does not fit the format.
     """
-    for experts in _expert_modules(model):
-        for name in (name for name in PROJECTIONS if getattr(experts, name, None) is not None):
-            weight = getattr(experts, name).detach()
-            _hold(
-                experts,
-                name,
-                quantize_stack(weight.mT if experts.is_transposed else weight, format, scale, scale_dtype),
-            )
+    found = _experts_of(model)
+    if any(hasattr(module, FORMAT) or getattr(module, "_is_expert_parallel", False) for _, module in found):
+        raise InvalidProblem(
+            "the experts are quantised or spread over ranks already: quantise a fresh model before that"
+        )
+    for _, experts in found:
+        for name, weight in _projections(experts):
+            stack = weight.mT if experts.is_transposed else weight
+            hold(experts, name, quantize_stack(stack, format, scale, scale_dtype))
         setattr(experts, FORMAT, format)
     return model
 
@@ -218,17 +217,14 @@ def load_mxfp4_experts_(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Mod
     Raises:
         InvalidProblem: blocks or scales are missing, or have other shapes than the model's experts.
     """
-    for prefix, experts in model.named_modules():
-        if not _is_experts(experts):
-            continue
-        for name in (name for name in PROJECTIONS if getattr(experts, name, None) is not None):
+    for prefix, experts in _experts_of(model):
+        for name, weight in _projections(experts):
             parts = [state.get(f"{prefix}.{name}_{part}") for part in ("blocks", "scales")]
             if parts[0] is None or parts[1] is None:
                 raise InvalidProblem(
                     f"{prefix}.{name}: the checkpoint has no {name}_blocks or no {name}_scales: pass all "
                     "tensors of a checkpoint in mxfp4"
                 )
-            weight = getattr(experts, name)
             out, inner = (weight.shape[2], weight.shape[1]) if experts.is_transposed else weight.shape[1:]
             codes, scales = parts[0].flatten(-2), parts[1]
             wanted = (weight.shape[0], out, inner // 2), (weight.shape[0], out, -(-inner // 32))
@@ -239,38 +235,26 @@ def load_mxfp4_experts_(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Mod
                 )
             where = weight.device if weight.device.type != "meta" else codes.device
             scale = scales.to(where).view(torch.float8_e8m0fnu)
-            _hold(experts, name, Quantized(codes.to(where, torch.uint8).contiguous(), scale))
+            hold(experts, name, Quantized(codes.to(where, torch.uint8).contiguous(), scale))
         setattr(experts, FORMAT, "e2m1")
-    if not any(hasattr(module, FORMAT) for module in model.modules()):
-        raise InvalidProblem(
-            "the model has no experts that transformers can switch: pass a MoE model of transformers 5"
-        )
     return model
 
 
-def _is_experts(module: nn.Module) -> bool:
-    """Whether transformers decorates a module's class with `use_experts_implementation`."""
-    return all(hasattr(module, name) for name in ("is_transposed", "has_gate", "num_experts", "down_proj"))
-
-
-def _expert_modules(model: nn.Module) -> list[Any]:
-    found: list[Any] = [module for module in model.modules() if _is_experts(module)]
+def _experts_of(model: nn.Module) -> list[tuple[str, Any]]:
+    """The modules, by name, whose class transformers decorates with `use_experts_implementation`."""
+    marks = ("is_transposed", "has_gate", "num_experts", "down_proj")
+    found = [(name, x) for name, x in model.named_modules() if all(hasattr(x, mark) for mark in marks)]
     if not found:
         raise InvalidProblem(
             "the model has no experts that transformers can switch: pass a MoE model of transformers 5"
         )
-    if any(hasattr(module, FORMAT) or getattr(module, "_is_expert_parallel", False) for module in found):
-        raise InvalidProblem(
-            "the experts are quantised or spread over ranks already: quantise a fresh model before that"
-        )
     return found
 
 
-def _hold(experts: nn.Module, name: str, held: Quantized) -> None:
-    experts.register_parameter(name, nn.Parameter(held.data, requires_grad=False))
-    experts.register_buffer(f"{name}_scale", held.scale)
-    if held.zero is not None:
-        experts.register_buffer(f"{name}_zero", held.zero)
+def _projections(experts: Any) -> list[tuple[str, Tensor]]:
+    """The weights of an experts module, by name."""
+    held = ((name, getattr(experts, name, None)) for name in PROJECTIONS)
+    return [(name, weight.detach()) for name, weight in held if weight is not None]
 
 
 # --- transformers' own float8 experts ---------------------------------------------------------------

@@ -13,6 +13,7 @@ from multigemm.errors import InvalidProblem
 from multigemm.integrations.gradients import live_cut
 from multigemm.problem.epilogue import one_of
 from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.problem.rebuild import cut_keywords
 from multigemm.problem.spec import HALVES
 from multigemm.quantize import Format, Quantized
 from multigemm.torch_internals import no_dynamo
@@ -123,9 +124,7 @@ class _Float8(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, cut: dict[str, Any], how: Choices) -> Tensor:
         problem = GroupedGemmProblem(x.detach(), w.detach(), **cut)  # refuses, and reads what lies on the host once
-        grouping = problem.grouping
-        assert grouping is not None
-        cut = {grouping.kind: grouping.live} if grouping.live is not None else {"offsets": grouping.read()}
+        cut = cut_keywords(problem)
         a, b = _quantised(x, "e4m3", how.recipe.tokens, how), _quantised(w, "e4m3", how.recipe.weights, how, side="b")
         y = _multiply(a, b, x.dtype, how, cut)
         kept: tuple[Tensor | None, ...] = (w, None) if how.recipe.weights == "row" else (b.data, b.scale)

@@ -15,10 +15,8 @@ from torch import Tensor, nn
 
 from multigemm.errors import InvalidProblem
 from multigemm.integrations.bound_layer import run_bound
-from multigemm.integrations.expert_network import Network
+from multigemm.integrations.expert_network import Network, hold, quantize_stack, scale_keywords, through_experts
 from multigemm.integrations.fused_experts import run_experts
-from multigemm.integrations.quantised_weights import quantize_stack, scale_keywords
-from multigemm.integrations.routing import through_experts
 from multigemm.integrations.torch_op import grouped_gemm
 from multigemm.nn.linear import check_layer, init_linear_
 from multigemm.planning.launch_key import PLAIN as PLAIN_TENSORS
@@ -176,11 +174,8 @@ class Experts(nn.Module):
             raise InvalidProblem("fused=True takes no quantised weights yet: make the experts without it")
         for name in (self.first, "down_proj"):
             weight = getattr(self, name).detach()
-            quantised = quantize_stack(weight.mT if self.network.stacked else weight, format, scale, scale_dtype)
-            self.register_parameter(name, nn.Parameter(quantised.data, requires_grad=False))
-            self.register_buffer(f"{name}_scale", quantised.scale)
-            if quantised.zero is not None:
-                self.register_buffer(f"{name}_zero", quantised.zero)
+            stack = weight.mT if self.network.stacked else weight
+            hold(self, name, quantize_stack(stack, format, scale, scale_dtype))
         self.weight_format, self.network = format, self.network._replace(stacked=False)
         return self
 

@@ -16,8 +16,7 @@ from multigemm.cuda.launch import NOTHING, in_turn
 from multigemm.errors import InvalidProblem, NotCapturable
 from multigemm.planning.operands import Operands, reach_bytes
 from multigemm.planning.staging import allocate, shape_only_operands, stage
-from multigemm.problem.arrays import cupy_stream, give_back
-from multigemm.problem.operand_reader import Operand
+from multigemm.problem.arrays import Operand, cupy_stream, give_back
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ProblemSpec
 

@@ -18,10 +18,9 @@ from torch import Tensor
 from multigemm.cuda.device import to_device
 from multigemm.planning.operands import Operands
 from multigemm.planning.running_sums import running_sums
-from multigemm.problem.arrays import Step
+from multigemm.problem.arrays import Operand, Step
 from multigemm.problem.fused import Fused, Index
 from multigemm.problem.grouping import Grouping, Int64s
-from multigemm.problem.operand_reader import Operand
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import OperandSpec, ProblemSpec, classify, classify_list
 

@@ -25,10 +25,9 @@ from torch import Tensor
 
 from multigemm.errors import InvalidProblem
 from multigemm.problem import epilogue
-from multigemm.problem.arrays import adopt
+from multigemm.problem.arrays import Operand, OperandReader, adopt, common_dtype, is_list
+from multigemm.problem.forms import Result
 from multigemm.problem.grouping import INT32_MAX, INT64_MAX, Int64s, read_index_array, read_list
-from multigemm.problem.operand_reader import Operand, OperandReader, common_dtype, is_list
-from multigemm.problem.result import Result
 from multigemm.problem.scales import E8M0, Quantisation, Scale
 from multigemm.problem.spec import (
     GATES,
@@ -320,9 +319,7 @@ def picked_like(x: Tensor, rows: Tensor | None, name: str, jagged: str) -> Tenso
     axis = PICKED[name].get(jagged)
     if axis is None or x.dim() != 2:
         raise InvalidProblem(f"{name} with jagged={jagged!r} and {x.dim()} dimensions: index the operand yourself")
-    shape = list(x.shape)
-    shape[axis] = rows.shape[0]
-    return x.new_empty(shape)
+    return x.new_empty((rows.shape[0], x.shape[1]) if axis == 0 else (x.shape[0], rows.shape[0]))
 
 
 def reader_of(given: FusedKeywords, activation: Any, full: bool) -> FusedReader | None:
@@ -380,9 +377,7 @@ class FusedReader:
             return x  # the form refuses it
         assert axis is not None
         index = self._picks[name] = self._index(given, name, device, 1, x.shape[axis])
-        shape = list(x.shape)
-        shape[axis] = index.values.shape[0]
-        return torch.empty(shape, dtype=x.dtype, device="meta")
+        return picked_like(x.to("meta"), index.values, name, jagged)
 
     def refuse_picks(self, seen: str) -> None:
         """Refuses `a_rows` and `b_rows` in a form whose tokens no offsets cut."""

@@ -17,14 +17,12 @@ from torch import Tensor
 
 from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_text
 from multigemm.problem import epilogue, forms, overlap, rebuild, scales
-from multigemm.problem.arrays import Kind, Step, dtype_name
-from multigemm.problem.forms import Extents
+from multigemm.problem.arrays import Kind, Operand, OperandReader, Step, common_dtype, is_list
+from multigemm.problem.forms import Extents, Result
 from multigemm.problem.fused import Fused, FusedKeywords, FusedReader, reader_of
 from multigemm.problem.grouping import Grouping, make_grouping, make_valid_rows
-from multigemm.problem.operand_reader import Operand, OperandReader, common_dtype, is_list
-from multigemm.problem.result import Result
 from multigemm.problem.scales import Given, Quantisation
-from multigemm.problem.spec import FLOAT8, HALVES, PRECISIONS, Form, ProblemSpec, specify
+from multigemm.problem.spec import HALVES, PRECISIONS, Form, ProblemSpec, specify
 from multigemm.settings import settings
 from multigemm.torch_internals import no_dynamo
 
@@ -334,7 +332,9 @@ class GroupedGemmProblem:
         has_dtypes = self.extents is not None or groups > 0  # lists of no matrices say no dtypes
         if not (has_dtypes and scales.is_quantised(*inputs, packed, given)):
             return epilogue.compute_dtype(*inputs)
-        self._refuse_gradients(inputs)
+        for name in ("a", "b") if torch.is_grad_enabled() else ():
+            for x in self.each(name):
+                scales.refuse_gradient(name, x)
         if fused_reader is not None and self.form == "jagged_k":
             fused_reader.refuse_quantised_picks()
         a, b = self.each("a"), self.each("b")
@@ -346,17 +346,6 @@ class GroupedGemmProblem:
             operands = scales.Operands(self.form, groups, *inputs, *shapes)
         self.quantisation = scales.read(reader.extra, operands, given, packed)
         return inputs[0]
-
-    def _refuse_gradients(self, inputs: tuple[torch.dtype, torch.dtype]) -> None:
-        """Refuses quantised operands that require a gradient: they have none."""
-        if not torch.is_grad_enabled():
-            return
-        for name, dtype in zip("ab", inputs, strict=True):
-            quantised = name == "b" or dtype in FLOAT8
-            if quantised and any(x.requires_grad for x in self.each(name)):
-                raise InvalidProblem(
-                    f"{name} asks for a gradient, and {dtype_name(dtype)} operands give none: pass {name}.detach()"
-                )
 
     def _input_dtypes(self, out_dtype: Any) -> tuple[torch.dtype, torch.dtype]:
         if self.each("a"):
@@ -480,12 +469,8 @@ class GroupedGemmProblem:
     @property
     def requires_grad(self) -> bool:
         """Whether any input requires a gradient."""
-        for operand in (self.a, self.b, self.c, self.bias):
-            if isinstance(operand, Tensor):
-                if operand.requires_grad:
-                    return True
-            elif operand is not None and any(x.requires_grad for x in operand):
-                return True
+        if any(x.requires_grad for name in ("a", "b", "c", "bias") for x in self.each(name)):
+            return True
         return self.fused is not None and any(x.requires_grad for x in self.fused.numbers.values())
 
     @no_dynamo

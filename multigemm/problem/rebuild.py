@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multigemm.problem.arrays import give_back
-from multigemm.problem.operand_reader import Operand
+from multigemm.problem.arrays import Operand, give_back
 from multigemm.problem.overlap import same_view
 from multigemm.problem.spec import BIT_VIEWED
 
@@ -79,10 +78,9 @@ def _arguments(problem: GroupedGemmProblem, out: Any, show: Callable[[Tensor], A
     a, b, c = (_passed(problem, x, show) for x in (problem.a, problem.b, problem.c))
     if problem.c is not None and problem.out is not None:
         c = out if all(map(same_view, problem.each("c"), problem.each("out"))) else c
-    keywords = {**_cut(problem), "c": c, "out": out, **{name: getattr(problem, name) for name in AS_THEY_ARE}}
+    keywords = {**cut_keywords(problem), "c": c, "out": out, **{name: getattr(problem, name) for name in AS_THEY_ARE}}
     if (q := problem.quantisation) is not None:
-        keywords |= {name: scale.given for name, scale in q.each()}
-        keywords |= {"b_format": q.b_format or None, "accumulate": q.accumulate}
+        keywords |= q.keywords()
     if problem.fused is not None:
         keywords |= problem.fused.keywords()
     return a, b, keywords
@@ -95,7 +93,8 @@ def _passed(problem: GroupedGemmProblem, x: Operand | None, show: Callable[[Tens
     return show(x[0] if problem.squeezed else x)
 
 
-def _cut(problem: GroupedGemmProblem) -> dict[str, Any]:
+def cut_keywords(problem: GroupedGemmProblem) -> dict[str, Any]:
+    """The keywords that cut the groups of a problem. Sizes on the host stay there."""
     if (cut := problem.cut) is None:
         return {}
     if cut is problem.valid_rows:

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from multigemm.errors import InvalidProblem
-from multigemm.problem.arrays import dtype_name
+from multigemm.problem.arrays import Operand, dtype_name, is_list
 from multigemm.problem.epilogue import one_of
-from multigemm.problem.operand_reader import Operand, is_list
-from multigemm.problem.result import Take
+from multigemm.problem.forms import Take
 from multigemm.problem.spec import (
     ACCUMULATE,
     BYTE_FORMATS,
@@ -133,6 +132,11 @@ class Quantisation:
         named = (("scale_a", self.a), ("scale_b", self.b), ("zero_b", self.zero))
         return [(name, x) for name, x in named if x is not None]
 
+    def keywords(self) -> dict[str, Any]:
+        """The keyword arguments that state this quantisation."""
+        given = {name: scale.given for name, scale in self.each()}
+        return {**given, "b_format": self.b_format or None, "accumulate": self.accumulate}
+
 
 # --- bytes of b ---------------------------------------------------------------------------------------
 
@@ -215,6 +219,18 @@ def _refuse_scales(a: torch.dtype, b: torch.dtype, given: Given) -> None:
         raise InvalidProblem(f"{name} scales {name[-1]}, which is {dtype_name(dtype)} and needs none: leave it out")
 
 
+def refuse_gradient(name: str, x: Tensor) -> None:
+    """Refuses an operand, a scale or zero points that ask for a gradient and have none."""
+    if not x.requires_grad:
+        return
+    if name not in ("a", "b"):
+        raise InvalidProblem(f"{name} asks for a gradient, and scales and zero points have none: pass {name}.detach()")
+    if x.dtype in (*FLOAT8, FLOAT4):
+        raise InvalidProblem(
+            f"{name} asks for a gradient, and {dtype_name(x.dtype)} operands give none: pass {name}.detach()"
+        )
+
+
 # --- scales -------------------------------------------------------------------------------------------
 
 
@@ -279,8 +295,8 @@ def _scale(take: Take, operands: Operands, x: Any, name: str, dtypes: Sequence[t
 
 def _checked(x: Tensor, name: str, dtypes: Sequence[torch.dtype]) -> Tensor:
     allowed = " or ".join((", ".join(map(dtype_name, dtypes[:-1])), dtype_name(dtypes[-1])))
-    if torch.is_grad_enabled() and x.requires_grad:
-        raise InvalidProblem(f"{name} asks for a gradient, and scales and zero points have none: pass {name}.detach()")
+    if torch.is_grad_enabled():
+        refuse_gradient(name, x)
     if x.dtype in dtypes:
         return x
     if name.startswith("zero"):

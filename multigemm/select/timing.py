@@ -114,13 +114,8 @@ class Timing:
 
 def quantile(samples: Iterable[float], q: float) -> float:
     """The q-th quantile by linear interpolation; NaN for no samples."""
-    ordered = sorted(samples)
-    if not ordered:
-        return math.nan
-    place = q * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    taken = list(samples)
+    return float(np.quantile(taken, q)) if taken else math.nan
 
 
 def measure(

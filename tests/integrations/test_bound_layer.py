@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -72,30 +71,6 @@ def test_what_the_steps_have_to_arrange_is_left_to_them(case: str) -> None:
     pytest.importorskip("triton")
     assert bound_layer._parts_of(Network(), False, Given(**LAYER)) is not None
     assert bound_layer._parts_of(Network(), False, Given(**{**LAYER, **FOR_STEPS[case]})) is None
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_the_memory_between_launches_is_cut_without_overlap(activation: str, fused: bool) -> None:
-    """At once there are the operand and the result of a product, and the numbers of the sort."""
-    pytest.importorskip("triton")
-    tokens, width = 150, 40 if activation == "swiglu" else 20
-    index = torch.zeros(tokens, 2, dtype=torch.int64)
-    given = Given(
-        torch.ones(tokens, 24), index, torch.ones(tokens, 2), torch.ones(4, width, 24), LAYER["down"], *[None] * 2
-    )
-    parts = bound_layer._parts_of(Network(activation), fused, given)
-    assert parts is not None
-    found = bound_layer._cut(torch.zeros(bound_layer._starts(parts)[-1], dtype=torch.uint8), parts)
-    for at_once in ({"rows", "first"}, {"first", "hidden"} if activation == "swiglu" else set(), {"hidden", "last"}):
-        kept = found.keys() - {"rows", "first", "hidden", "last"}
-        alive = [found[name] for name in kept | (at_once & found.keys())]
-        spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in alive)
-        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-    shapes = {name: tuple(x.shape) for name, x in found.items()}
-    assert shapes["hidden"] == (300, 20) and shapes["ends"] == (4,)
-    if not fused:
-        assert (shapes["rows"], shapes["first"], shapes["last"]) == ((300, 24), (300, width), (300, 24))
 
 
 @pytest.mark.slow

@@ -212,42 +212,6 @@ def test_gmm_of_the_backend_has_no_gradient() -> None:
     assert left.requires_grad
 
 
-class PlannedMlp(torch.autograd.Function):
-    """Two layers with a backward pass by hand on `backend.gmm`, which writes over what it no longer needs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, up: Tensor, down: Tensor, sizes: Tensor) -> Tensor:
-        hidden = grouped_gemm.backend.gmm(x, up, sizes, trans_b=True)
-        ctx.save_for_backward(x, up, down, sizes, hidden)
-        return grouped_gemm.backend.gmm(F.gelu(hidden), down, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, up, down, sizes, hidden = ctx.saved_tensors
-        with torch.enable_grad():
-            inner = hidden.detach().requires_grad_()
-            active = F.gelu(inner)
-        down_grad = grouped_gemm.backend.gmm(active, grad, sizes, trans_a=True)
-        written = active  # requires grad, and receives another product
-        grouped_gemm.backend.gmm(grad, down, sizes, trans_b=True, c=written)
-        through = torch.ops.aten.gelu_backward(written.detach(), hidden)
-        up_grad = grouped_gemm.backend.gmm(through, x, sizes, trans_a=True)
-        x_grad = grad.clone()
-        grouped_gemm.backend.gmm(through, up, sizes, c=x_grad)
-        return x_grad, up_grad, down_grad, None
-
-
-def test_gmm_serves_a_backward_pass_that_reuses_memory() -> None:
-    sizes = torch.tensor([5, 0, 11])
-    operands = [torch.randn(*shape, requires_grad=True) for shape in ((16, 8), (3, 12, 8), (3, 12, 8))]
-    x, up, down = operands
-    out = PlannedMlp.apply(*operands, sizes)  # type: ignore[no-untyped-call]
-    want = loop(F.gelu(loop(x, up, sizes, True)), down, sizes, False)
-    torch.testing.assert_close(out, want)
-    grad = torch.randn_like(out)
-    torch.testing.assert_close(torch.autograd.grad(out, operands, grad), torch.autograd.grad(want, operands, grad))
-
-
 @pytest.fixture
 def no_grouped_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes modules called grouped_gemm away; what the test installs or imports goes when it ends."""

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multigemm as mg
+from multigemm.integrations.expert_network import combine, dispatch, route
 from multigemm.integrations.layer_ops import geglu, swiglu
-from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.nn import Experts, GroupedLinear, MoE
 from tests.support.layer_cases import EXPERTS, TOKENS, VARIANTS, layer_of
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import multigemm as mg
-from multigemm.nn import Experts, MoE
+from multigemm.nn import Experts
 from multigemm.quantize import Quantized, dequantize, quantize
 
 E8M0 = torch.float8_e8m0fnu
@@ -96,17 +96,6 @@ def test_a_state_dict_keeps_codes_and_scales() -> None:
     other.load_state_dict(state)
     inputs = routed()
     assert torch.equal(other(*inputs), experts(*inputs))
-
-
-def test_a_moe_layer_with_quantised_experts() -> None:
-    torch.manual_seed(0)
-    moe = MoE(96, 64, 4, dtype=torch.bfloat16)
-    x = torch.randn(2, 5, 96, dtype=torch.bfloat16)
-    want = moe(x)
-    moe.experts.quantize_("e4m3", "128x128")
-    y = moe(x)
-    assert isinstance(y, Tensor) and isinstance(want, Tensor)
-    close(y, want, 0.08)
 
 
 def test_refusals_of_a_layer() -> None:

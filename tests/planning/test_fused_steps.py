@@ -16,7 +16,7 @@ from multigemm.backends.cpu import BACKEND as CPU
 from multigemm.cuda import nvrtc
 from multigemm.planning import fused_steps
 from multigemm.planning.fused_steps import SOURCE, plan_in_steps, product_spec, steps_reasons
-from multigemm.planning.staging import staged_spec
+from multigemm.planning.staging import allocate, stage, staged_spec
 from multigemm.testing import DeviceCase
 from tests.support import host_kernels
 from tests.support.fused_cases import findings, fused_cases
@@ -36,6 +36,20 @@ def plan(spec: Any, config: Any, device: torch.device) -> Recipe:
 IN_STEPS = BuiltinBackend(
     "cpu", CPU.availability, reasons, lambda spec, device: CPU.configs(product_spec(spec), device)[:1], plan
 )
+
+
+def planned(problem: mg.GroupedGemmProblem) -> tuple[Recipe, Any]:
+    """The recipe of a problem, and its staged operands."""
+    spec = staged_spec(problem)
+    recipe = plan(spec, CPU.configs(product_spec(spec), problem.device)[0], problem.device)
+    return recipe, stage(problem, spec, allocate(problem)).ops
+
+
+def solved(problem: mg.GroupedGemmProblem) -> torch.Tensor:
+    recipe, ops = planned(problem)
+    recipe.bind(ops)()
+    result: torch.Tensor = ops.out
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -70,18 +84,11 @@ def test_the_launches_of_a_layer(bound: list[str]) -> None:
     sums = (torch.randint(-1, 13, (6, 2)), torch.rand(6, 2))
     second = mg.GroupedGemmProblem(torch.randn(12, 5), down, combine=sums, sizes=cut)
     for problem, names in ((first, ["gather_rows", "finish_rows"]), (second, ["sum_rows"])):
-        spec = staged_spec(problem)
-        recipe = plan(spec, CPU.configs(product_spec(spec), problem.device)[0], problem.device)
+        recipe, ops = planned(problem)
         assert f"in steps: {len(names) + 1} launches" in recipe.why
         del bound[:]
-        recipe.bind(fused_steps_operands(problem, spec))
+        recipe.bind(ops)
         assert bound == names
-
-
-def fused_steps_operands(problem: Any, spec: Any) -> Any:
-    from multigemm.planning.staging import allocate, stage
-
-    return stage(problem, spec, allocate(problem)).ops
 
 
 @pytest.mark.parametrize(
@@ -125,10 +132,9 @@ def test_every_kernel_compiles_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(nvrtc, "loaded", loaded)
     for case in fused_cases(60):
         problem = DeviceCase.from_case(case, torch.device("cpu")).problem
-        spec = staged_spec(problem)
-        if not reasons(spec, problem.device):
-            config = CPU.configs(product_spec(spec), problem.device)[0]
-            plan(spec, config, problem.device).bind(fused_steps_operands(problem, spec))
+        if not reasons(staged_spec(problem), problem.device):
+            recipe, ops = planned(problem)
+            recipe.bind(ops)
     kernels = {name: [defines for asked_name, defines in asked if asked_name == name] for name, _ in asked}
     assert kernels.keys() == {"gather_rows", "finish_rows", "sum_rows"}
     for name, defines in ((name, each) for name, found in kernels.items() for each in found[:2]):
@@ -142,10 +148,7 @@ def test_nothing_to_sum_is_zeros(bound: list[str]) -> None:
         torch.ones(3, 16), torch.ones(2, 16, 4), sizes=[0, 0], a_rows=torch.zeros(0, dtype=torch.int32), combine=sums,
         activation="swiglu", c=torch.ones(2, 2), beta=0.5,
     )  # fmt: skip
-    spec = staged_spec(problem)
-    ops = fused_steps_operands(problem, spec)
-    plan(spec, CPU.configs(product_spec(spec), problem.device)[0], problem.device).bind(ops)()
-    assert ops.out.tolist() == [[0.5, 0.5]] * 2 and bound == ["sum_rows"]
+    assert solved(problem).tolist() == [[0.5, 0.5]] * 2 and bound == ["sum_rows"]
 
 
 def test_no_index_reads_beside_the_operand(bound: list[str]) -> None:
@@ -153,10 +156,7 @@ def test_no_index_reads_beside_the_operand(bound: list[str]) -> None:
     memory[2:6] = 1
     rows = torch.tensor([-1, 4, 2**31 - 1, 2**31, -(2**63), 3])
     problem = mg.GroupedGemmProblem(memory[2:6], torch.ones(1, 16, 2), sizes=[6], a_rows=rows)
-    spec = staged_spec(problem)
-    ops = fused_steps_operands(problem, spec)
-    plan(spec, CPU.configs(product_spec(spec), problem.device)[0], problem.device).bind(ops)()
-    assert ops.out[:, 0].tolist() == [0, 0, 0, 0, 0, 16] and bound == ["gather_rows"]
+    assert solved(problem)[:, 0].tolist() == [0, 0, 0, 0, 0, 16] and bound == ["gather_rows"]
 
 
 def test_lists_are_refused() -> None:
@@ -170,10 +170,7 @@ def test_sums_of_no_tokens_are_what_is_added(bound: list[str]) -> None:
     x, y, c = torch.ones(0, 4), torch.ones(1, 4, 6), torch.arange(12.0).view(2, 6)
     index = torch.full((2, 3), -1)
     problem = mg.GroupedGemmProblem(x, y, sizes=[0], combine=(index, None), c=c, beta=2.0)
-    spec = staged_spec(problem)
-    ops = fused_steps_operands(problem, spec)
-    plan(spec, CPU.configs(product_spec(spec), problem.device)[0], problem.device).bind(ops)()
-    assert torch.equal(ops.out, 2 * c) and bound == ["sum_rows"]
+    assert torch.equal(solved(problem), 2 * c) and bound == ["sum_rows"]
 
 
 def test_int8_with_preact_is_refused() -> None:

@@ -538,43 +538,17 @@ def test_a_call_computes_the_key_of_its_class_once_and_only_where_its_own_key_is
 
 
 @pytest.mark.parametrize("resizes", [True, False], ids=["resized", "bound anew"])
+@pytest.mark.parametrize("layout", ["rows", "inner extents", "inner extents by rows"])
 @pytest.mark.parametrize("seed", range(3))
 def test_ever_new_token_counts_and_sizes_give_the_same_answers(
-    follower: Following, as_on_gpu: None, seed: int, resizes: bool
+    follower: Following, as_on_gpu: None, seed: int, layout: str, resizes: bool
 ) -> None:
+    """Of rows, and of weight gradients, whose tokens are added up."""
     if resizes:
         follower.counts["resized"] = 0
     draw = random.Random(seed)
-    whole, b = torch.randn(64, 4, dtype=torch.float64), torch.randn(3, 4, 6, dtype=torch.float64)
-    kinds = draw.sample(("offsets", "sizes", "ends"), 2)
-    served = LAUNCHES.served
-    for _ in range(120):
-        a = whole[: draw.randrange(46, 65)]
-        offsets = [draw.randrange(4), *sorted(draw.randrange(4, a.shape[0] + 1) for _ in range(3))]
-        kind = draw.choice(kinds)
-        if kind != "offsets":
-            offsets[0] = 0
-        values = {"offsets": offsets, "ends": offsets[1:], "sizes": np.diff(offsets).tolist()}[kind]
-        forms: tuple[Any, ...] = (values, tuple(values), np.array(values), np.array(values, np.int32))
-        given: dict[str, Any] = {kind: draw.choice(forms)}
-        got = mg.grouped_gemm(a, b, backend="follower", **given)
-        torch.testing.assert_close(got, answer(a, b, offsets))
-    assert LAUNCHES.served > served + 90
-    assert follower.counts.get("resized", 0) > 60 or not resizes
-
-
-@pytest.mark.parametrize("resizes", [True, False], ids=["resized", "bound anew"])
-@pytest.mark.parametrize("by_rows", [False, True])
-@pytest.mark.parametrize("seed", range(3))
-def test_ever_new_inner_extents_give_the_same_answers(
-    follower: Following, as_on_gpu: None, seed: int, by_rows: bool, resizes: bool
-) -> None:
-    """Of weight gradients, whose token counts are added up."""
-    if resizes:
-        follower.counts["resized"] = 0
-    draw = random.Random(seed)
-    left, right = torch.randn(64, 4, dtype=torch.float64), torch.randn(64, 6, dtype=torch.float64)
-    memory = left.T.contiguous() if by_rows else left.T
+    rows, weights, others = (torch.randn(*shape, dtype=torch.float64) for shape in ((64, 4), (3, 4, 6), (64, 6)))
+    columns = rows.T.contiguous() if layout.endswith("by rows") else rows.T
     kinds = draw.sample(("offsets", "sizes", "ends"), 2)
     served = LAUNCHES.served
     for _ in range(120):
@@ -584,9 +558,14 @@ def test_ever_new_inner_extents_give_the_same_answers(
         if kind != "offsets":
             offsets[0] = 0
         values = {"offsets": offsets, "ends": offsets[1:], "sizes": np.diff(offsets).tolist()}[kind]
-        given: dict[str, Any] = {kind: values}
-        got = mg.grouped_gemm(memory[:, :tokens], right[:tokens], jagged="k", backend="follower", **given)
-        torch.testing.assert_close(got, torch.stack([left[i:j].T @ right[i:j] for i, j in pairwise(offsets)]))
+        forms: tuple[Any, ...] = (values, tuple(values), np.array(values), np.array(values, np.int32))
+        given: dict[str, Any] = {kind: draw.choice(forms), "backend": "follower"}
+        if layout == "rows":
+            got, want = mg.grouped_gemm(rows[:tokens], weights, **given), answer(rows[:tokens], weights, offsets)
+        else:
+            got = mg.grouped_gemm(columns[:, :tokens], others[:tokens], jagged="k", **given)
+            want = torch.stack([rows[i:j].T @ others[i:j] for i, j in pairwise(offsets)])
+        torch.testing.assert_close(got, want)
     assert LAUNCHES.served > served + 90
     assert follower.counts.get("resized", 0) > 60 or not resizes
 

@@ -176,14 +176,6 @@ def test_a_kept_choice_holds_in_a_capture_too(fresh: Install, monkeypatch: pytes
     assert choose.choose(problem()).backend == "fast"
 
 
-def test_a_choice_stays_until_it_is_forgotten(fresh: Install) -> None:
-    fresh(*pair())
-    first = choose.choose(problem())
-    assert choose.choose(problem()) is first
-    choose.forget()
-    assert choose.choose(problem()) is not first
-
-
 def test_a_choice_that_was_being_made_while_tables_changed_is_not_kept(fresh: Install) -> None:
     slow, fast = pair()
     fresh(slow, fast)

@@ -86,49 +86,38 @@ def close(got: Tensor, want: Tensor) -> None:
 
 
 def compare(kind: str, chunks: int, replicas: int = 1, experts: int = EXPERTS, **options: Any) -> None:
+    """A spread layer beside the whole one."""
     mesh = mesh_of(replicas)
-    spread, whole = layers(mesh, chunks, experts=experts, **options)
-    ranks, rank = mesh["ep"].size(), mesh["ep"].get_local_rank()
-    copy = mesh["dp"].get_local_rank()
+    ranks, copy = mesh["ep"].size(), mesh["dp"].get_local_rank()
     parts = tokens_of(dist.get_world_size(), kind)[copy * ranks : (copy + 1) * ranks]
-    mine = parts[rank].clone().requires_grad_()
-    everything = torch.cat(parts).requires_grad_()
-    got, want = spread(mine), whole(everything)
-    first = sum(len(p) for p in parts[:rank])
-    rows = slice(first, first + len(mine))
-    torch.testing.assert_close(got, want[rows])
-    names = [n for n, _ in whole.experts.named_parameters()]
-    got_grads = torch.autograd.grad(got.square().sum(), [mine, *spread.experts.parameters(), spread.gate.weight])
-    want_grads = torch.autograd.grad(want.square().sum(), [everything, *whole.experts.parameters(), whole.gate.weight])
-    close(got_grads[0], want_grads[0][rows])
-    each = -(-experts // ranks)
-    for name, g, w in zip(names, got_grads[1:-1], want_grads[1:-1], strict=True):
-        here: Any = g
-        torch.testing.assert_close(here.to_local(), w[rank * each : (rank + 1) * each], msg=f"gradient of {name}")
-    router = got_grads[-1].clone()
-    dist.all_reduce(router, group=mesh["ep"].get_group())
-    close(router, want_grads[-1])
+    results_and_gradients(*layers(mesh, chunks, experts=experts, **options), mesh["ep"], parts)
 
 
 def slices(**options: Any) -> None:
     """Experts over one dimension of the mesh, slices of each over the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
-    spread, whole = layers(mesh, 2, ("ep", "tp"), **options)
-    parts = tokens_of(2, "uneven")
-    rank = mesh["ep"].get_local_rank()
+    results_and_gradients(*layers(mesh, 2, ("ep", "tp"), **options), mesh["ep"], tokens_of(2, "uneven"))
+
+
+def results_and_gradients(spread: MoE, whole: MoE, ranks: Any, parts: list[Tensor]) -> None:
+    """Those of the layer that is spread over `ranks`, each of which has a part of the tokens, are the whole one's."""
+    rank = ranks.get_local_rank()
     mine, everything = parts[rank].clone().requires_grad_(), torch.cat(parts).requires_grad_()
-    rows = slice(rank * len(parts[0]), rank * len(parts[0]) + len(mine))
+    first = sum(len(part) for part in parts[:rank])
+    rows = slice(first, first + len(mine))
     got, want = spread(mine), whole(everything)
     torch.testing.assert_close(got, want[rows])
     grads: Any = torch.autograd.grad(got.square().sum(), [mine, *spread.experts.parameters(), spread.gate.weight])
     expected = torch.autograd.grad(want.square().sum(), [everything, *whole.experts.parameters(), whole.gate.weight])
     close(grads[0], expected[0][rows])
-    for g, w in zip(grads[1:-1], expected[1:-1], strict=True):
-        torch.testing.assert_close(g.to_local(), distribute_tensor(w, mesh, g.placements).to_local())
+    names = [name for name, _ in whole.experts.named_parameters()]
+    for name, g, w in zip(names, grads[1:-1], expected[1:-1], strict=True):
+        here = distribute_tensor(w, g.device_mesh, g.placements).to_local()
+        torch.testing.assert_close(g.to_local(), here, msg=f"gradient of {name}")
         if GATHERS:
-            torch.testing.assert_close(g.full_tensor(), w)
+            torch.testing.assert_close(g.full_tensor(), w, msg=f"gradient of {name}")
     router = grads[-1].clone()
-    dist.all_reduce(router, group=mesh["ep"].get_group())
+    dist.all_reduce(router, group=ranks.get_group())
     close(router, expected[-1])
 
 

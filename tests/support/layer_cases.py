@@ -15,9 +15,8 @@ from torch import Tensor
 
 from multigemm.integrations import bound_layer, layer_ops
 from multigemm.integrations.bound_layer import run_bound
-from multigemm.integrations.expert_network import Network
+from multigemm.integrations.expert_network import Network, through_experts
 from multigemm.integrations.fused_experts import run_experts
-from multigemm.integrations.routing import through_experts
 from multigemm.nn import Experts
 from multigemm.planning.launch_cache import LAUNCHES
 

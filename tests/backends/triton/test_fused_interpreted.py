@@ -22,7 +22,7 @@ from multigemm.backends.triton.config import problem_with
 from multigemm.integrations import eager, fused_experts, fused_parallel, layer_ops
 from multigemm.integrations.expert_network import Network
 from multigemm.integrations.fused_experts import experts_forward, gate_backward
-from multigemm.integrations.fused_gradients import gate_by_torch
+from multigemm.integrations.gradients import gate_by_torch
 from multigemm.integrations.layer_ops import add_returned, copy_rows, rows_of_pairs, sum_by_expert
 from multigemm.problem.spec import GATES, GLU_LAYOUTS
 from tests.model_mutants.faults import FUSED_HUNTING

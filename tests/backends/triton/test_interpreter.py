@@ -6,6 +6,7 @@ import importlib
 import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +22,8 @@ from multigemm.integrations import eager, layer_ops
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.operands import TABLE
 from multigemm.planning.staging import stage
+from tests.support import tile_walk
 from tests.support.concurrency import on_new_threads
-from tests.support.tile_walk import TileWalk, heights
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -427,8 +428,7 @@ FEW_SIZES, MANY_SIZES = [(40, 20), (0, 9), (17, 33)], [(g * 7 % 33, 20 - g) for 
 
 
 @pytest.mark.parametrize(("sizes", "width"), [(FEW_SIZES, 1), (FEW_SIZES, 3), (MANY_SIZES, 3)])
-def test_the_device_walks_as_the_host_model_does(sizes: list[tuple[int, int]], width: int) -> None:
-    """`tiles.TileWalk` visits each tile once, as its own test shows: the kernels' walk has to be that one."""
+def test_the_device_visits_each_tile_once_in_bands(sizes: list[tuple[int, int]], width: int) -> None:
     global all_tiles, group_of_tile, place, tl  # a kernel sees the names of its module only
     os.environ["TRITON_INTERPRET"] = "1"
     import triton
@@ -448,28 +448,36 @@ def test_the_device_walks_as_the_host_model_does(sizes: list[tuple[int, int]], w
         tl.store(out + 3 * tile + 1, i)
         tl.store(out + 3 * tile + 2, j)
 
-    model = TileWalk.of(sizes, 16, 8, 1, width)
+    shapes = [(-(-m // 16), -(-n // 8)) for m, n in sizes]
+    ends = list(accumulate(down * across for down, across in shapes))
     prefix = torch.zeros(len(sizes), dtype=torch.int32)
     table = torch.zeros(len(sizes), TABLE.COLUMNS, dtype=torch.int64)
     table[:, [TABLE.M, TABLE.N]] = torch.tensor(sizes)
     columns = {"M": int(TABLE.M), "N": int(TABLE.N), "COLUMNS": int(TABLE.COLUMNS)}
     count: Any = write_prefix
     count[(1,)](prefix, table, table, 0, 0, len(sizes), 0, "per_group", 16, 8, STEP=16)
-    assert prefix.tolist() == model.prefix.tolist()
-    out = torch.full((model.total, 3), -1, dtype=torch.int32)
+    assert prefix.tolist() == ends
+    out = torch.full((ends[-1], 3), -1, dtype=torch.int32)
     kernel: Any = triton.jit(walk)
-    kernel[(model.total,)](out, prefix, table, len(sizes), WIDTH=width, CHUNK=4, **columns)
-    assert out.tolist() == [list(model.locate(tile)) for tile in range(model.total)]
+    kernel[(ends[-1],)](out, prefix, table, len(sizes), WIDTH=width, CHUNK=4, **columns)
+    assert out.tolist() == [
+        [g, *tile_walk.place(tile, *shape, width)]
+        for g, shape in enumerate(shapes)
+        for tile in range(shape[0] * shape[1])
+    ]
 
 
 @pytest.mark.parametrize("most", [1, 3])
-def test_the_device_splits_rows_as_the_host_model_does(most: int) -> None:
+def test_the_device_splits_rows_evenly(most: int) -> None:
+    """Into as few tiles as hold them, of strips of 64, at most `most` in each: five under a limit of 4 are 3 + 2."""
     os.environ["TRITON_INTERPRET"] = "1"
     from multigemm.backends.triton.kernels.schedule import write_records
 
     sizes = torch.tensor([0, 1, 63, 64, 65, 300, 0, 449])
-    wanted = [heights(size, 64, most) for size in sizes.tolist()]
-    rows = sum(tiles for tiles, _ in wanted)
+    strips = -(-sizes // 64)
+    tiles = -(-strips // most)
+    wanted = list(zip(tiles.tolist(), (-(-strips // tiles.clamp(min=1))).tolist(), strict=True))
+    rows = int(tiles.sum())
     records = torch.full((8 * (1 + 64),), -7, dtype=torch.int32)
     kernel: Any = write_records
     kernel[(2,)](records, sizes.cumsum(0).to(torch.int32), int(sizes.sum()), len(sizes), 0, KIND="rows", STRIP=64,
