@@ -16,7 +16,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from multigemm.backends.numba.config import Config, HopperConfig, MmaConfig, QuantisedSignature
+from multigemm.backends.numba.config import (
+    Config,
+    Float8Config,
+    HopperConfig,
+    MmaConfig,
+    QuantisedConfig,
+    QuantisedSignature,
+)
 from multigemm.backends.numba.config import Signature as PlainSignature
 from multigemm.cuda.disk_cache import DiskCache, fingerprint
 from multigemm.errors import CompileError
@@ -87,6 +94,10 @@ def _dump(config: Config, signature: Signature, capability: Capability, made: Im
 
 def kernel_function(config: Config, signature: Signature, capability: Capability) -> Callable[..., Any]:
     """The Python function of a kernel; imports Numba."""
+    if isinstance(config, Float8Config):
+        from multigemm.backends.numba.kernels import hopper_float8
+
+        return hopper_float8.make_kernel(config, signature)  # type: ignore[no-any-return]
     if isinstance(config, HopperConfig):
         from multigemm.backends.numba.kernels import hopper
 
@@ -119,8 +130,9 @@ def _compile(config: Config, signature: Signature, capability: Capability, outpu
     from multigemm.backends.numba.quantised import Grids
 
     words = types.NamedUniTuple(types.int64, len(Call._fields), Call)
-    scales = (types.NamedUniTuple(types.int64, len(Grids._fields), Grids),) if config.kernel == "quantised" else ()
-    more = (types.int64, types.int64) if config.kernel == "hopper" else ()
+    scaled = isinstance(config, QuantisedConfig | Float8Config)
+    scales = (types.NamedUniTuple(types.int64, len(Grids._fields), Grids),) if scaled else ()
+    more = (types.int64, types.int64) if isinstance(config, HopperConfig) else ()
     arguments = types.void(words, *scales, types.float64, types.float64, *more)
     major, minor = capability
     cc = (major, minor, "a") if major == 9 else (major, minor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -10,6 +10,9 @@ import torch
 
 from multigemm.backends.numba.config import (
     COLUMNS,
+    FLOAT8_LOW,
+    FLOAT8_MEDIUM,
+    FLOAT8_TALL,
     FMA_SMALL,
     FMA_TALL,
     GENERIC,
@@ -27,20 +30,25 @@ from multigemm.backends.numba.config import (
     QUANTISED_FEW,
     ROW_BYTES,
     Config,
+    Float8Config,
     GenericConfig,
     HopperConfig,
     MmaConfig,
     QuantisedConfig,
+    float8_signature_of,
     signature_of,
     summation_of,
 )
-from multigemm.backends.numba.support import capability_of, hopper_obstacle, mma_obstacle
+from multigemm.backends.numba.support import capability_of, float8_obstacle, hopper_obstacle, mma_obstacle
 from multigemm.cuda.summation import difference
 from multigemm.planning.fused_steps import product_spec, taken_in_steps
 from multigemm.planning.tiles import TileCost, longest_time, typical_extent
 from multigemm.problem.spec import ProblemSpec
 
 T = TypeVar("T")
+HALVES = (HOPPER, HOPPER_MEDIUM, HOPPER_NARROW)
+FLOAT8 = (FLOAT8_TALL, FLOAT8_MEDIUM, FLOAT8_LOW)
+"""The tiles on wgmma, the tallest first."""
 # Fitted numbers, last changed on 2026-11-22 (docs/notes/numba-tensor-cores.md). `multigemm tune --backends numba`
 # times every config of a class of problems, which is how to fit them anew.
 
@@ -81,10 +89,10 @@ def variance(config: Config, spec: ProblemSpec, device: torch.device) -> str:
     """
     if not spec.batch_invariant:
         return ""
-    if spec.quantised:
-        return ""  # every tile takes the same steps along k
     general: Config = GENERIC if device.type == "cuda" else GENERIC_EMULATED
-    if device.type == "cuda" and not mma_obstacle(spec, device):
+    if spec.quantised:
+        general = QUANTISED
+    elif device.type == "cuda" and not mma_obstacle(spec, device):
         general = _mma_sizes(spec)[-1]
     return difference(summation_of(config, spec), summation_of(general, spec), capability_of(device))
 
@@ -101,11 +109,12 @@ def _ranked(spec: ProblemSpec, device: torch.device) -> list[Config]:
 
 
 def _quantised(spec: ProblemSpec, device: torch.device) -> list[Config]:
-    """The configs for quantised operands: the lower tile first if groups have few rows."""
+    """The configs for quantised operands: tensor cores first, then plain ones, the lower tile first for few rows."""
     if device.type != "cuda":
         return [QUANTISED_EMULATED]
     few = rows_per_group(spec) <= QUANTISED.bm // 2
-    return [QUANTISED_FEW, QUANTISED] if few else [QUANTISED, QUANTISED_FEW]
+    plain: list[Config] = [QUANTISED_FEW, QUANTISED] if few else [QUANTISED, QUANTISED_FEW]
+    return [*_float8(spec, device), *plain]
 
 
 def _is_plain_float32(spec: ProblemSpec) -> bool:
@@ -161,15 +170,32 @@ def _hopper(spec: ProblemSpec, device: torch.device) -> list[Config]:
     """The configs for Hopper: first the tallest tile that groups fill and that leaves no multiprocessor idle."""
     if hopper_obstacle(spec, device):
         return []
-    sizes = [HOPPER, HOPPER_MEDIUM, HOPPER_NARROW]
+    return _finer_if_idle(spec, HALVES, 0 if rows_per_group(spec) > SOME_ROWS else 1)
+
+
+def _float8(spec: ProblemSpec, device: torch.device) -> list[Config]:
+    """The configs of the Hopper kernel for float8, if it can run this: first the lowest tile that holds a group."""
+    if float8_obstacle(spec, device):
+        return []
+    sizes, rows = _float8_sizes(spec), rows_per_group(spec)
+    return _finer_if_idle(spec, sizes, sum(rows <= config.n_max for config in sizes[1:]))
+
+
+def _float8_sizes(spec: ProblemSpec) -> tuple[Float8Config, ...]:
+    """The tiles of the Hopper kernel for float8. The tallest one has no registers for a scale of each column."""
+    return FLOAT8[1:] if float8_signature_of(spec).scales == "columns" else FLOAT8
+
+
+def _finer_if_idle(spec: ProblemSpec, sizes: Sequence[HopperConfig], first: int) -> list[Config]:
+    """All sizes, from the tallest on, but one in front: that at `first`, or the next one that gives each multiprocessor
+    a tile. Narrow results need no cluster."""
     rows = rows_per_group(spec)
-    first = 0 if rows > SOME_ROWS else 1
-    while first < 2 and _tiles(spec, rows, sizes[first].n_max) < MULTIPROCESSORS:
+    while first < len(sizes) - 1 and _tiles(spec, rows, sizes[first].n_max) < MULTIPROCESSORS:
         first += 1
     order = [sizes[first], *sizes[:first], *sizes[first + 1 :]]
     if spec.n is not None and spec.n <= COLUMNS:
         order = [replace(config, cluster=1) for config in order]
-    return list(order)
+    return [*order]
 
 
 def _tiles(spec: ProblemSpec, rows: int, n_max: int) -> int:
@@ -197,8 +223,8 @@ def problem_with(config: Config, spec: ProblemSpec, device: torch.device) -> str
 
 
 def _kernel_obstacle(config: Config, spec: ProblemSpec, device: torch.device) -> str:
-    if isinstance(config, QuantisedConfig) != bool(spec.quantised):
-        return "quantised operands take a QuantisedConfig, and no others do"
+    if isinstance(config, QuantisedConfig | Float8Config) != bool(spec.quantised):
+        return "quantised operands take a QuantisedConfig or a Float8Config, and no others do"
     if isinstance(config, QuantisedConfig):
         fitting = [QUANTISED, QUANTISED_FEW] if device.type == "cuda" else [QUANTISED_EMULATED]
         return "" if config in fitting else f"the kernel is made for {', '.join(map(str, fitting))}"
@@ -210,8 +236,10 @@ def _kernel_obstacle(config: Config, spec: ProblemSpec, device: torch.device) ->
         known: tuple[Config, ...] = tuple(_mma_sizes(spec))
         found = mma_obstacle(spec, device)
     else:
-        known = (HOPPER, HOPPER_MEDIUM, HOPPER_NARROW, replace(HOPPER, cluster=1))
-        found = hopper_obstacle(spec, device)
+        of_float8 = isinstance(config, Float8Config)
+        found = float8_obstacle(spec, device) if of_float8 else hopper_obstacle(spec, device)
+        sizes = HALVES if not of_float8 or found else _float8_sizes(spec)
+        known = (*sizes, *(replace(size, cluster=1) for size in sizes))
     return found or ("" if config in known else f"the kernel is made for {', '.join(map(str, known))}")
 
 
@@ -239,7 +267,10 @@ def why(config: Config, spec: ProblemSpec, device: torch.device) -> str:
 
 def _what(config: Config, spec: ProblemSpec, device: torch.device) -> str:
     if isinstance(config, QuantisedConfig):
-        return f"{spec.quantised} operands in float32 on plain cores" + ", simulated" * (device.type != "cuda")
+        where = ", simulated" if device.type != "cuda" else f"; wgmma: {float8_obstacle(spec, device) or 'not chosen'}"
+        return f"{spec.quantised} operands in float32 on plain cores{where}"
+    if isinstance(config, Float8Config):
+        return f"float8 on tensor cores (wgmma, TMA), promoted after 128 of k, tiles of up to {config.n_max} rows"
     if isinstance(config, HopperConfig):
         return f"{spec.compute} on tensor cores (wgmma, TMA), tiles of up to {config.n_max} rows"
     kind = "plain cores"

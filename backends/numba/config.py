@@ -73,6 +73,22 @@ def signature_of(spec: ProblemSpec) -> Signature:
     )
 
 
+def float8_signature_of(spec: ProblemSpec) -> Float8Signature:
+    """The signature of the Hopper kernel for float8."""
+    names = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+    return Float8Signature(
+        compute="i8", out="f16" if spec.out.dtype is torch.float16 else "bf16", c=None, bias=None, activation=None,
+        zero_unowned=True, a_order="row", b_order="col", a=names[spec.a.dtype], b=names[spec.b.dtype],
+        scales=_scales_of(spec),
+    )  # fmt: skip
+
+
+def _scales_of(spec: ProblemSpec) -> Literal["whole", "blocks", "columns"]:
+    if all(x.scale is None or x.scale.k == 0 for x in (spec.a, spec.b)):
+        return "whole"
+    return "columns" if spec.b.scale is not None and spec.b.scale.rows == 1 else "blocks"
+
+
 def a_inner_jagged(spec: ProblemSpec) -> bool:
     """Whether a group may start anywhere inside a contiguous run of A, so at an unaligned address."""
     return spec.form == {"row": "jagged_k", "col": "jagged_m"}.get(spec.a.order)
@@ -113,6 +129,19 @@ class QuantisedSignature:
     zero_unowned: bool
     a_order: str
     b_order: str
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Signature(Signature):
+    """The formats of a and b, and their scales; `compute` is "i8", since the way in moves bytes.
+
+    `scales` are "whole" if they hold for all of k, else there are "blocks", or "columns" if columns in a block have
+    their own. Of results, only those of the type `out` and without an epilogue take the short way to memory.
+    """
+
+    a: str = "e4m3"
+    b: str = "e4m3"
+    scales: Literal["whole", "blocks", "columns"] = "whole"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +203,22 @@ class HopperConfig:
     step: int = 32
     cluster: int = 2
 
+    @property
+    def even(self) -> int:
+        """The rows of the pieces that a taller group is cut into are a multiple of this."""
+        return 8
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Config(HopperConfig):
+    """The config of the Hopper kernel for float8: of a tile's rows, wgmma takes 64 at a time."""
+
+    kernel: ClassVar[str] = "hopper_float8"
+
+    @property
+    def even(self) -> int:
+        return self.n_max
+
 
 HOPPER = HopperConfig()
 HOPPER_MEDIUM = HopperConfig(128, 6, 16, cluster=1)
@@ -187,6 +232,9 @@ GENERIC = GenericConfig()
 GENERIC_LARGE = GenericConfig(128, 128, 8, 8, 8)
 GENERIC_LOW = GenericConfig(32, 32, 32, 4, 4)
 GENERIC_EMULATED = GenericConfig(8, 8, 8, 4, 4)
+FLOAT8_TALL = Float8Config()
+FLOAT8_MEDIUM = Float8Config(128, 6, 16)
+FLOAT8_LOW = Float8Config(64, 8, 8, cluster=1)
 QUANTISED = QuantisedConfig()
 QUANTISED_FEW = QuantisedConfig(16, 64, 32, 2, 2)
 QUANTISED_EMULATED = QuantisedConfig(8, 8, 32, 4, 4)
@@ -202,6 +250,8 @@ def summation_of(config: Config, spec: ProblemSpec) -> Summation:
         return Summation("fused multiply-add", padded=config.bk, epilogue="compiled for the operands")
     if spec.compute == torch.float64 or (isinstance(config, MmaConfig) and not config.tensor):
         return Summation("fused multiply-add", padded=STAGE_BYTES // spec.compute.itemsize)
+    if isinstance(config, Float8Config):
+        return Summation("wgmma", 32)
     unit: Literal["mma.sync", "wgmma"] = "wgmma" if isinstance(config, HopperConfig) else "mma.sync"
     return Summation(unit, 8 if spec.compute == torch.float32 else 16)
 

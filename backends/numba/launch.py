@@ -27,6 +27,7 @@ from multigemm.backends.numba.choice import problem_with, why
 from multigemm.backends.numba.config import (
     COLUMNS,
     Config,
+    Float8Config,
     GenericConfig,
     HopperConfig,
     Layout,
@@ -35,10 +36,17 @@ from multigemm.backends.numba.config import (
     QuantisedSignature,
     Signature,
     effective,
+    float8_signature_of,
     shared_bytes,
     signature_of,
 )
-from multigemm.backends.numba.quantised import Grids, code_tables, grids_of, quantised_signature_of
+from multigemm.backends.numba.quantised import (
+    GRID_WORDS,
+    Grids,
+    code_tables,
+    grids_of,
+    quantised_signature_of,
+)
 from multigemm.backends.numba.support import capability_of
 from multigemm.cuda import driver
 from multigemm.cuda.arguments import DeviceFields, Fields, join, words
@@ -60,6 +68,15 @@ def zeroing_blocks(call: Call, m: int) -> int:
     if not call.zeroes:
         return 0
     return -(-m * call.n * (call.groups if call.valid else 1) // ZEROS_PER_BLOCK)
+
+
+def kernel_signature(config: Config, spec: ProblemSpec) -> Signature | QuantisedSignature:
+    """What a config's kernel is compiled for, beside the config."""
+    if isinstance(config, QuantisedConfig):
+        return quantised_signature_of(spec)
+    if isinstance(config, Float8Config):
+        return float8_signature_of(spec)
+    return effective(config, signature_of(spec))
 
 
 @cache
@@ -95,15 +112,14 @@ def bind_for(config: Config, spec: ProblemSpec, index: int) -> Bind:
     upload is no kernel, so what overlaps is the kernel behind it at most, and the maps of a copy never change.
     """
     style, shared, cluster, maps = epilogue_words(spec), 0, 1, None
-    signature: Signature | QuantisedSignature
-    codes = quantised_signature_of(spec) if isinstance(config, QuantisedConfig) else None
+    signature = kernel_signature(config, spec)
+    codes = signature if isinstance(signature, QuantisedSignature) else None
     if isinstance(config, HopperConfig):
-        signature = of_tiles = effective(config, signature_of(spec))
-        shared, cluster, maps = Layout(config, of_tiles).bytes, config.cluster, MapEncoder(config, of_tiles)
+        assert isinstance(signature, Signature)
+        shared, cluster, maps = Layout(config, signature).bytes, config.cluster, MapEncoder(config, signature)
         rows, columns = config.n_max, COLUMNS * cluster
     else:
         rows, columns = config.bm, config.bn
-        signature = effective(config, signature_of(spec)) if codes is None else codes
         shared = shared_bytes(config) if isinstance(config, MmaConfig) else 0
     kernel, most_blocks = kernel_of(config, signature, index, shared), processors(index)
     waits = isinstance(config, MmaConfig | HopperConfig)
@@ -126,6 +142,8 @@ def bind_for(config: Config, spec: ProblemSpec, index: int) -> Bind:
         scales, kept = list[int](), list[torch.Tensor]()
         if codes is not None:
             scales, kept = _scale_words(ops, tables_on(codes, ops.device))
+        elif spec.quantised:
+            scales, kept = _words_of_given_scales(ops, one_on(ops.device))
         uploaded, places = None, tuple[int, ...]()
         if maps is not None:
             content = _maps(maps, call, table, index)
@@ -155,6 +173,21 @@ def _scale_words(ops: Operands, tables: torch.Tensor) -> tuple[list[int], list[t
     listed = None if of_list is None else to_device(of_list, ops.device)
     found += [0 if listed is None else listed.data_ptr(), tables.data_ptr()]
     return found, [x for x in (listed, tables) if x is not None]
+
+
+@cache
+def one_on(device: torch.device) -> torch.Tensor:
+    """The scale of an operand without a scale, in device memory."""
+    return to_device(np.ones(2, np.float32).view(np.int64), device)
+
+
+def _words_of_given_scales(ops: Operands, one: torch.Tensor) -> tuple[list[int], list[torch.Tensor]]:
+    """The words of `Grids` without lists, zero points and tables: a one stands for a scale that is absent."""
+    words, _ = grids_of(ops)
+    for which, given in enumerate((ops.scale_a, ops.scale_b)):
+        if given is None:
+            words[which * GRID_WORDS] = one.data_ptr()
+    return [*words, 0, 0], [one]
 
 
 def _maps(maps: MapEncoder, call: Call, table: Table | None, index: int) -> Fields:

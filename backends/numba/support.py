@@ -14,7 +14,7 @@ import torch
 from multigemm.backend import Availability, quantised_reasons
 from multigemm.backends.numba.config import a_inner_jagged, b_inner_jagged
 from multigemm.planning.fused_steps import fused_reasons_in_steps, product_spec, taken_in_steps
-from multigemm.problem.spec import ProblemSpec
+from multigemm.problem.spec import ProblemSpec, ScaleSpec
 from multigemm.settings import settings
 
 INSTALL = "pip install 'multigemm[numba]'"
@@ -24,6 +24,8 @@ BF16_MINIMUM = MMA_MINIMUM = (8, 0)
 DOUBLE_MINIMUM = (9, 0)
 """Where mma.sync multiplies 16 x 8 float64 at once."""
 TMA_ALIGN = 16
+PROMOTION = 128
+"""Of k: what tensor cores add up of float8 before the sum goes on in float32."""
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -126,6 +128,33 @@ def operand_obstacle(spec: ProblemSpec) -> str:
         return "offsets cut the contiguous direction of an operand, where TMA needs aligned starts"
     if spec.compute == torch.float32 and (spec.a.order != "row" or spec.b.order != "col"):
         return "tf32 operands of wgmma must be contiguous along k"
+    return ""
+
+
+def float8_obstacle(spec: ProblemSpec, device: torch.device) -> str:
+    """Why the Hopper kernel for float8 cannot run this; "" if it can."""
+    if capability_of(device)[0] != 9:
+        return f"needs compute capability 9.x, this GPU has {capability_of(device)}"
+    if spec.quantised != "float8" or spec.form in ("per_group", "jagged_k"):
+        kind = f"{spec.form} of {spec.a.dtype} x {spec.b.dtype}"
+        return f"{kind}: it takes float8 on both sides in jagged m and n, batched and masked"
+    for name, operand, order in (("a", spec.a, "row"), ("b", spec.b, "col")):
+        if operand.order != order or not operand.dense or operand.align < TMA_ALIGN:
+            seen = f"{name} is contiguous by {operand.order}, {operand.align}-byte aligned, dense={operand.dense}"
+            return f"{seen}: wgmma takes float8 contiguous along k, TMA takes lines at multiples of {TMA_ALIGN} bytes"
+        if reason := _scale_obstacle(name, operand.scale):
+            return reason
+    return ""
+
+
+def _scale_obstacle(name: str, scale: ScaleSpec | None) -> str:
+    """Why the Hopper kernel for float8 cannot read this scale; "" if it can."""
+    if scale is None:
+        return ""
+    if scale.dtype is not torch.float32 or scale.align < scale.dtype.itemsize:
+        return f"scale_{name} in {scale.dtype}, aligned to {scale.align} bytes: it takes aligned float32"
+    if scale.k not in (0, PROMOTION):
+        return f"scale_{name} covers {scale.k} of k: sums are promoted after {PROMOTION}"
     return ""
 
 

@@ -14,7 +14,7 @@ from multigemm.backends.cublas.config import Config as CublasConfig
 from multigemm.backends.numba import choice as numba_choice
 from multigemm.backends.numba import config as numba
 from multigemm.problem.spec import ProblemSpec
-from multigemm.testing import Case, DeviceCase, Subject, check
+from multigemm.testing import Case, DeviceCase, Scale, Subject, check
 from multigemm.testing.case import Layout
 from multigemm.testing.deep_oracles import GPU_ORACLES, ORACLES, THREAD_ORACLES, run_oracles
 from multigemm.testing.placed_case import spec_of
@@ -22,7 +22,8 @@ from multigemm.testing.placed_case import spec_of
 CUBLAS = (CublasConfig("auto"), CublasConfig("loop"), CublasConfig("batched"), CublasConfig("streams", 3),
           CublasConfig("grouped"), CublasConfig("grouped_mm"))  # fmt: skip
 NUMBA = (numba.GENERIC, numba.GENERIC_LARGE, numba.GENERIC_LOW, numba.MMA, numba.MMA_SMALL, numba.MMA_TALL,
-         numba.FMA_TALL, numba.FMA_SMALL, numba.HOPPER, numba.HOPPER_MEDIUM, numba.HOPPER_NARROW)  # fmt: skip
+         numba.FMA_TALL, numba.FMA_SMALL, numba.HOPPER, numba.HOPPER_MEDIUM, numba.HOPPER_NARROW, numba.QUANTISED,
+         numba.QUANTISED_FEW, numba.FLOAT8_TALL, numba.FLOAT8_MEDIUM, numba.FLOAT8_LOW)  # fmt: skip
 WAYS = [*(("cublas", config) for config in CUBLAS), *(("numba", config) for config in NUMBA)]
 Problem = Callable[[Any, ProblemSpec, torch.device], str]
 PROBLEM_WITH: dict[str, Problem] = {"cublas": cublas_choice.problem_with, "numba": numba_choice.problem_with}
@@ -39,6 +40,15 @@ def along_m(**more: Any) -> Case:
 
 def along_k(**more: Any) -> Case:
     return Case(form="jagged_k", **{**JAGGED, "m": 104, "n": 136, "a": TURNED, **more})
+
+
+def in_float8(a: str, b: str, **more: Any) -> Case:
+    """Operands that are contiguous along k, in lines at multiples of 16 bytes; their scales cover `a` and `b`."""
+    scales: dict[str, Any] = {"scale_a": Scale(a), "scale_b": Scale(b)}
+    lines: dict[str, Any] = {"a": Layout("row", pad=-16), "b": Layout("col", pad=-16)}
+    return Case(
+        **{"form": "jagged_m", **JAGGED, "n": 136, "k": 300, **scales, **lines, **more, "dtype": "float8_e4m3fn"}
+    )
 
 
 def a_list(dtype: str, **more: Any) -> Case:
@@ -70,6 +80,15 @@ CASES = {
     "batched": Case(form="batched", dtype="bfloat16", m=72, n=136, k=104, lengths=(0, 0, 0)),
     "masked": Case(form="masked", dtype="bfloat16", m=72, n=136, k=104, lengths=(5, 0, 72)),
     "masked, a given result": Case(form="masked", dtype="float16", m=8, n=64, k=512, lengths=(8, 0, 3), given=True),
+    "m, float8, blocks": in_float8("1x128", "128x128", lengths=(5, 0, 330, 129, 64)),
+    "m, float8, rows": in_float8("row", "row", dtype_b="float8_e5m2", lengths=(200, 0, 1)),
+    "m, float8, epilogue": in_float8(
+        "1x128", "group", **{**EPILOGUE, "mode": "int"}, out_dtype="float32", activation="silu"
+    ),
+    "m, float8, odd": in_float8("", "tensor", n=19, k=21, out_dtype="float16"),
+    "m, float8, one weight": in_float8("row", "128x128", shared=True),
+    "masked, float8": in_float8("128x128", "row", form="masked", m=200, lengths=(5, 0, 200), scale_b=Scale("tensor")),
+    "n, float8": in_float8("128x128", "tensor", form="jagged_n", m=150, lengths=(5, 0, 130)),
     "list": a_list("bfloat16"),
     "list, epilogue": a_list("float16", **EPILOGUE, activation="relu"),
     **{f"list, {name}": a_list(name) for name in ("int8", "float32", "float64")},

@@ -154,10 +154,7 @@ def _cuda_tables(spec: Any, config: Any) -> list[str]:
 
 
 def _numba_signature(spec: Any, config: Any) -> Any:
-    configs, quantised = (import_module(f"multigemm.backends.numba.{name}") for name in ("config", "quantised"))
-    if spec.quantised:
-        return quantised.quantised_signature_of(spec)
-    return configs.effective(config, configs.signature_of(spec))
+    return import_module("multigemm.backends.numba.launch").kernel_signature(config, spec)
 
 
 def _numba_arguments(spec: Any, config: Any) -> tuple[Any, tuple[Any, Any, tuple[int, int]]]:

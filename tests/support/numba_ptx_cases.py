@@ -24,6 +24,7 @@ with numpy_names():
 Arrays = list[np.ndarray[Any, Any]]
 int32 = types.int32
 HALF = {"f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+FLOAT8 = {"e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "e5m2": np.dtype(ml_dtypes.float8_e5m2)}
 
 
 @dataclass
@@ -215,6 +216,44 @@ def wgmma_case(kind: str, n: int, a_transposed: bool = False, b_transposed: bool
     return Case(kernel, arrays, (a @ b.T).reshape(-1), f"wgmma.mma_async.sync.aligned.m64n{n}k", 128, True)
 
 
+def wgmma_of_bytes_case(a_kind: str, b_kind: str, n: int) -> Case:
+    """Whole numbers; what the registers held before is left out of a sum that starts from zero."""
+    first, *others = (ptx.make_wgmma_of_bytes(a_kind, b_kind, n, k, k == 0) for k in (0, 2, 4, 6))
+    second, third, fourth = others
+    result, zeros = ptx.make_wgmma_result(n), make_zeros(n // 2)
+    b_at = 8192
+
+    def kernel(a: Any, b: Any, out: Any) -> None:
+        dynamic = cuda.shared.array(0, np.uint8)
+        start = shared_address(dynamic)
+        base = (start + 1023) & ~1023
+        thread = int32(ptx.thread_again())
+        for i in range(thread, a.size, 128):
+            dynamic[base - start + i] = a[i]
+        for i in range(thread, b.size, 128):
+            dynamic[base - start + b_at + i] = b[i]
+        ptx.fence_async()
+        cuda.syncthreads()
+        left, right, acc = ptx.descriptor_half(base), ptx.descriptor_half(base + b_at), zeros()
+        for _ in range(2):
+            ptx.wgmma_fence()
+            acc = first(acc, left, right, thread)
+            acc = second(acc, left, right, thread)
+            acc = third(acc, left, right, thread)
+            acc = fourth(acc, left, right, thread)
+            ptx.wgmma_commit()
+            acc = result(acc)
+        row, column = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
+        for i in range(n // 8):
+            for j in range(4):
+                out[(row + j // 2 * 8) * n + i * 8 + column + j % 2] = acc[i * 4 + j]
+
+    a, b = integers((64, 128)), integers((n, 128))
+    words = [swizzle(x.astype(FLOAT8[kind]).view(np.uint8)) for x, kind in ((a, a_kind), (b, b_kind))]
+    opcode = f"wgmma.mma_async.sync.aligned.m64n{n}k32.f32.{a_kind}.{b_kind}"
+    return Case(kernel, [*words, np.zeros(64 * n, np.float32)], (a @ b.T).reshape(-1), opcode, 128, True)
+
+
 def tma_load_case() -> Case:
     load = ptx.make_tma_load(3)
 
@@ -280,6 +319,8 @@ def cases() -> dict[str, Case]:
     found |= {"cp.async": cp_async_case(), "barriers, setmaxnreg": barrier_case()}
     found |= {f"pack {kind}": pack_case(kind) for kind in HALF}
     found["TMA load"] = tma_load_case()
+    pairs = (("e4m3", "e4m3", 128), ("e5m2", "e4m3", 64))
+    found |= {f"wgmma {a} x {b} n={n}": wgmma_of_bytes_case(a, b, n) for a, b, n in pairs}
     found |= {f"wgmma bf16 n={n}": wgmma_case("bf16", n) for n in (8, 64, 96, 256)}
     found |= {"wgmma tf32": wgmma_case("tf32", 32), "wgmma f16 a turned": wgmma_case("f16", 64, True, False)}
     found |= {"wgmma bf16 both turned": wgmma_case("bf16", 192, True, True)}

@@ -34,6 +34,7 @@ from multigemm.backends.numba.config import (
     SLOTS,
     TURNS,
     WEIGHT_BYTES,
+    Float8Signature,
     Layout,
     token_boxes,
 )
@@ -181,7 +182,7 @@ def make_producer(config, signature):
     stages, rows_step, bk, cluster = config.stages, config.step, at.bk, config.cluster
     full, empty, slot_full, slot_empty = at.full, at.empty, at.slot_full, at.slot_empty
     stage_bytes, slots_at, loads_64 = at.stage_bytes, at.slots, signature.a_order == "col"
-    scan, locate, piece = make_warp_schedule(config.n_max, COLUMNS * cluster)
+    scan, locate, piece = make_warp_schedule(config.n_max, COLUMNS * cluster, config.even)
     fill = make_fill(config, signature)
     take, finish = make_turns(config, signature)
     acquire = make_acquire(config, signature)
@@ -433,14 +434,17 @@ def make_dispatch(config, signature):
 
 @cache
 def make_consumer(config, signature):
-    """consume(p, alpha, beta, base, warpgroup, thread): the whole life of a consumer thread."""
+    """consume(p, q, alpha, beta, base, warpgroup, thread): the whole life of a consumer thread.
+
+    `q` is what a kernel is launched with beside `p`; this one has nothing.
+    """
     at, stages = Layout(config, signature), config.stages
     slot_full, slot_empty, slots_at, staging_at, bk = at.slot_full, at.slot_empty, at.slots, at.staging, at.bk
     dispatch = make_dispatch(config, signature)
     write = make_write(config.n_max, signature.compute, make_targets(signature)[1])
 
     @synchronising
-    def consume(p, alpha, beta, base, warpgroup, thread):
+    def consume(p, q, alpha, beta, base, warpgroup, thread):
         stage, phase, slot_step = int32(0), int32(0), int32(0)
         staging = base + staging_at + warpgroup * STAGING
         while True:
@@ -472,14 +476,15 @@ def make_consumer(config, signature):
 
 # The kernel: barriers, then a role for each warp.
 
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 72, 216
+REGISTERS = 72, 216
+"""Of a producing and of a consuming thread."""
 CONSUMER_WARPS = CONSUMERS // 32
-_less, _more = ptx.make_setmaxnreg(PRODUCER_REGISTERS, False), ptx.make_setmaxnreg(CONSUMER_REGISTERS, True)
 
 
 @cache
-def make_kernel(config, signature):
-    """The kernel for one pipeline shape and one set of dtypes and layouts."""
+def make_kernel(config, signature, make_consumer=make_consumer, registers=REGISTERS):
+    """The kernel for one pipeline shape and one set of dtypes and layouts, with `registers` for its two roles."""
+    less, more = ptx.make_setmaxnreg(registers[0], False), ptx.make_setmaxnreg(registers[1], True)
     at = Layout(config, signature)
     stages, full, empty, slot_full, slot_empty = config.stages, at.full, at.empty, at.slot_full, at.slot_empty
     cluster, turn_full, turn_empty = config.cluster, at.turn_full, at.turn_empty
@@ -487,8 +492,8 @@ def make_kernel(config, signature):
     zero_unowned = make_zero_unowned()
     helpers = 96
 
-    @kernel
-    def hopper(p, alpha, beta, maps, counters):
+    @synchronising
+    def run(p, q, alpha, beta, maps, counters):
         base = (shared_address(cuda.shared.array(0, np.uint8)) + int32(1023)) & int32(~1023)
         thread = int32(cuda.threadIdx.x)
         if thread == 0:
@@ -512,16 +517,24 @@ def make_kernel(config, signature):
         if thread >= 32:
             ptx.grid_dependency_wait()
         if thread < 128:
-            _less()
+            less()
             if thread < 32:
                 produce(p, maps, counters, base, thread)
             elif p.zeroes != 0:
                 zero_unowned(p, cuda.blockIdx.x * helpers + thread - 32, cuda.gridDim.x * helpers)
         else:
-            _more()
-            consume(p, types.float32(alpha), types.float32(beta), base, thread // 128 - 1, thread % 128)
+            more()
+            consume(p, q, types.float32(alpha), types.float32(beta), base, thread // 128 - 1, thread % 128)
         if cluster > 1:  # a block must not end while another may still write into it
             ptx.cluster_arrive()
             ptx.cluster_wait()
 
-    return hopper
+    @kernel
+    def hopper(p, alpha, beta, maps, counters):
+        run(p, 0, alpha, beta, maps, counters)
+
+    @kernel
+    def hopper_float8(p, q, alpha, beta, maps, counters):
+        run(p, q, alpha, beta, maps, counters)
+
+    return hopper_float8 if isinstance(signature, Float8Signature) else hopper

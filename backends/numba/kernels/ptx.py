@@ -218,8 +218,12 @@ store_global_f64x2 = instruction("st.global.v2.f64 [$0], {$1, $2};", None, I64, 
 load_shared_u16 = instruction("ld.shared.u16 $0, [$1];", types.int16, I32)
 store_global_u16 = instruction("st.global.u16 [$0], $1;", None, I64, types.int16)
 
+prefetch = instruction("prefetch.global.L2 [$0];", None, I64)
+"""(global address): brings it into the L2 cache."""
 atomic_add = instruction("atom.global.add.u32 $0, [$1], $2;", I32, I64, I32)
 """(global address, word) -> the old value."""
+thread_again = instruction("mov.u32 $0, %tid.x;", I32)
+"""The number of this thread, read anew, where a register that keeps it would be one too many."""
 named_barrier = instruction("bar.sync $0, $1;", None, I32, I32)
 """(barrier 1 to 15, threads): a rendezvous of part of a block."""
 
@@ -313,6 +317,24 @@ def make_wgmma(kind, n, a_transposed=False, b_transposed=False, within=None):
     return instruction(text, floats(count), floats(count), I64, I64, inout=True, within=within)
 
 
+@cache
+def make_wgmma_of_bytes(a, b, n, k, fresh):
+    """wgmma(acc[n/2], a, b, never) -> acc: as `make_wgmma`, for float8 of two formats; `k` x 16 bytes are left out.
+
+    Operands are the lower halves of descriptors, whose upper one is `K_MAJOR`. If `fresh`, it starts from zero; acc is
+    taken all the same, so that its registers stay where they are: `never` is a number that is never negative, which
+    the compiler does not know.
+    """
+    count = n // 2
+    wanted = f"setp.lt.s32 p, ${2 * count + 2}, 0;" if fresh else "setp.ne.b32 p, 1, 0;"
+    text = (
+        f"{{ .reg .pred p; .reg .b32 t; .reg .b64 x, y; {wanted} add.u32 t, ${2 * count}, {k}; "
+        f"mov.b64 x, {{t, {K_MAJOR}}}; add.u32 t, ${2 * count + 1}, {k}; mov.b64 y, {{t, {K_MAJOR}}}; "
+        f"wgmma.mma_async.sync.aligned.m64n{n}k32.f32.{a}.{b} {{{registers(0, count)}}}, x, y, p, 1, 1; }}"
+    )
+    return instruction(text, floats(count), floats(count), I32, I32, I32, inout=True)
+
+
 wgmma_fence = instruction("wgmma.fence.sync.aligned;")
 wgmma_commit = instruction("wgmma.commit_group.sync.aligned;")
 
@@ -327,6 +349,18 @@ def make_wgmma_result(n, within=None):
     """result(acc) -> acc, once all wgmma of this warpgroup are done; ties the reads to the wait."""
     kind = floats(n // 2)
     return instruction("wgmma.wait_group.sync.aligned 0;", kind, kind, inout=True, within=within)
+
+
+K_MAJOR = 1 << 30 | 1024 >> 4
+"""The upper half of a descriptor of an operand that is dense and contiguous along k."""
+descriptor_half = instruction("{ .reg .u32 t; shr.u32 t, $1, 4; and.b32 $0, t, 0x3fff; }", I32, I32, effects=False)
+"""The lower half of such a descriptor, from the shared address."""
+
+
+@cache
+def make_settled(count):
+    """settled(acc) -> acc: no instruction, but what makes acc stays in front of the wgmma behind it."""
+    return instruction("", floats(count), floats(count), inout=True)
 
 
 SWIZZLE_128 = 1 << 62

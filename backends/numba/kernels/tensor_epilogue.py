@@ -317,6 +317,115 @@ def make_flush_16():
     return flush
 
 
+# The same for sums whose rows are on the first side of wgmma, in rounds of 64 rows x 64 columns, two of which lie side
+# by side where there are several. Each warp has 16 of the rows, each thread neighbouring columns of two rows.
+
+STRIP = 64
+HALF_STAGING = STAGING // 2
+"""Bytes of a round in 16 bits: two that lie side by side leave together."""
+ROUND_REGISTERS = STRIP * KEPT_COLUMNS // WARPGROUP
+
+
+def _strip_rounds(rounds, emit):
+    """The body of stage(acc, round, ...) where each round has registers of its own."""
+    return _by_round(rounds * STRIP, STRIP, emit)
+
+
+@cache
+def make_strip_stage_16(rounds, kind):
+    """stage(acc, round, address of this lane's row, its twist): packs and stores rows of 128 bytes."""
+    text = (
+        "{{ .reg .b32 a, b, c, d; cvt.rn.{k}x2.f32 a, $2, $1; cvt.rn.{k}x2.f32 b, $4, $3; "
+        "cvt.rn.{k}x2.f32 c, $6, $5; cvt.rn.{k}x2.f32 d, $8, $7; "
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {{a, b, c, d}}; }}"
+    )
+
+    def emit(builder, acc, addresses, rows):
+        base, twist = addresses
+        for i in range(0, ROUND_REGISTERS, 8):
+            where = builder.add(base, builder.xor(twist, ir.Constant(LLVM[I32], i // 4 * CHUNK)))
+            values = [builder.extract_value(acc, rows[0] // 2 + i + x) for x in range(8)]
+            assembly(builder, text.format(k=kind), [where, *values])
+
+    return emitted(_strip_rounds(rounds, emit), types.void, floats(rounds * ROUND_REGISTERS), I32, I32, I32)
+
+
+@cache
+def make_strip_stage_32(rounds):
+    """stage(acc, round, address of this lane's row, its twist): stores float32 rows of 256 bytes."""
+
+    def emit(builder, acc, addresses, rows):
+        base, twist = addresses
+        for i in range(0, ROUND_REGISTERS, 2):
+            where = builder.add(base, builder.xor(twist, ir.Constant(LLVM[I32], i // 4 * 2 * CHUNK)))
+            pair = [builder.extract_value(acc, rows[0] // 2 + i + x) for x in range(2)]
+            assembly(builder, f"st.shared.v2.f32 [$0+{i % 4 // 2 * 2048}], {{$1, $2}};", [where, *pair])
+
+    return emitted(_strip_rounds(rounds, emit), types.void, floats(rounds * ROUND_REGISTERS), I32, I32, I32)
+
+
+@synchronising
+def strip_address_16(staging, thread):
+    """(address of the row that this lane names to stmatrix, twist): rows 0-7 or 8-15 of its warp, of two chunks."""
+    lane, row = thread % 32, thread // 32 * 16 + thread % 16
+    return int32(staging + row * 128), int32(((lane // 16) ^ (row % 8)) * CHUNK)
+
+
+@synchronising
+def strip_address_32(staging, thread):
+    """(address of this lane's upper row and first column but for its chunk, twist)."""
+    lane = thread % 32
+    row = thread // 32 * 16 + lane // 4
+    chunk = ((row // 2) % 4) * 2 ^ (lane % 4 // 2)
+    return int32(staging + row * 256 + (lane % 2) * 8), int32(chunk * CHUNK)
+
+
+@cache
+def make_strip_write(rounds, kind, read_part, target, others):
+    """write(acc, p, record, staging, alpha, beta): one warpgroup's part of a tile, as `read_part(record)` tells.
+
+    `kind` is the 16-bit type of results that only need rounding, `staging` that of the first warpgroup. Each round
+    works out anew where its results go, since registers that held it would be needed for sums.
+    """
+    stage_16, stage_32 = make_strip_stage_16(rounds, kind), make_strip_stage_32(rounds)
+    flush_16, flush_32, fast_kind = make_flush_16(), make_flush("f32", WARPGROUP), KIND[kind]
+
+    @synchronising
+    def write(acc, p, record, staging, alpha, beta):
+        for number in range(rounds):
+            g, start, i, j, rows, columns = read_part(record)
+            row, column = int32((number >> 1) * STRIP), int32((number & 1) * KEPT_COLUMNS)
+            beside = min(int32(columns - KEPT_COLUMNS), int32(KEPT_COLUMNS))
+            rows, columns = min(int32(rows - row), int32(STRIP)), min(int32(columns - column), int32(KEPT_COLUMNS))
+            if rows > 0 and columns > 0:
+                thread = ptx.thread_again()
+                barrier, thread = int32(thread // WARPGROUP), int32(thread % WARPGROUP)
+                piece = int32(staging + (barrier - 1) * STAGING)
+                out = target(p, g, start, i + row, j + column)
+                out_at, out_row, out_col = out
+                aligned = ((out_at | (out_row * 2)) & 15) == 0
+                if p.plain != 0 and p.out_kind == fast_kind and out_col == 1 and aligned:
+                    if column == 0:
+                        lane_at, twist = strip_address_16(piece, thread)
+                        stage_16(acc, int32(number), lane_at, twist)
+                        if beside > 0:
+                            stage_16(acc, int32(number + 1), int32(lane_at + HALF_STAGING), twist)
+                        ptx.named_barrier(barrier, WARPGROUP)
+                        flush_16(piece, out_at, out_row * 2, rows, columns, thread)
+                        if beside > 0:
+                            right = int32(piece + HALF_STAGING)
+                            flush_16(right, out_at + KEPT_COLUMNS * 2, out_row * 2, rows, beside, thread)
+                else:
+                    lane_at, twist = strip_address_32(piece, thread)
+                    stage_32(acc, int32(number), lane_at, twist)
+                    ptx.named_barrier(barrier, WARPGROUP)
+                    c, bias = others(p, g, start, i + row, j + column)
+                    flush_32(piece, out, c, bias, style_of(p), alpha, beta, rows, columns, thread, 0)
+                ptx.named_barrier(barrier, WARPGROUP)
+
+    return write
+
+
 @cache
 def make_write(n, kind, others):
     """write(acc, ...): one warpgroup's part of a tile, by the way that fits; `kind` is the operands' type.
