@@ -46,8 +46,8 @@ from multigemm.planning.tiles import TileCost, longest_time, typical_extent
 from multigemm.problem.spec import ProblemSpec
 
 T = TypeVar("T")
-HALVES = (HOPPER, HOPPER_MEDIUM, HOPPER_NARROW)
-FLOAT8 = (FLOAT8_TALL, FLOAT8_MEDIUM, FLOAT8_LOW)
+HOPPER_SIZES = (HOPPER, HOPPER_MEDIUM, HOPPER_NARROW)
+FLOAT8_SIZES = (FLOAT8_TALL, FLOAT8_MEDIUM, FLOAT8_LOW)
 """The tiles on wgmma, the tallest first."""
 # Fitted numbers, last changed on 2026-11-22 (docs/notes/numba-tensor-cores.md). `multigemm tune --backends numba`
 # times every config of a class of problems, which is how to fit them anew.
@@ -170,7 +170,7 @@ def _hopper(spec: ProblemSpec, device: torch.device) -> list[Config]:
     """The configs for Hopper: first the tallest tile that groups fill and that leaves no multiprocessor idle."""
     if hopper_obstacle(spec, device):
         return []
-    return _finer_if_idle(spec, HALVES, 0 if rows_per_group(spec) > SOME_ROWS else 1)
+    return _finer_if_idle(spec, HOPPER_SIZES, 0 if rows_per_group(spec) > SOME_ROWS else 1)
 
 
 def _float8(spec: ProblemSpec, device: torch.device) -> list[Config]:
@@ -183,7 +183,7 @@ def _float8(spec: ProblemSpec, device: torch.device) -> list[Config]:
 
 def _float8_sizes(spec: ProblemSpec) -> tuple[Float8Config, ...]:
     """The tiles of the Hopper kernel for float8. The tallest one has no registers for a scale of each column."""
-    return FLOAT8[1:] if float8_signature_of(spec).scales == "columns" else FLOAT8
+    return FLOAT8_SIZES[1:] if float8_signature_of(spec).scales == "columns" else FLOAT8_SIZES
 
 
 def _finer_if_idle(spec: ProblemSpec, sizes: Sequence[HopperConfig], first: int) -> list[Config]:
@@ -238,7 +238,7 @@ def _kernel_obstacle(config: Config, spec: ProblemSpec, device: torch.device) ->
     else:
         of_float8 = isinstance(config, Float8Config)
         found = float8_obstacle(spec, device) if of_float8 else hopper_obstacle(spec, device)
-        sizes = HALVES if not of_float8 or found else _float8_sizes(spec)
+        sizes = HOPPER_SIZES if not of_float8 or found else _float8_sizes(spec)
         known = (*sizes, *(replace(size, cluster=1) for size in sizes))
     return found or ("" if config in known else f"the kernel is made for {', '.join(map(str, known))}")
 

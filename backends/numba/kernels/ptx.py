@@ -319,7 +319,7 @@ def make_wgmma(kind, n, a_transposed=False, b_transposed=False, within=None):
 
 @cache
 def make_wgmma_of_bytes(a, b, n, k, fresh):
-    """wgmma(acc[n/2], a, b, never) -> acc: as `make_wgmma`, for float8 of two formats; `k` x 16 bytes are left out.
+    """wgmma(acc[n/2], a, b, never) -> acc: as `make_wgmma`, for float8 of two formats, from `k` x 16 bytes of k on.
 
     Operands are the lower halves of descriptors, whose upper one is `K_MAJOR`. If `fresh`, it starts from zero; acc is
     taken all the same, so that its registers stay where they are: `never` is a number that is never negative, which
