@@ -18,6 +18,9 @@ constexpr int BOX_K = BK / W_BOXES, LANE_K = BOX_K / 4;
 constexpr bool BY_HALVES = ARRANGED;
 static_assert(W_BOXES == (BY_HALVES ? 2 : 1) && DEEP % W_BOXES == 0, "a box of weights for each warpgroup");
 constexpr int HALVES_HERE = BY_HALVES ? 2 : 1;
+// The next tile's first scales are asked for before the warpgroups join their sums and the results leave, where a block of k has
+// its own: else they are not used before a tile's end, and asking early takes longer (int8, K = 768: 1.08 of the time; H200).
+constexpr bool ASKS_EARLY = SCALE_K > 0;
 constexpr int STAGE_BLOCKS = SCALE_K && BK > SCALE_K ? BK / SCALE_K : 1;     // blocks from a lane's to its next
 
 // ---- Rows ----
@@ -202,8 +205,7 @@ __device__ __forceinline__ void sync_both() { asm volatile("bar.sync 7, 256;" ::
 
 // Both warpgroups have sums of all columns: each keeps those of its half, and adds what the other one has of them.
 template <int EIGHTS>
-__device__ __forceinline__ void join_halves(u32 staging, int half, float (&total)[ACCUMULATORS]) {
-    constexpr int OTHER = EIGHTS * 4;                   // where the sums of the second half begin
+__device__ __forceinline__ void join_halves(u32 staging, int half, const float (&sums)[HALVES_HERE][EIGHTS * 4], float (&total)[ACCUMULATORS]) {
     const int tid = threadIdx.x & 127;
     const u32 mine = staging + tid * 16, others = mine + (half ? -STAGING_BYTES : STAGING_BYTES);
 #if SEND
@@ -212,10 +214,10 @@ __device__ __forceinline__ void join_halves(u32 staging, int half, float (&total
     sync_both();
 #pragma unroll
     for (int t = 0; t < EIGHTS; ++t) {
-        u32 v[4];
+        float v[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] = __float_as_uint(half ? total[t * 4 + i] : total[OTHER + t * 4 + i]);
-        store_shared16(mine + t * 2048, make_uint4(v[0], v[1], v[2], v[3]));
+        for (int i = 0; i < 4; ++i) v[i] = half ? sums[0][t * 4 + i] : sums[HALVES_HERE - 1][t * 4 + i];
+        store_shared16(mine + t * 2048, make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3])));
     }
     sync_both();
 #pragma unroll
@@ -223,14 +225,14 @@ __device__ __forceinline__ void join_halves(u32 staging, int half, float (&total
         const uint4 v = load_shared16(others + t * 2048);
         const u32 w[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) total[t * 4 + i] = (half ? total[OTHER + t * 4 + i] : total[t * 4 + i]) + __uint_as_float(w[i]);
+        for (int i = 0; i < 4; ++i) total[t * 4 + i] = (half ? sums[HALVES_HERE - 1][t * 4 + i] : sums[0][t * 4 + i]) + __uint_as_float(w[i]);
     }
     sync_both();
 }
 
-// All k-blocks of a tile of at most EIGHTS * 8 rows: the sums of this warpgroup's k, of one or both halves of the columns.
-template <int EIGHTS>
-__device__ __forceinline__ void multiply_few(Shared& s, u32 stages, Ring& ring, int blocks, u32 bytes, int half, float (&total)[ACCUMULATORS], LaneNumbers& numbers) {
+// All k-blocks of a tile of at most EIGHTS * 8 rows. `take_next` runs when its numbers have been used, if a kernel ASKS_EARLY.
+template <int EIGHTS, class TakeNext>
+__device__ __forceinline__ void multiply_few(Shared& s, u32 stages, u32 staging, Ring& ring, int blocks, u32 bytes, int half, float (&total)[ACCUMULATORS], LaneNumbers& numbers, TakeNext take_next) {
     const int lane = threadIdx.x & 31, row = lane >> 2, c = lane & 3, column = (BY_HALVES ? 0 : half * 64) + ((threadIdx.x & 127) >> 5) * 16 + row;
     const int box = BY_HALVES ? half : 0;
     u32 codes = box * (COLUMNS * W_LINE) + column * W_LINE + ((c ^ (column >> 1 & 3)) << 4);
@@ -282,13 +284,19 @@ __device__ __forceinline__ void multiply_few(Shared& s, u32 stages, Ring& ring, 
             numbers.ask(slot, kb + FEW_AHEAD);
         }
     }
+    if (!PARTS) {
 #pragma unroll
-    for (int side = 0; side < HALVES_HERE; ++side)
+        for (int side = 0; side < HALVES_HERE; ++side)
 #pragma unroll
-        for (int t = 0; t < EIGHTS; ++t)
+            for (int t = 0; t < EIGHTS; ++t)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float whole = SCALE_K == 0 ? numbers.factor(0, side * 2 + (i >> 1)) : 1.0f;
-                total[(side * EIGHTS + t) * 4 + i] = PARTS ? sums[side][t * 4 + i] : (d[side][0][t][i] + d[side][1][t][i]) * whole;
-            }
+                for (int i = 0; i < 4; ++i) sums[side][t * 4 + i] = (d[side][0][t][i] + d[side][1][t][i]) * (SCALE_K == 0 ? numbers.factor(0, side * 2 + (i >> 1)) : 1.0f);
+    }
+    if (ASKS_EARLY) take_next();
+    if (BY_HALVES) {
+        join_halves<EIGHTS>(staging, half, sums, total);
+    } else {
+#pragma unroll
+        for (int i = 0; i < EIGHTS * 4; ++i) total[i] = sums[0][i];
+    }
 }

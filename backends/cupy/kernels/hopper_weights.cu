@@ -127,18 +127,32 @@ __device__ __forceinline__ void multiply_weights(Shared& s, u32 stages, Ring& ri
 
 // Tiles that go through few_rows.cuh.
 __device__ __forceinline__ bool is_low(const Tile& t) { return FEW && t.n > 0 && t.n <= FEW_ROWS && t.k_len > 0; }
+#if !FEW
+constexpr bool ASKS_EARLY = false;
+#endif
 
 __device__ __forceinline__ void consume_weights(const Problem& p, const Launch& l, const WeightGrids& grids, const Maps& maps, Shared& s, u32 stages, u32 staging, u32 rank, int half) {
     const auto column_of = [&](const Tile& t, int warpgroup) { return first_column(t, rank, warpgroup) + ((threadIdx.x & 127) >> 5) * 16 + ((threadIdx.x & 31) >> 2); };
     Ring ring;
-    Tile next = {};
-    bool first = true;
+    Tile next;
+    int taken = 0;
 #if FEW
     LaneNumbers of_lane;
+    const auto begin_numbers = [&](const Tile& t) {
+        of_lane.begin(grid_of_group(grids.scale, t.group, 0, 0), grid_of_group(grids.zero, t.group, 0, 0), column_of(t, BY_HALVES ? 0 : half), grids.columns, t.k_len, BY_HALVES ? half : 0);
+    };
 #endif
+    const auto take_next = [&] {
+        next = take_tile(s, taken++, ~0u);
+#if FEW
+        if (ASKS_EARLY && is_low(next)) begin_numbers(next);
+#endif
+    };
+    take_next();
+    bool first = true;
 #pragma unroll 1
-    for (int number = 0;; ++number) {
-        const Tile t = next;                            // in the first round there is none yet
+    while (next.n != STOP) {
+        const Tile t = next;
         const int blocks = k_blocks(t);
         const u32 bytes = ring.begin(t, blocks);
         float total[ACCUMULATORS];
@@ -150,32 +164,21 @@ __device__ __forceinline__ void consume_weights(const Problem& p, const Launch& 
         }
         if (is_low(t)) {
 #if FEW
-            if (t.n <= 8) multiply_few<1>(s, stages, ring, blocks, bytes, half, total, of_lane);
-            else multiply_few<2>(s, stages, ring, blocks, bytes, half, total, of_lane);
+            if (!ASKS_EARLY) begin_numbers(t);
+            if (t.n <= 8) multiply_few<1>(s, stages, staging, ring, blocks, bytes, half, total, of_lane, take_next);
+            else multiply_few<2>(s, stages, staging, ring, blocks, bytes, half, total, of_lane, take_next);
 #endif
         } else if (blocks > 0) {
             Numbers numbers;
             numbers.begin(grid_of_group(grids.scale, t.group, 0, 0), grid_of_group(grids.zero, t.group, 0, 0), column_of(t, half), grids.columns, t.k_len);
             BY_WIDTH(t.n, multiply_weights<WIDTH>(s, stages, ring, blocks, bytes, half, total, numbers));
         }
-        next = take_tile(s, number, ~0u);
-#if FEW
-        // Its first numbers are on their way while the sums are joined and leave. In one place: a move of them would wait for them.
-        if (is_low(next))
-            of_lane.begin(grid_of_group(grids.scale, next.group, 0, 0), grid_of_group(grids.zero, next.group, 0, 0), column_of(next, BY_HALVES ? 0 : half), grids.columns, next.k_len, BY_HALVES ? half : 0);
-        if (BY_HALVES && is_low(t)) {
-            if (t.n <= 8) join_halves<1>(staging, half, total);
-            else join_halves<2>(staging, half, total);
-        }
-#endif
-        if (number > 0) {
 #if SEND
-            send_tile(p, maps, t, rank, half, staging, total);
+        send_tile(p, maps, t, rank, half, staging, total);
 #else
-            finish_tile(p, l, t, rank, half, staging, total);
+        finish_tile(p, l, t, rank, half, staging, total);
 #endif
-        }
-        if (next.n == STOP) break;
+        if (!ASKS_EARLY || !is_low(t)) take_next();
     }
 #if SEND
     wait_until_written();
