@@ -239,7 +239,7 @@ def _kernel_obstacle(config: Config, spec: ProblemSpec, device: torch.device) ->
         of_float8 = isinstance(config, Float8Config)
         found = float8_obstacle(spec, device) if of_float8 else hopper_obstacle(spec, device)
         sizes = HOPPER_SIZES if not of_float8 or found else _float8_sizes(spec)
-        known = (*sizes, *(replace(size, cluster=1) for size in sizes))
+        known = tuple(dict.fromkeys((*sizes, *(replace(size, cluster=1) for size in sizes))))
     return found or ("" if config in known else f"the kernel is made for {', '.join(map(str, known))}")
 
 

@@ -238,18 +238,18 @@ def _parts_of(net: Network, fused: bool, given: Given) -> list[Views] | None:
     kernels, dtype = triton_kernels(), given.x.dtype
     if not kernels.can_sort(pairs, experts) or not given.x.numel():
         return None
-    order, counts = kernels.sort_scratch(pairs, experts)
+    counts = kernels.sort_scratch(pairs, experts)
     sorting: list[Views] = [{"ends": (torch.int32, (experts,))}, {"counts": (torch.int32, (counts // 4,))}]
     if fused:
         if given.top_k_weights.dtype not in (torch.float32, dtype):
             return None
         numbers: list[Views] = [{"place": (torch.int32, (tokens, top_k))}, {"rows": (torch.int32, (pairs,))}]
         copies: list[Views] = [{"copies": (dtype, (pairs, hidden))}]
-        if not copies_rows(given.x, pairs, experts, net.invariant):
+        if not copies_rows(given.x, pairs, experts, net.invariant, net.backend):
             copies = []
         return [{"hidden": (dtype, (pairs, inner))}, *copies, *numbers, *sorting]
     rows, first, second = ((dtype, (pairs, n)) for n in (hidden, width, inner))
-    sorting += [{"inverse": (torch.int64, (pairs,))}, {"order": (torch.int64, (order // 8,))}]
+    sorting.append({"inverse": (torch.int64, (pairs,))})
     if gated:
         return [{"rows": rows, "hidden": second}, {"first": first, "last": rows}, *sorting]
     return [{"rows": rows, "last": rows}, {"first": first, "hidden": first}, *sorting]
@@ -294,10 +294,10 @@ def _bind(net: Network, fused: bool, parts: Sequence[Views], given: Given, out: 
 
 
 def _bind_steps(net: Network, given: Given, out: Tensor, between: dict[str, Tensor]) -> Launches:
-    """Binds the gather by expert, the products with the gate between them, and the weighted sum."""
+    """Binds the sort and the copies by expert, the products with the gate between them, and the weighted sum."""
     kernels, device, ends = triton_kernels(), out.get_device(), between["ends"]
     rows, first, hidden, last, inverse = (between[name] for name in ("rows", "first", "hidden", "last", "inverse"))
-    sorting = {name: between[name] for name in ("rows", "inverse", "ends", "order", "counts")}
+    sorting = {name: between[name] for name in ("rows", "inverse", "ends", "counts")}
     launches = [_step(device, step) for step in kernels.arrival_steps(given.top_k_index, given.x, **sorting)]
     activation = net.activation if net.gate is None else None
     launches.append(_product(net, rows, given.up, first, ends, given.up_bias, activation=activation))
@@ -311,7 +311,7 @@ def _bind_steps(net: Network, given: Given, out: Tensor, between: dict[str, Tens
 
 
 def _bind_fused(net: Network, given: Given, out: Tensor, between: dict[str, Tensor]) -> Launches:
-    """Binds the sort, and the two products that pick, gate and sum rows."""
+    """Binds the sort, copies of many tokens, and the two products that pick, gate and sum rows."""
     kernels, (_, top_k) = triton_kernels(), given.top_k_index.shape
     hidden, ends, place, rows, counts = (between[name] for name in ("hidden", "ends", "place", "rows", "counts"))
     ahead = kernels.weights_ahead(given.up, net.stacked, given.top_k_index.numel())

@@ -1,4 +1,5 @@
-"""A layer of experts in steps: tokens to experts, two products with a gate or an activation between them, and back.
+"""What the networks of experts are (`Network`), with quantised weights too, and a layer of them in steps
+(`through_experts`): tokens to experts, two products with a gate or an activation between them, and back.
 
 Each token goes to k experts, which makes S = tokens * k pairs. A stable sort by expert puts the pairs of one expert
 next to each other; the inverse permutation returns the results. Both directions, and their gradients, are gathers, so

@@ -1,4 +1,5 @@
-"""The experts of a layer as fused products, which pick, gate, weight and sum rows themselves.
+"""The experts of a layer as fused products, which pick, gate, weight and sum rows themselves. Many tokens are copied to
+their pairs first (`layer_ops.copies_rows`).
 
 Forward: a sort, h = gate(x[rows] @ up), out = the weighted sums of h @ down. For backward only g and u are kept (the
 columns that the gate joins), besides the inputs and two numbers for each pair of token and expert:
@@ -147,7 +148,7 @@ def first_product(
     batch-invariant layers, whose bits must not depend on wanted gradients.
     """
     b, keywords = by_rows(up, net.stacked), {"bias": up_bias}
-    if copies_rows(x, len(pairs.tokens), len(up), net.invariant):
+    if copies_rows(x, len(pairs.tokens), len(up), net.invariant, net.backend):
         x = rows_of_pairs(x.detach(), pairs.place, len(pairs.tokens))
     else:
         keywords["a_rows"] = pairs.tokens

@@ -1,9 +1,9 @@
 """Fused experts on many ranks: a token travels once to each rank that has experts of it, and one sum comes back.
 
-The fused products pick rows by number, so rows are neither copied by expert nor back: what came is one matrix X, this
-rank's own tokens first, and a token's pairs of token and expert read the same row of it. A rank sums what its experts
-make of a token, by weight, and sends the sum home, where the sums of all ranks are added (float32, own first, then by
-rank) and rounded once.
+The fused products read rows by number, so rows are not exchanged by expert: what came is one matrix X, this rank's own
+tokens first, and a token's pairs of token and expert read the same row of it (many are copied before a product). A
+rank sums what its experts make of a token, by weight, and sends the sum home, where the sums of all ranks are added
+(float32, own first, then by rank) and rounded once.
 
 Rows are worked on in pieces: this rank's own tokens, which travel nowhere, then those of the others, in `chunks`. How
 many rows and pairs a piece has changes with every routing. `room_for` rounds them up, so that the products of a step

@@ -248,7 +248,7 @@ def sort_by_expert(pairs, experts):
     pairs, total = pairs.contiguous(), pairs.shape[0]
     order, inverse = (torch.empty(total, dtype=torch.int64, device=pairs.device) for _ in range(2))
     ends = torch.empty(experts, dtype=torch.int32, device=pairs.device)
-    counts = torch.empty(sort_scratch(total, experts)[1] // 4, dtype=torch.int32, device=pairs.device)
+    counts = torch.empty(sort_scratch(total, experts) // 4, dtype=torch.int32, device=pairs.device)
     run_steps(pairs, *sort_steps(pairs, order, inverse, ends, counts))
     return order, inverse, ends
 
@@ -261,7 +261,7 @@ def sort_pairs(index, experts, order=None, up=None, stacked=False):
     index, total = index.contiguous(), index.numel()
     ahead = None if up is None else weights_ahead(up, stacked, total)
     rows, place, ends = (torch.empty(n, dtype=torch.int32, device=index.device) for n in (total, total, experts))
-    counts = torch.empty(sort_scratch(total, experts)[1] // 4, dtype=torch.int32, device=index.device)
+    counts = torch.empty(sort_scratch(total, experts) // 4, dtype=torch.int32, device=index.device)
     run_steps(index, *sort_steps(index, order, place, ends, counts, rows, index.shape[1], ahead))
     return rows, place.view(index.shape), ends
 
@@ -335,15 +335,15 @@ def can_sort(pairs, experts):
 
 
 def sort_scratch(pairs, experts):
-    """The bytes for the order of pairs and for the counts of their blocks."""
+    """The bytes for the counts of the pairs' blocks."""
     if pairs <= SORT_BLOCK:
-        return 0, 0
+        return 0
     blocks, bins, _ = sort_blocks(pairs, experts)
-    return 8 * pairs, 2 * 4 * blocks * bins
+    return 2 * 4 * blocks * bins
 
 
-def arrival_steps(index, x, rows, inverse, ends, order, counts):
-    """Sorts the pairs of `index` [tokens, k] by expert and gathers their rows; few pairs take one kernel."""
+def arrival_steps(index, x, rows, inverse, ends, counts):
+    """Sorts the pairs of `index` [tokens, k] by expert and copies tokens to them; few pairs take one kernel."""
     pairs, experts, top_k, width = index.numel(), ends.shape[0], index.shape[1], x.shape[1]
     block = columns_at_once(width, 16, MOST_COLUMNS)
     grid, common = (pairs, tiles_of(width, block)), {"width": width, "stride": x.stride(0), "K": top_k, "BLOCK": block}
@@ -351,7 +351,7 @@ def arrival_steps(index, x, rows, inverse, ends, order, counts):
         known = {"total": pairs, "experts": experts, "SIZE": SORT_BLOCK, "BINS": max(16, bucket(experts + 1))}
         memory = {"pairs": index, "x": x, "rows": rows, "inverse": inverse, "ends": ends}
         return [(_place_kernel, grid, 4, {**memory, **known, **common})]
-    return [*sort_steps(index, order, inverse, ends, counts), spread_step(x, inverse.view(index.shape), rows)]
+    return [*sort_steps(index, None, inverse, ends, counts), spread_step(x, inverse.view(index.shape), rows)]
 
 
 # --- sums of the rows of each expert: one program owns some columns of one expert, in a fixed order ----

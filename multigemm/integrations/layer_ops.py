@@ -122,7 +122,7 @@ class Pairs(NamedTuple):
     tokens: Tensor
     place: Tensor
     ends: Tensor
-    order: Any
+    order: Any  # Tensor | None; who reads it has asked for it
 
 
 def sort_pairs(
@@ -146,15 +146,18 @@ def sort_pairs(
 
 
 COPIED_ROWS = 48
-"""Rows per expert from which a layer copies tokens to their pairs before the first product, which else picks them on
-its way (cupy's own limit for copies: backends/cupy/choice.py)."""
+"""Rows per expert above which a layer copies tokens to their pairs before the first product, which else picks them on
+its way: PICKED_ROWS of backends/cupy/choice.py."""
 
 
-def copies_rows(x: Tensor, pairs: int, experts: int, invariant: bool) -> bool:
-    """Whether a layer copies tokens to their pairs itself: on a GPU it reads each token once, where a product that
-    copies picked rows reads it for each pair. Not in batch-invariant layers, whose products must not change with the
-    number of tokens."""
-    return not invariant and pairs > COPIED_ROWS * experts and kernels_for(x) is not None
+def copies_rows(x: Tensor, pairs: int, experts: int, invariant: bool, backend: str) -> bool:
+    """Whether a layer copies tokens to their pairs before the first product.
+
+    On a GPU it reads each token once, where a backend that copies picked rows reads it for each pair. Triton alone
+    would pick them on its way. Products of batch-invariant layers must not change with the number of tokens.
+    """
+    copied = pairs > COPIED_ROWS * experts and not invariant and backend != "triton"
+    return copied and kernels_for(x) is not None
 
 
 def tokens_of_pairs(order: Tensor, top_k: int) -> Tensor:
@@ -169,10 +172,9 @@ def rows_of_pairs(x: Tensor, place: Tensor, count: int) -> Tensor:
     if kernels is not None:
         found: Tensor = kernels.rows_of_pairs(x, place, count)
         return found
-    rows = x.new_empty((count + 1, x.shape[1]))
-    at = place.long().clamp(max=count).view(-1)
-    rows.index_copy_(0, at, x.repeat_interleave(place.shape[1], 0))
-    return rows[:count]
+    at, pairs = place.long().clamp(max=count).view(-1), torch.arange(place.numel(), device=place.device)
+    tokens = pairs.new_zeros(count + 1).index_copy_(0, at, tokens_of_pairs(pairs, place.shape[1]))
+    return x.index_select(0, tokens[:count])
 
 
 def sum_by_expert(

@@ -150,9 +150,9 @@ def _is_batch(c: ProblemClass) -> bool:
 def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
     """The backends with kernels of their own. Numba takes 7 to 12 s to compile a 16-bit kernel for Hopper, and
     measuring waits for it. So it takes part where long tiles are so few that their shape decides; elsewhere it was
-    never the fastest."""
+    never the fastest, nor with quantised operands on Hopper."""
     if c.quantised:
-        return ("cupy", "triton", "numba") if _of_hopper(c) else by_dtype(c)
+        return ("cupy", "triton") if _of_hopper(c) else by_dtype(c)
     if "+gather" in c.precision or "+gate" in c.precision:
         return ("cupy", "triton") if _of_hopper(c) else ("triton", "cupy")
     if c.dtype == "float32":

@@ -52,7 +52,11 @@ def test_a_campaign_where_nothing_could_run_is_refused(
     assert match in capsys.readouterr().err
 
 
-DEVICE_CODE = {"triton": ("@triton.jit", "@gluon.jit"), "cupy": ("__device__",), "numba": ("@device", "@kernel")}
+DEVICE_CODE = {
+    "triton": ("@triton.jit", "@gluon.jit"),
+    "cupy": ("__device__",),
+    "numba": ("@device", "@kernel", "@synchronising"),
+}
 
 
 @pytest.mark.parametrize("backend", sorted(mutations.FILES))

@@ -11,6 +11,7 @@ from torch import Tensor
 import multigemm as mg
 from multigemm import tracing
 from multigemm.integrations import grouped_gemm
+from multigemm.nn import GroupedLinear
 from multigemm.planning import launch_cache
 from tests.support.python_process import run_python
 from tests.support.torch_op_cases import FORMS, bias_shapes, operands, result_shape
@@ -247,3 +248,21 @@ def test_what_a_graph_cannot_hold_is_refused(keywords: dict[str, Any]) -> None:
         tracing.grouped_gemm(torch.ones(5, 4), torch.ones(4, 3), **keywords)
     with pytest.raises(mg.InvalidProblem, match="cannot be compiled"):
         tracing.grouped_gemm([torch.ones(5, 4)], [torch.ones(4, 3)])
+
+
+def test_a_freed_operand_is_refused_by_a_warm_operator_and_a_warm_layer() -> None:
+    a, b, ends, bias = torch.randn(9, 4), torch.randn(3, 4, 5), torch.tensor([2, 2, 7]), torch.zeros(5)
+    layer, freed = GroupedLinear(3, 4, 5, backend="cpu"), a.clone()
+    freed.untyped_storage().resize_(0)
+    with torch.no_grad():
+        for _ in range(3):
+            OP(a, b, ends=ends, backend="cpu")
+            OP(a, b, ends=ends, bias=bias, backend="cpu")
+            layer(a, ends=ends)
+        bias.untyped_storage().resize_(0)
+        with pytest.raises(mg.InvalidProblem, match="memory was freed"):
+            OP(freed, b, ends=ends, backend="cpu")
+        with pytest.raises(mg.InvalidProblem, match="memory was freed"):
+            OP(a, b, ends=ends, bias=bias, backend="cpu")
+        with pytest.raises(mg.InvalidProblem, match="memory was freed"):
+            layer(freed, ends=ends)

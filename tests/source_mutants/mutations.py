@@ -26,10 +26,11 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "cupy": {},
     "numba": {
-        "plain_cores.py": ("generic", "quantised"), "schedule.py": ("generic", "quantised", "mma", "hopper"),
+        "plain_cores.py": ("generic", "quantised"),
+        "schedule.py": ("generic", "quantised", "mma", "hopper", "hopper_float8"),
         "epilogue.py": ("generic", "quantised", "mma"), "memory.py": ("generic", "quantised"),
-        "mma.py": ("mma",), "mma_fragments.py": ("mma",), "tensor_epilogue.py": ("hopper", "mma"),
-        "hopper.py": ("hopper",),
+        "mma.py": ("mma",), "mma_fragments.py": ("mma",), "tensor_epilogue.py": ("hopper", "mma", "hopper_float8"),
+        "hopper.py": ("hopper", "hopper_float8"), "hopper_float8.py": ("hopper_float8",),
     },
 }  # fmt: skip
 """By backend: the source files of kernels, and the kernels that each file is part of. Those of cupy follow from

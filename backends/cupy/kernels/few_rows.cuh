@@ -12,9 +12,9 @@
 constexpr int FEW_AHEAD = SCALE_K ? 4 : 1;              // stages whose scales and zero points are held or on their way
 constexpr int CHUNKS = FOUR_BITS ? 4 : 2;               // pieces of 16 bytes of a row that a lane has of a stage
 constexpr int BOX_K = BK / W_BOXES, LANE_K = BOX_K / 4;
-// Warpgroups take half of a stage's k each, of all columns, but for float8: a warp has 16 of each half of them, so that what it does
-// once a stage serves twice as many, the rows included. In the end each gives its sums of the other half to the other one. (H200, 32 experts of
-// 4096 x 7168, 128 rows: int8 248 us, else 282; float8 254, else 247.)
+// Warpgroups take half of a stage's k each, of all columns, but for float8: each warp has 16 columns of both halves, so that one read
+// of the rows serves 32 columns. In the end each gives its sums of the other half to the other one. (H200, 32 experts of 4096 x
+// 7168, 128 rows: int8 248 us, else 282; float8 254, else 247.)
 constexpr bool BY_HALVES = ARRANGED;
 static_assert(W_BOXES == (BY_HALVES ? 2 : 1) && DEEP % W_BOXES == 0, "a box of weights for each warpgroup");
 constexpr int HALVES_HERE = BY_HALVES ? 2 : 1;

@@ -1,6 +1,7 @@
 // The fast kernel for quantised weights under 16-bit activations on Hopper (sm_90a): hopper.cu whose weights pass through
-// registers. Stages hold their codes as they are in memory, with k contiguous, in W_BOXES boxes of DEEP times 64 of k; each consumer turns its columns' codes into
-// numbers (weights.cuh), and wgmma takes them from there. So memory and the copy engine move codes alone.
+// registers. Stages hold their codes as they are in memory, with k contiguous: DEEP times 64 of k in W_BOXES boxes. Each consumer
+// turns its columns' codes into numbers (weights.cuh), and wgmma takes them from there. So memory and the copy engine move codes
+// alone.
 //
 // Scales multiply the weights where that is exact (FOLD: powers of two under bfloat16), else the sums of their block of k, in
 // float32, before they join the tile's sums; scales that hold for all of k are applied to those at the end.

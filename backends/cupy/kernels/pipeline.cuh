@@ -36,7 +36,7 @@
 #define EVEN 0                      // hopper_fp8.cu: all stages are of one size
 #endif
 #ifndef W_LINE
-#define W_LINE 128                  // bytes of a column of the weights in a stage
+#define W_LINE 128                  // bytes of a column of the weights in a box
 #endif
 #ifndef W_BOXES
 #define W_BOXES 1                   // boxes of weights of a stage, each with a part of its k

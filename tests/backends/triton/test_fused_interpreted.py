@@ -17,6 +17,7 @@ from torch import Tensor
 
 import multigemm as mg
 from multigemm import quantize as q
+from multigemm.backends.cupy import choice as cupy_choice
 from multigemm.backends.triton import BACKEND, Config, choice
 from multigemm.backends.triton.config import problem_with
 from multigemm.integrations import eager, fused_experts, fused_parallel, layer_ops
@@ -246,6 +247,18 @@ def test_rows_of_pairs_and_their_sums(kernels: Any) -> None:
         assert (got[1] == 0).all()
         half = kernels.sum_by_expert(rows.half(), ends, torch.float16, *given)
         torch.testing.assert_close(half.float(), got, rtol=1e-2, atol=1e-2)
+
+
+def test_which_layers_copy_tokens_to_their_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above 48 rows for each expert; not for products whose bits or whose kernel would change with that."""
+    x = torch.ones(1)
+    assert not layer_ops.copies_rows(x, 1000, 1, False, "auto")  # no GPU
+    monkeypatch.setattr(layer_ops, "kernels_for", as_on_a_gpu)
+    limit = cupy_choice.PICKED_ROWS * 8
+    found = [layer_ops.copies_rows(x, pairs, 8, False, "auto") for pairs in (limit, limit + 1)]
+    assert found == [False, True]
+    assert not layer_ops.copies_rows(x, limit + 1, 8, True, "auto")
+    assert not layer_ops.copies_rows(x, limit + 1, 8, False, "triton")
 
 
 def as_on_a_gpu(x: Tensor, kernels: Callable[[], Any] = layer_ops.triton_kernels) -> Any:
