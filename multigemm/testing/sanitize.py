@@ -32,6 +32,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
@@ -40,6 +41,8 @@ from pathlib import Path
 from typing import Any
 
 from multigemm.testing.campaigns import versions
+from multigemm.testing.case import Case, classes
+from multigemm.testing.strategies import most_new_first
 
 BACKENDS = ("cublas", "triton", "cupy", "numba")
 LIBRARIES = ("cublas",)
@@ -190,14 +193,19 @@ def problems_of(backend: str, tool: str, args: argparse.Namespace) -> list[str]:
     return inner + (["--fill"] if tool == "initcheck" and backend in LIBRARIES else [])
 
 
+def configs_first(pairs: Iterable[tuple[Case, Any]]) -> Iterator[tuple[Case, Any]]:
+    """Orders cases with their configs: each config once before any comes twice, and among those the case of the most
+    new classes."""
+    return most_new_first(pairs, lambda x: classes(x[0]) | {x[1]}, lambda x, new: (x[1] in new, len(new)))
+
+
 def inside(backend: str, problems: int, kinds: int, work: int, fill: bool) -> int:
     """Runs the problems inside the sanitizer, and judges the values as well."""
     import torch
 
-    from multigemm.testing.case import classes
     from multigemm.testing.oracles import check
     from multigemm.testing.placed_case import DeviceCase
-    from multigemm.testing.strategies import Limits, most_new_first
+    from multigemm.testing.strategies import Limits
     from multigemm.testing.strategies import kinds as kinds_of
     from multigemm.testing.subject import Subject, assigned, compile_singly
 
@@ -209,9 +217,7 @@ def inside(backend: str, problems: int, kinds: int, work: int, fill: bool) -> in
     every = kinds_of(Limits(work=work, quantised=QUANTISED), kinds)
     configs_of = assigned(every, Subject(backend), device, TURNS)
     pairs = [(case, offered[0]) for case, offered in zip(every, configs_of, strict=True) if offered]
-    # each config once before any comes twice, and among those the case that shows most
-    various = most_new_first(pairs, lambda x: classes(x[0]) | {x[1]}, lambda x, new: (x[1] in new, len(new)))
-    for case, config in islice(various, problems):
+    for case, config in islice(configs_first(pairs), problems):
         subject = Subject(backend)
         subject.pin(config)
         outcome = check(DeviceCase.from_case(case, device), subject)

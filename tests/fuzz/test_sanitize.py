@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from multigemm.testing import control, sanitize
+from multigemm.testing.case import Case
 
 ROOT = Path(__file__).parents[2]
 
@@ -176,3 +177,11 @@ def test_a_hand_over_speaks_of_functions_that_there_are() -> None:
     assert listed
     for backend, file, name in listed:
         assert name in [function for _, _, function in sanitize._functions(backend, file)], (file, name)
+
+
+def test_each_config_runs_once_before_any_runs_twice() -> None:
+    """Among the cases of new configs, and then among the others, the one of the most new classes comes first."""
+    plain, scaled = Case("jagged_m", n=8, k=8, lengths=(4,)), Case("batched", m=4, n=8, k=8, lengths=(0,), alpha=0.5)
+    pairs = [(plain, "one"), (scaled, "one"), (plain, "two"), (plain, "two"), (plain, "three")]
+    configs = [config for _, config in sanitize.configs_first(pairs)]
+    assert sorted(configs[:3]) == ["one", "three", "two"] and sorted(configs[3:]) == ["one", "two"]
