@@ -266,3 +266,19 @@ def test_a_freed_operand_is_refused_by_a_warm_operator_and_a_warm_layer() -> Non
             OP(a, b, ends=ends, bias=bias, backend="cpu")
         with pytest.raises(mg.InvalidProblem, match="memory was freed"):
             layer(freed, ends=ends)
+
+
+def test_warm_calls_read_their_own_scales() -> None:
+    draw, served = torch.Generator().manual_seed(2), launch_cache.LAUNCHES.served
+    for call in range(4):
+        a, b = (
+            torch.randint(-7, 8, shape, generator=draw).float().to(torch.float8_e4m3fn)
+            for shape in ((9, 200), (3, 200, 5))
+        )
+        scale_a, scale_b = (torch.exp2(torch.randint(-3, 4, shape, generator=draw).float()) for shape in ((9, 2), (3,)))
+        sizes = torch.tensor([4, 0, 5])
+        scales: dict[str, Any] = {"scale_a": scale_a, "scale_b": scale_b}
+        accumulate = "fast" if call == 3 else "promoted"  # which makes it another call
+        result = OP(a, b, sizes=sizes, **scales, backend="cpu", accumulate=accumulate)
+        assert mg.verify(mg.GroupedGemmProblem(a, b, sizes=sizes, **scales), result)
+    assert launch_cache.LAUNCHES.served == served + 1
