@@ -243,11 +243,10 @@ def _parts_of(net: Network, fused: bool, given: Given) -> list[Views] | None:
     if fused:
         if given.top_k_weights.dtype not in (torch.float32, dtype):
             return None
-        numbers: list[Views] = [{"place": (torch.int32, (tokens, top_k))}, {"rows": (torch.int32, (pairs,))}]
-        copies: list[Views] = [{"copies": (dtype, (pairs, hidden))}]
-        if not copies_rows(given.x, pairs, experts, net.invariant, net.backend):
-            copies = []
-        return [{"hidden": (dtype, (pairs, inner))}, *copies, *numbers, *sorting]
+        read: Views = {"tokens": (torch.int32, (pairs,))}
+        if copies_rows(given.x, pairs, experts, net.invariant, net.backend):
+            read = {"rows": (dtype, (pairs, hidden))}
+        return [{"hidden": (dtype, (pairs, inner))}, read, {"place": (torch.int32, (tokens, top_k))}, *sorting]
     rows, first, second = ((dtype, (pairs, n)) for n in (hidden, width, inner))
     sorting.append({"inverse": (torch.int64, (pairs,))})
     if gated:
@@ -311,17 +310,20 @@ def _bind_steps(net: Network, given: Given, out: Tensor, between: dict[str, Tens
 
 
 def _bind_fused(net: Network, given: Given, out: Tensor, between: dict[str, Tensor]) -> Launches:
-    """Binds the sort, copies of many tokens, and the two products that pick, gate and sum rows."""
+    """Binds the sort, and the two products that pick, gate and sum rows; `rows` are for copies of many tokens."""
     kernels, (_, top_k) = triton_kernels(), given.top_k_index.shape
-    hidden, ends, place, rows, counts = (between[name] for name in ("hidden", "ends", "place", "rows", "counts"))
+    hidden, ends, place, counts = (between[name] for name in ("hidden", "ends", "place", "counts"))
+    x, tokens, picked = given.x, between.get("tokens"), dict[str, Any]()
     ahead = kernels.weights_ahead(given.up, net.stacked, given.top_k_index.numel())
-    sort = kernels.sort_steps(given.top_k_index, None, place, ends, counts, rows, top_k, ahead)
-    launches = [_step(out.get_device(), step) for step in sort]
-    picked: dict[str, Any] = {"a_rows": rows}
-    x = given.x
-    if "copies" in between:
-        x, picked = between["copies"], {}
-        launches.append(_step(out.get_device(), kernels.spread_step(given.x, place, x)))
+    steps = kernels.sort_steps(
+        given.top_k_index, None, place, ends, counts, tokens, 0 if tokens is None else top_k, ahead
+    )
+    if tokens is None:
+        x = between["rows"]
+        steps.append(kernels.spread_step(given.x, place, x))
+    else:
+        picked["a_rows"] = tokens
+    launches = [_step(out.get_device(), step) for step in steps]
     launches.append(_product(net, x, given.up, hidden, ends, given.up_bias, **picked, **net.keywords))
     sums = (place, given.top_k_weights)
     return [*launches, _product(net, hidden, given.down, out, ends, given.down_bias, combine=sums)]

@@ -147,18 +147,19 @@ def first_product(
     more than a plain product, instead of a fifth (H200). One product gives both where there is no such kernel, and in
     batch-invariant layers, whose bits must not depend on wanted gradients.
     """
-    b, keywords = by_rows(up, net.stacked), {"bias": up_bias}
-    if copies_rows(x, len(pairs.tokens), len(up), net.invariant, net.backend):
-        x = rows_of_pairs(x.detach(), pairs.place, len(pairs.tokens))
+    count, b, keywords = len(pairs.tokens), by_rows(up, net.stacked), {"bias": up_bias}
+    kernels = None if net.gate is None or net.invariant else kernels_for(x, gate_kernels)
+    if copies_rows(x, count, len(up), net.invariant, net.backend):
+        x = rows_of_pairs(x.detach(), pairs.place, count)
     else:
         keywords["a_rows"] = pairs.tokens
     if not keep:
         return product(net, x, b, pairs.ends, **keywords, **net.keywords), None
-    kernels = None if net.gate is None or net.invariant else kernels_for(x, gate_kernels)
     if kernels is not None:
         preact = product(net, x, b, pairs.ends, **keywords)
+        del x  # the copies, before the gate's result is allocated
         return kernels.gated_rows(net.gate, preact), preact
-    preact = x.new_empty((pairs.tokens.shape[0], b.shape[2]))
+    preact = x.new_empty((count, b.shape[2]))
     return product(net, x, b, pairs.ends, preact_out=preact, **keywords, **net.keywords), preact
 
 
@@ -254,15 +255,9 @@ def matrix_gradient(net: Network, ends: Tensor, rows: Tensor, of_pairs: Tensor, 
 
 
 def gate_backward(
-    net: Network,
-    preact: Tensor,
-    dh: Tensor,
-    order: Tensor,
-    weights: Tensor,
-    ends: Tensor,
-    added: tuple[Tensor, Tensor] | None = None,
-    into: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    net: Network, preact: Tensor, dh: Tensor, order: Tensor, weights: Tensor, ends: Tensor,
+    added: tuple[Tensor, Tensor] | None = None, into: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(gradient of preact, weight * h, gradient of the weights) of pairs; a weight of no expert here gets zero, the
     other two are anything there.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 import multigemm as mg
 from multigemm.integrations import fused_experts
 from multigemm.integrations.expert_network import Network
+from multigemm.integrations.gradients import gate_by_torch
 from multigemm.nn import Experts, MoE, experts_forward, moe
 from tests.support.row_copies import note_row_copies
 
@@ -95,6 +96,23 @@ def test_rows_are_copied_for_gradients_of_weights_alone(
     got = torch.autograd.grad(experts(x, index, weights), asked, flow)
     assert len(copies) == count
     torch.testing.assert_close(got, torch.autograd.grad(want, asked, flow))
+
+
+def test_copies_of_tokens_are_gone_before_the_gate_behind_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the copies, the gate's input and its result would exist at a time."""
+    experts, (x, index, weights) = layer(), drawn()
+    want, copies = in_steps(experts, x, index, weights), note_row_copies(monkeypatch, fused_experts)
+
+    class Kernels:
+        @staticmethod
+        def gated_rows(gate: Any, preact: Tensor) -> Tensor:
+            assert len(copies) == 1 and copies[0]() is None
+            return gate_by_torch(preact, experts.network.activation, gate)
+
+    monkeypatch.setattr(fused_experts, "copies_rows", lambda *given: True)
+    monkeypatch.setattr(fused_experts, "kernels_for", lambda *given: Kernels)
+    torch.testing.assert_close(experts(x.requires_grad_(), index, weights), want)
+    assert len(copies) == 1
 
 
 @pytest.mark.slow

@@ -120,7 +120,7 @@ def fused_as_in_steps(net: Network, parameters: Parameters, tokens: int) -> None
             served.append(len(LAUNCHES))
     assert served[1] > served[0], "the second call binds"
     parts = bound_layer._parts_of(net, True, bound_layer.Given(x, index, weights, *parameters))
-    assert parts is not None and any("copies" in views for views in parts) == (tokens == 129)
+    assert parts is not None and any("rows" in views for views in parts) == (tokens == 129)
     print("fused", tokens)
 
 

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from multigemm.backends.numba.kernels.runtime import cuda, numpy_names, types
+from multigemm.backends.numba.kernels.runtime import cuda, numpy_names, synchronising, types
 
 with numpy_names():
     from multigemm.backends.numba.kernels import ptx
@@ -178,26 +178,35 @@ def operand(values: np.ndarray[Any, Any], kind: str, transposed: bool) -> np.nda
     return np.concatenate([swizzle(box) for box in padded])
 
 
+B_AT = 8192
+"""Bytes from the first operand of wgmma to the second one in shared memory."""
+
+
+@synchronising
+def lay_down(a: Any, b: Any) -> Any:
+    """Copies both operands of wgmma into shared memory by 128 threads, and returns where the first one begins."""
+    dynamic = cuda.shared.array(0, np.uint8)
+    start = shared_address(dynamic)
+    base = (start + 1023) & ~1023
+    for i in range(cuda.threadIdx.x, a.size, 128):
+        dynamic[base - start + i] = a[i]
+    for i in range(cuda.threadIdx.x, b.size, 128):
+        dynamic[base - start + B_AT + i] = b[i]
+    ptx.fence_async()
+    cuda.syncthreads()
+    return base
+
+
 def wgmma_case(kind: str, n: int, a_transposed: bool = False, b_transposed: bool = False) -> Case:
     k = 32 if kind == "tf32" else 64
     wgmma, zeros = ptx.make_wgmma(kind, n, a_transposed, b_transposed), make_zeros(n // 2)
     result = ptx.make_wgmma_result(n)
     a_descriptor, b_descriptor = ptx.make_descriptor(8192, 1024), ptx.make_descriptor(8192, 1024)
     a_step, b_step = (128 if a_transposed else 2), (128 if b_transposed else 2)
-    b_at = 8192
 
     def kernel(a: Any, b: Any, out: Any) -> None:
-        dynamic = cuda.shared.array(0, np.uint8)
-        start = shared_address(dynamic)
-        base = (start + 1023) & ~1023
-        thread = cuda.threadIdx.x
-        for i in range(thread, a.size, 128):
-            dynamic[base - start + i] = a[i]
-        for i in range(thread, b.size, 128):
-            dynamic[base - start + b_at + i] = b[i]
-        ptx.fence_async()
-        cuda.syncthreads()
-        left, right = a_descriptor(base), b_descriptor(base + b_at)
+        base, thread = lay_down(a, b), cuda.threadIdx.x
+        left, right = a_descriptor(base), b_descriptor(base + B_AT)
         acc = zeros()
         ptx.wgmma_fence()
         acc = wgmma(acc, left, right)
@@ -221,20 +230,10 @@ def wgmma_of_bytes_case(a_kind: str, b_kind: str, n: int) -> Case:
     first, *others = (ptx.make_wgmma_of_bytes(a_kind, b_kind, n, k, k == 0) for k in (0, 2, 4, 6))
     second, third, fourth = others
     result, zeros = ptx.make_wgmma_result(n), make_zeros(n // 2)
-    b_at = 8192
 
     def kernel(a: Any, b: Any, out: Any) -> None:
-        dynamic = cuda.shared.array(0, np.uint8)
-        start = shared_address(dynamic)
-        base = (start + 1023) & ~1023
-        thread = int32(ptx.thread_again())
-        for i in range(thread, a.size, 128):
-            dynamic[base - start + i] = a[i]
-        for i in range(thread, b.size, 128):
-            dynamic[base - start + b_at + i] = b[i]
-        ptx.fence_async()
-        cuda.syncthreads()
-        left, right, acc = ptx.descriptor_half(base), ptx.descriptor_half(base + b_at), zeros()
+        base, thread = lay_down(a, b), int32(ptx.thread_again())
+        left, right, acc = ptx.descriptor_half(base), ptx.descriptor_half(base + B_AT), zeros()
         for _ in range(2):
             ptx.wgmma_fence()
             acc = first(acc, left, right, thread)

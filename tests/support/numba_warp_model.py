@@ -182,7 +182,7 @@ class Model:
             return
         packed = re.findall(r"cvt\.rn\.bf16x2\.f32 ([abcd]), \$(\d), \$(\d);", text)
         assert packed == [(name, str(2 * i + 2), str(2 * i + 1)) for i, name in enumerate("abcd")], text
-        assert "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {a, b, c, d};" in text
+        assert "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0+0], {a, b, c, d};" in text
         lane = self.thread_again() % LANES
         self._meeting.wait()
         self._told[lane] = values[0]

@@ -230,19 +230,23 @@ def _by_round(n, rows, emit):
     return generate
 
 
+def _pack_and_store(builder, acc, first, kind, address, at=0, transposed=""):
+    """Packs eight sums from `first` on to 16 bits, and stores a warp's as four matrices of 8 x 8."""
+    text = (
+        f"{{ .reg .b32 a, b, c, d; cvt.rn.{kind}x2.f32 a, $2, $1; cvt.rn.{kind}x2.f32 b, $4, $3; "
+        f"cvt.rn.{kind}x2.f32 c, $6, $5; cvt.rn.{kind}x2.f32 d, $8, $7; "
+        f"stmatrix.sync.aligned.m8n8.x4{transposed}.shared.b16 [$0+{at}], {{a, b, c, d}}; }}"
+    )
+    assembly(builder, text, [address, *(builder.extract_value(acc, first + i) for i in range(8))])
+
+
 @cache
 def make_stage_16(n, kind):
     """stage(acc, round, this lane's address): packs, transposes and stores one round of rows."""
-    text = (
-        "{{ .reg .b32 a, b, c, d; cvt.rn.{k}x2.f32 a, $2, $1; cvt.rn.{k}x2.f32 b, $4, $3; "
-        "cvt.rn.{k}x2.f32 c, $6, $5; cvt.rn.{k}x2.f32 d, $8, $7; "
-        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0+{at}], {{a, b, c, d}}; }}"
-    )
 
     def emit(builder, acc, addresses, rows):
         for row in rows[::16]:
-            values = [builder.extract_value(acc, row // 2 + i) for i in range(8)]
-            assembly(builder, text.format(k=kind, at=(row - rows[0]) * 128), [addresses[0], *values])
+            _pack_and_store(builder, acc, row // 2, kind, addresses[0], (row - rows[0]) * 128, ".trans")
 
     return emitted(_by_round(n, ROWS_16, emit), types.void, floats(n // 2), I32, I32)
 
@@ -334,18 +338,12 @@ def _strip_rounds(rounds, emit):
 @cache
 def make_strip_stage_16(rounds, kind):
     """stage(acc, round, address of this lane's row, its twist): packs and stores rows of 128 bytes."""
-    text = (
-        "{{ .reg .b32 a, b, c, d; cvt.rn.{k}x2.f32 a, $2, $1; cvt.rn.{k}x2.f32 b, $4, $3; "
-        "cvt.rn.{k}x2.f32 c, $6, $5; cvt.rn.{k}x2.f32 d, $8, $7; "
-        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {{a, b, c, d}}; }}"
-    )
 
     def emit(builder, acc, addresses, rows):
         base, twist = addresses
         for i in range(0, ROUND_REGISTERS, 8):
             where = builder.add(base, builder.xor(twist, ir.Constant(LLVM[I32], i // 4 * CHUNK)))
-            values = [builder.extract_value(acc, rows[0] // 2 + i + x) for x in range(8)]
-            assembly(builder, text.format(k=kind), [where, *values])
+            _pack_and_store(builder, acc, rows[0] // 2 + i, kind, where)
 
     return emitted(_strip_rounds(rounds, emit), types.void, floats(rounds * ROUND_REGISTERS), I32, I32, I32)
 
