@@ -94,7 +94,7 @@ def backend_entry(
         if host_sizes and tensors.offsets is None:
             raise Refused("only packed forms have sizes that can lie on the host or the device")
         if host_sizes and tensors.host_offsets is None:
-            raise Refused("a problem of one's own, or with scales, has its sizes where they are")
+            raise Refused("sizes on the host are timed for a suite's workloads without scales only")
         started = time.perf_counter()
         try:
             posed = pose(tensors)
