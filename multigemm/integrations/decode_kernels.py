@@ -18,11 +18,13 @@ from multigemm.integrations.layer_kernels import Step, lined, run_steps, wide_ty
 from multigemm.planning.tiles import tiles_of
 from multigemm.problem.spec import bucket
 
-GATED_COLUMNS, GATED_BYTES, GATED_STAGES = 2, 1024, 3
-"""Columns of g and of u that a program of the first product computes, the bytes of each that it reads at once, and how
-many such pieces lie in shared memory."""
-SUMMED_BYTES, LEAST_COLUMNS, MOST_COLUMNS = 8192, 4, 8
-"""The bytes that a program of the second product reads at once, and of how many columns they are."""
+GATED_COLUMNS, WHOLE_BYTES, GATED_BYTES, GATED_STAGES = 2, 4096, 1024, 3
+"""Columns of g and of u that a program of the first product computes. It reads all of a short column at once, else this
+many bytes, and that many such pieces lie in shared memory."""
+SUMMED_BYTES = 8192
+"""The bytes that a program of the second product reads at once."""
+LEAST_COLUMNS, MOST_COLUMNS = 4, 8
+"""Of how many columns they are: of more where there are programs enough."""
 PROGRAMS = 512
 """The programs of the second product that a GPU needs to read at its full rate."""
 WARPS = 4
@@ -88,7 +90,9 @@ def _summed_kernel(hidden, pairs, weights, down, bias, out, experts, inner, widt
     within, lane = tl.arange(0, BLOCK), tl.arange(0, TOP)
     chosen = tl.load(pairs + token * top_k + lane, mask=lane < top_k, other=-1)
     there = (chosen >= 0) & (chosen < experts)
+    chosen = tl.where(there, chosen, 0).to(tl.int32)
     weight = tl.load(weights + token * top_k + lane, mask=there, other=0.0).to(WIDE)
+    first = hidden + token * top_k * inner
     acc = tl.zeros((COLUMNS, BLOCK), dtype=WIDE)
     blocks = (inner + BLOCK - 1) // BLOCK
     if EARLY:
@@ -99,8 +103,8 @@ def _summed_kernel(hidden, pairs, weights, down, bias, out, experts, inner, widt
         expert = tl.sum(tl.where(mine, chosen, 0), 0).to(tl.int64)
         last = tl.where(tl.sum(mine.to(tl.int32), 0) > 0, inner, 0)
         line = at % blocks * BLOCK + within
-        row = hidden + (token * top_k + at // blocks) * inner
-        value = tl.load(row + line, mask=line < last, other=0.0).to(WIDE) * tl.sum(tl.where(mine, weight, 0.0), 0)
+        value = tl.load(first + at // blocks * inner + line, mask=line < last, other=0.0).to(WIDE)
+        value *= tl.sum(tl.where(mine, weight, 0.0), 0)
         acc += _weights(down + expert * expert_stride, column_at, live, line, last).to(WIDE) * value[None, :]
     result = tl.sum(acc, 1)
     if BIAS:
@@ -124,8 +128,10 @@ def decode_steps(net, x, index, weights, up, down, up_bias, down_bias, hidden, o
     gated = {
         "x": x, "up": up, "bias": up if up_bias is None else up_bias, "BIAS": up_bias is not None,
         "x_stride": x.stride(0), "expert_stride": up.stride(0), "column_stride": up.stride(1),
-        "COLUMNS": GATED_COLUMNS, "BLOCK": GATED_BYTES // size, "STAGES": GATED_STAGES, **gate_constants(net.gate),
+        "COLUMNS": GATED_COLUMNS, **gate_constants(net.gate),
     }  # fmt: skip
+    whole = width * size <= WHOLE_BYTES
+    gated |= {"BLOCK": bucket(width) if whole else GATED_BYTES // size, "STAGES": 1 if whole else GATED_STAGES}
     columns = MOST_COLUMNS if tokens * width >= MOST_COLUMNS * PROGRAMS else LEAST_COLUMNS
     summed = {
         "weights": weights, "down": down, "bias": down if down_bias is None else down_bias, "out": out,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,21 +104,45 @@ class Network(NamedTuple):
         )  # fmt: skip
 
 
+FUSING = frozenset(("auto", "cupy", "triton"))
+"""Backends whose fused products of layers were measured."""
+
+
+def has_fast_fused_products(x: Tensor, backend: str) -> bool:
+    """Whether fused products were measured for these tokens: 16 bits, compute capability 9.0, a backend that has
+    them."""
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or not FUSING.issuperset(backend.split(",")):
+        return False
+    return _capability(x.get_device()) == (9, 0)
+
+
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
 EXPERTS_FOR_PAIR = 4
-"""Experts for each pair of token and expert from which on few pairs share one."""
+"""Experts for each pair of token and expert from which on few pairs share one (docs/results.md, MoE layers)."""
 MOST_DECODED = 1 << 16
 """The largest width of a layer for few tokens: a grid's second extent has no more blocks."""
+
+
+def are_few(index: Tensor, experts: int) -> bool:
+    """Whether the pairs of index [tokens, k] are of one token, or few of them share an expert."""
+    pairs = index.numel()
+    return pairs > 0 and (len(index) == 1 or pairs * EXPERTS_FOR_PAIR <= experts)
 
 
 def decodes(
     net: Network, x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
     down_bias: Tensor | None,
 ) -> bool:  # fmt: skip
-    """Whether a layer without gradients runs by the kernels for few tokens, which read an expert's weights once for
-    each of its pairs: for one token, or where few pairs share an expert. The backends "auto" and "triton" have them;
-    batch-invariant layers do not use them, nor those with stacked weights."""
-    few = index.numel() > 0 and (len(x) == 1 or index.numel() * EXPERTS_FOR_PAIR <= len(up))
-    if not few or net.gate is None or net.stacked or net.invariant or net.backend not in ("auto", "triton"):
+    """Whether a fused layer without gradients runs by the kernels for few tokens, which read an expert's weights once
+    for each of its pairs. The backends "auto" and "triton" have them; batch-invariant layers do not use them, nor those
+    with stacked weights."""
+    if not are_few(index, len(up)) or net.backend not in ("auto", "triton"):
+        return False
+    if net.gate is None or net.stacked or net.invariant:
         return False
     if weights.dtype not in (torch.float32, x.dtype) or max(x.shape[1], *up.shape[1:]) > MOST_DECODED:
         return False

@@ -27,7 +27,15 @@ from torch import Tensor
 from multigemm.api import grouped_gemm
 from multigemm.integrations import torch_op
 from multigemm.integrations.bound_layer import run_bound
-from multigemm.integrations.expert_network import Network, by_rows, check_routing, decodes, through_experts
+from multigemm.integrations.expert_network import (
+    Network,
+    are_few,
+    by_rows,
+    check_routing,
+    decodes,
+    has_fast_fused_products,
+    through_experts,
+)
 from multigemm.integrations.gradients import differentiated, gate_by_torch
 from multigemm.integrations.layer_ops import (
     Pairs,
@@ -40,7 +48,8 @@ from multigemm.integrations.layer_ops import (
     sum_by_expert,
     tokens_of_pairs,
 )
-from multigemm.torch_internals import any_requires_grad
+from multigemm.planning.launch_key import PLAIN
+from multigemm.torch_internals import any_requires_grad, only_result_wanted
 
 
 def experts_forward(
@@ -111,6 +120,21 @@ def run_experts(
             return _forward(net, _pairs_of(net, index, up, False), x, weights, up, down, up_bias, down_bias, False)[0]
     result: Tensor = _Experts.apply(net, index, x, weights, up, down, up_bias, down_bias)  # type: ignore[no-untyped-call]
     return result
+
+
+def run_few_tokens(
+    net: Network, x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> Tensor | None:  # fmt: skip
+    """The result of a layer that would run in steps, by the kernels for few tokens; None where those do not serve, were
+    not measured, or gradients are wanted."""
+    given = (x, index, weights, up, down, up_bias, down_bias)
+    if not are_few(index, len(up)) or torch.compiler.is_compiling() or not only_result_wanted(*given):
+        return None
+    plain = all(t is None or type(t) in PLAIN for t in given)
+    if not plain or not has_fast_fused_products(x, net.backend) or not decodes(net, *given):
+        return None
+    return run_experts(net, *given)
 
 
 def in_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from multigemm.integrations import expert_network
+from multigemm.integrations import expert_network, fused_experts, layer_ops
 from multigemm.integrations.bound_layer import run_bound
 from multigemm.integrations.expert_network import Network, decodes
 from multigemm.integrations.fused_experts import run_experts
+from multigemm.nn import Experts
 from tests.support.python_process import run_python
 
 pytest.importorskip("triton")
@@ -62,23 +63,52 @@ def test_without_a_gpu_products_run() -> None:
     assert not decodes(Network(), *layer())
 
 
+def test_layers_whose_way_is_not_told_use_them(as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    monkeypatch.setattr(fused_experts, "has_fast_fused_products", lambda x, backend: True)
+
+    def noted(net: Network, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        ran.append(len(x))
+        return torch.zeros_like(x)
+
+    monkeypatch.setattr(fused_experts, "run_experts", noted)
+
+    def uses(tokens: int, *, gradients: bool = False, **options: Any) -> bool:
+        del ran[:]
+        x, index, weights, *_ = layer(tokens)
+        with torch.set_grad_enabled(gradients):
+            Experts(EXPERTS, HIDDEN, INNER, backend=options.pop("backend", "auto"), **options)(x, index, weights)
+        return ran == [tokens]
+
+    assert uses(1) and uses(2) and uses(1, activation="geglu", bias=True)
+    assert not uses(3) and not uses(1, fused=False) and not uses(1, gradients=True)
+    assert not uses(1, batch_invariant=True) and not uses(1, activation="silu") and not uses(1, backend="cpu")
+    monkeypatch.setattr(fused_experts, "has_fast_fused_products", lambda x, backend: False)
+    assert not uses(1)
+
+
 @pytest.mark.slow
 def test_results_are_those_of_a_loop_over_pairs() -> None:
     done = run_python("-m", "tests.support.decode_cases", environment={"TRITON_INTERPRET": "1"})
     assert done.stdout.split() == ["right"]
 
 
-def test_weights_are_read_ahead_in_words_of_16_bytes() -> None:
-    """Of both kernels, compiled for an H100; the second one waits for the first by itself."""
-    from multigemm.integrations import decode_kernels
-
+def test_weights_are_read_in_words_of_16_bytes() -> None:
+    """By both kernels, compiled for an H100; the second one reads ahead, and waits for the first by itself."""
+    kernels = layer_ops.decode_kernels()
     compiler, target = pytest.importorskip("triton.compiler"), pytest.importorskip("triton.backends.compiler")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("another test's interpreter has replaced the compiler in this process")
     like = {torch.bfloat16: "*bf16", torch.int64: "*i64"}
-    given = [None if t is None else t.bfloat16() if t.is_floating_point() else t for t in layer()]
+    long: dict[str, Any] = {
+        "x": torch.ones(1, 2048),
+        "up": torch.ones(1, 2 * INNER, 2048),
+        "down": torch.ones(1, 2048, INNER),
+    }
+    made = layer(**long, down_bias=None)
+    given: list[Any] = [None if t is None else t.bfloat16() if t.is_floating_point() else t for t in made]
     hidden = torch.ones(TOP_K, INNER, dtype=torch.bfloat16)
-    steps = decode_kernels.decode_steps(Network(), *given, hidden, torch.empty_like(given[0]))
+    steps = kernels.decode_steps(Network(), *given, hidden, torch.empty_like(given[0]))
     for step, waits in zip(steps, (False, True), strict=True):
         values: dict[str, Any] = {**step.values, "EARLY": True}
         names = step.kernel.arg_names
@@ -91,7 +121,7 @@ def test_weights_are_read_ahead_in_words_of_16_bytes() -> None:
         constexprs = {(names.index(name),): value for name, value in constants.items()}
         source = compiler.ASTSource(step.kernel, types, constexprs, aligned)
         ptx = compiler.compile(source, target=target.GPUTarget("cuda", 90, 32)).asm["ptx"]
-        assert "cp.async.cg.shared.global" in ptx
+        assert ("cp.async.cg.shared.global" if waits else "ld.global.L1::evict_first.L2::cache_hint.v4.b32") in ptx
         assert ("griddepcontrol.wait" in ptx) == waits
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigemm.integrations import decode_kernels
+from multigemm.integrations import layer_ops
 from multigemm.integrations.expert_network import Network
 from multigemm.integrations.gradients import gate_by_torch
 
@@ -66,8 +66,8 @@ def interpreted(x: Tensor, *steps: Any) -> None:
 
 def main() -> None:
     torch.manual_seed(0)
-    stand_ins: Any = decode_kernels
-    stand_ins.run_steps = interpreted
+    kernels: Any = layer_ops.decode_kernels()
+    kernels.run_steps = interpreted
     dtypes = cycle((torch.float32, torch.bfloat16, torch.float64))
     for number, (net, bias) in enumerate(networks()):
         tokens, dtype = 1 + number % 2, next(dtypes)
@@ -76,8 +76,8 @@ def main() -> None:
         index = torch.randint(-2, EXPERTS + 2, (tokens, TOP_K))
         index[-1] = torch.tensor([EXPERTS - 1, 2**31 + 1, EXPERTS - 1])  # one twice, and one that lies
         parameters = parameters_of(bias, dtype, "cpu", (EXPERTS, HIDDEN, INNER))
-        decode_kernels.LEAST_COLUMNS = 8 - 4 * (number % 2)
-        got = decode_kernels.decode(net, x, index, weights, *parameters)
+        kernels.LEAST_COLUMNS = 8 - 4 * (number % 2)
+        got = kernels.decode(net, x, index, weights, *parameters)
         want = by_pairs(net, x, index, weights, *parameters)
         off = float((got.double() - want).norm() / want.norm())
         assert off < LIMITS[dtype], (net, tokens, dtype, off)
