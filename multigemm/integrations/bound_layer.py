@@ -24,8 +24,8 @@ from multigemm.cuda.driver import on_device
 from multigemm.cuda.launch import Kernel, PatchedLaunches
 from multigemm.errors import LibraryError
 from multigemm.integrations import torch_op
-from multigemm.integrations.expert_network import Network, by_rows
-from multigemm.integrations.layer_ops import copies_rows, gate_kernels, triton_kernels
+from multigemm.integrations.expert_network import Network, by_rows, decodes
+from multigemm.integrations.layer_ops import copies_rows, decode_kernels, gate_kernels, triton_kernels
 from multigemm.planning.binding import bind
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.launch_key import GPU_BITS, PLAIN
@@ -238,6 +238,8 @@ def _parts_of(net: Network, fused: bool, given: Given) -> list[Views] | None:
     kernels, dtype = triton_kernels(), given.x.dtype
     if not kernels.can_sort(pairs, experts) or not given.x.numel():
         return None
+    if fused and decodes(net, *given):
+        return [{"hidden": (dtype, (pairs, inner))}]
     counts = kernels.sort_scratch(pairs, experts)
     sorting: list[Views] = [{"ends": (torch.int32, (experts,))}, {"counts": (torch.int32, (counts // 4,))}]
     if fused:
@@ -287,9 +289,11 @@ def _cut(work: Tensor, parts: Sequence[Views]) -> dict[str, Tensor]:
 def _bind(net: Network, fused: bool, parts: Sequence[Views], given: Given, out: Tensor, work: Tensor) -> Launches:
     """Binds all launches to borrowed memory, so that none keeps an operand alive."""
     between = _cut(_borrowed(work), parts)
-    between["ends"].zero_()  # a problem is made of them before the launches write them
+    if "ends" in between:
+        between["ends"].zero_()  # a problem is made of them before the launches write them
     lent = Given(*(None if t is None else _borrowed(t.detach()) for t in given))  # type: ignore[arg-type]
-    return (_bind_fused if fused else _bind_steps)(net, lent, _borrowed(out), between)
+    bind_all = (_bind_fused if "ends" in between else _bind_decode) if fused else _bind_steps
+    return bind_all(net, lent, _borrowed(out), between)
 
 
 def _bind_steps(net: Network, given: Given, out: Tensor, between: dict[str, Tensor]) -> Launches:
@@ -364,6 +368,12 @@ def _product(
     return bind(choice, problem, out).launch, operands
 
 
+def _bind_decode(net: Network, given: Given, out: Tensor, between: dict[str, Tensor]) -> Launches:
+    """Binds the launches for few tokens."""
+    steps = decode_kernels().decode_steps(net, *given, between["hidden"], out)
+    return [_step(out.get_device(), step) for step in steps]
+
+
 # --- a kernel of Triton, bound ------------------------------------------------------------------------
 
 _PARAMETERS = re.compile(r"\.entry[^(]*\(([^)]*)\)")
@@ -391,11 +401,12 @@ def operands_of(kernel: Any, values: dict[str, Any]) -> Operands:
 
 def _step(device: int, step: Any) -> tuple[Any, Operands]:
     """A bound Triton step and its operands."""
-    kernel, _, _, values = step
-    return bound(device, *step), operands_of(kernel, values)
+    return bound(device, *step), operands_of(step.kernel, step.values)
 
 
-def bound(device: int, kernel: Any, grid: tuple[int, ...], warps: int, values: dict[str, Any]) -> Any:
+def bound(
+    device: int, kernel: Any, grid: tuple[int, ...], warps: int, values: dict[str, Any], waits: bool = False
+) -> Any:
     """A launch of a step of Triton on the current stream of GPU `device`, the current device.
 
     Triton finds a kernel anew at every call, by the types and alignment of all arguments, which takes longer than the
@@ -408,5 +419,5 @@ def bound(device: int, kernel: Any, grid: tuple[int, ...], warps: int, values: d
     loaded = Kernel.loaded(compiled.function, compiled.name, device)
     return loaded.bound(
         words(kernel, compiled, values), grid=(x, y, z), threads=32 * warps, shared=compiled.metadata.shared,
-        keep=(compiled,),
+        overlap=waits, keep=(compiled,),
     )  # fmt: skip

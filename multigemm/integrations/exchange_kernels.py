@@ -9,6 +9,7 @@ import triton.language as tl
 
 from multigemm.integrations.layer_kernels import (
     MOST_COLUMNS,
+    Step,
     columns_at_once,
     lined,
     run_steps,
@@ -96,7 +97,7 @@ def count_departures(index, experts, each, here, chunks, into):
     counts = torch.empty((chunks, ranks, grid[0]), dtype=torch.int32, device=index.device)
     if index.numel():
         values |= {"message": into, "stride": into.stride(0), "counts": counts}
-        run_steps(index, (_count_departures_kernel, grid, 4, values))
+        run_steps(index, Step(_count_departures_kernel, grid, 4, values))
     return counts
 
 
@@ -109,7 +110,7 @@ def lay_out_departures(index, experts, each, here, chunks, counts):
     sent = torch.empty(place.numel(), dtype=torch.int64, device=index.device)
     if index.numel():
         values |= {"counts": counts, "sent": sent, "place": place, "TILE": 1024}
-        run_steps(index, (_lay_out_departures_kernel, grid, 4, values))
+        run_steps(index, Step(_lay_out_departures_kernel, grid, 4, values))
     elif place.numel():
         place.fill_(-1)
     return sent, place
@@ -141,7 +142,7 @@ def copy_rows(sources, rows, to):
         "y_width": y.shape[1], "x_stride": x.stride(0), "y_stride": y.stride(0), "to_x_stride": to_x.stride(0),
         "to_y_stride": to_y.stride(0), "PICKED": rows is not None, "BLOCK": block, "Y_BLOCK": bucket(y.shape[1]),
     }  # fmt: skip
-    run_steps(x, (_copy_rows_kernel, (to_x.shape[0], tiles_of(x.shape[1], block)), warps_for(block), values))
+    run_steps(x, Step(_copy_rows_kernel, (to_x.shape[0], tiles_of(x.shape[1], block)), warps_for(block), values))
 
 
 @triton.jit
@@ -171,5 +172,5 @@ def add_returned(own, rows, place):
             "each": place.shape[2],
             "WIDE": wide_type(own.dtype), "BLOCK": block,
         }  # fmt: skip
-        run_steps(own, (_add_returned_kernel, (own.shape[0], tiles_of(width, block)), warps_for(block), values))
+        run_steps(own, Step(_add_returned_kernel, (own.shape[0], tiles_of(width, block)), warps_for(block), values))
     return out

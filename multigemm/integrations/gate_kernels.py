@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from multigemm.backends.triton.kernels.epilogue import normal_area
-from multigemm.integrations.layer_kernels import columns_at_once, lined, run_steps, wide_type
+from multigemm.integrations.layer_kernels import Step, columns_at_once, lined, run_steps, wide_type
 from multigemm.planning.tiles import tiles_of
 from multigemm.problem.fused import Gate
 from multigemm.problem.spec import bucket
@@ -20,7 +20,7 @@ GATE_COLUMNS = 1024
 
 
 @triton.jit
-def _act_parts(g, KIND: tl.constexpr, ALPHA: tl.constexpr):
+def act_parts(g, KIND: tl.constexpr, ALPHA: tl.constexpr):
     """(act(g), its derivative) of what a gate applies to g."""
     if KIND == "geglu":
         area = normal_area(g)
@@ -79,7 +79,7 @@ def _store_gate(row, g, u, start, width, stored, LAYOUT: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def _limited(g, u, BETA: tl.constexpr, LIMIT: tl.constexpr, WIDE: tl.constexpr):
+def limited(g, u, BETA: tl.constexpr, LIMIT: tl.constexpr, WIDE: tl.constexpr):
     """(g, u + BETA) within their limits; NaN stays."""
     if LIMIT is not None:
         g = tl.where(g > LIMIT, LIMIT, g).to(WIDE)
@@ -95,8 +95,8 @@ def _gate_kernel(x, out, width, stride, KIND: tl.constexpr, LAYOUT: tl.constexpr
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     g, u = _load_gate(x + row * stride, start, width, LAYOUT, WIDE, BLOCK)
-    g, u = _limited(g, u, BETA, LIMIT, WIDE)
-    act, _ = _act_parts(g, KIND, ALPHA)
+    g, u = limited(g, u, BETA, LIMIT, WIDE)
+    act, _ = act_parts(g, KIND, ALPHA)
     cols = start + tl.arange(0, BLOCK)
     tl.store(out + row * width + cols, (act * u).to(out.dtype.element_ty), mask=cols < width)
 
@@ -109,11 +109,11 @@ def _gate_backward_kernel(grad, x, dx, width, grad_stride, stride, KIND: tl.cons
     cols = start + tl.arange(0, BLOCK)
     d = tl.load(grad + row * grad_stride + cols, mask=cols < width, other=0.0).to(WIDE)
     g, u = _load_gate(x + row * stride, start, width, "halves", WIDE, BLOCK)
-    act, slope = _act_parts(g, KIND, 1.0)
+    act, slope = act_parts(g, KIND, 1.0)
     _store_gate(dx + row * 2 * width, d * u * slope, d * act, start, width, width, "halves", BLOCK)
 
 
-def _gate_constants(gate):
+def gate_constants(gate):
     """A problem's gate as compile-time constants of a kernel."""
     kind, layout, alpha, beta, limit = gate
     return {"KIND": kind, "LAYOUT": layout, "ALPHA": alpha, "BETA": beta, "LIMIT": limit}
@@ -132,7 +132,7 @@ def _gate_grid(rows, width, dtype):
 def gate_step(gate, x, out):
     """The step that writes a problem's gate of the rows x [S, 2*I] to out [S, I]."""
     grid, values = _gate_grid(*out.shape, x.dtype)
-    return _gate_kernel, grid, 4, {"x": x, "out": out, "stride": x.stride(0), **values, **_gate_constants(gate)}
+    return Step(_gate_kernel, grid, 4, {"x": x, "out": out, "stride": x.stride(0), **values, **gate_constants(gate)})
 
 
 def gated_rows(gate, x):
@@ -156,7 +156,7 @@ def gated_backward(grad, x, gelu):
     if dx.numel():
         grid, values = _gate_grid(x.shape[0], x.shape[1] // 2, x.dtype)
         memory = {"grad": grad, "x": x, "dx": dx, "grad_stride": grad.stride(0), "stride": x.stride(0)}
-        run_steps(x, (_gate_backward_kernel, grid, 4, {**memory, **values, "KIND": _usual_gate(gelu).kind}))
+        run_steps(x, Step(_gate_backward_kernel, grid, 4, {**memory, **values, "KIND": _usual_gate(gelu).kind}))
     return dx
 
 
@@ -180,8 +180,8 @@ def _pair_backward_kernel(preact, dh, order, weights, ends, dpreact, weighted, d
         cols = start + tl.arange(0, BLOCK)
         d = tl.load(dh + row * width + cols, mask=cols < width, other=0.0).to(WIDE)
         given_g, given_u = _load_gate(preact + row * 2 * width, start, width, LAYOUT, WIDE, BLOCK)
-        g, u = _limited(given_g, given_u, BETA, LIMIT, WIDE)
-        act, slope = _act_parts(g, KIND, ALPHA)
+        g, u = limited(given_g, given_u, BETA, LIMIT, WIDE)
+        act, slope = act_parts(g, KIND, ALPHA)
         h = act * u
         dg, du = d * weight * u * slope, d * weight * act
         if LIMIT is not None:
@@ -223,8 +223,8 @@ def pair_backward(gate, preact, dh, order, weights, ends, added=None, into=None)
             "preact": preact, "dh": dh, "order": order, "weights": weights, "ends": ends, "dpreact": dpreact,
             "weighted": weighted, "dweights": dweights, "places": places, "grad": grad, "bias": bias, "width": width,
             "experts": experts, "features": bias.shape[1], "grad_stride": grad.stride(0), "K": weights.shape[1],
-            "MOVED": into is not None, "BIAS": added is not None, "BINS": bucket(experts), **_gate_constants(gate),
+            "MOVED": into is not None, "BIAS": added is not None, "BINS": bucket(experts), **gate_constants(gate),
             "WIDE": wide_type(preact.dtype), "BLOCK": columns_at_once(width, 16, GATE_COLUMNS),
         }  # fmt: skip
-        run_steps(dh, (_pair_backward_kernel, (count,), 4, values))
+        run_steps(dh, Step(_pair_backward_kernel, (count,), 4, values))
     return dpreact, weighted, dweights

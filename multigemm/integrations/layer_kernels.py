@@ -4,11 +4,13 @@
 Plain torch moves rows again and again: a weighted sum over k gathered rows moves each four times. Here rows are read
 where they lie, once. All sums are of integers or in a fixed order, so the same call gives the same bits.
 
-A step is (kernel, grid, warps, arguments). The functions of the operators run steps at once; a layer that is bound as a
-whole (bound_layer.py) takes the same steps and binds them to its memory.
+The functions of the operators run steps at once; a layer that is bound as a whole (bound_layer.py) takes the same steps
+and binds them to its memory.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,11 +22,22 @@ from multigemm.planning.tiles import tiles_of
 from multigemm.problem.spec import bucket
 
 
+class Step(NamedTuple):
+    """A launch of a kernel. `waits`: by itself, until the launch before it is over, so that it may start early."""
+
+    kernel: Any
+    grid: tuple
+    warps: int
+    values: dict
+    waits: bool = False
+
+
 def run_steps(x, *steps):
     """Runs steps on the device of x."""
     with on_device_of(x):
-        for kernel, grid, warps, values in steps:
-            kernel[grid](**values, num_warps=warps)
+        for kernel, grid, warps, values, waits in steps:
+            early = {"launch_pdl": True} if waits else {}
+            kernel[grid](**values, num_warps=warps, **early)
 
 
 def lined(x):
@@ -49,6 +62,7 @@ def wide_type(dtype):
 
 MOST_EXPERTS = 1023
 SORT_BLOCK = 256  # counting a block costs its square
+LEAST_SORT_BLOCK = 128  # a pair for each thread
 WIDE_SORT_BLOCK = 1024
 START_EXPERTS, START_BLOCKS = 16, 128  # experts whose counts one program adds up, and blocks of them at a time
 MOST_COUNTS = 1 << 19
@@ -166,10 +180,17 @@ def _move_kernel(pairs, starts, order, inverse, rows, total, experts, K: tl.cons
         tl.store(rows + to, (first + lane) // K, mask=live)
 
 
+def one_block(total):
+    """The size of the block of so few pairs."""
+    return max(LEAST_SORT_BLOCK, bucket(total))
+
+
 def sort_blocks(total, experts):
     """The number of blocks of pairs, bins per block, and pairs per block. Counting a block costs its square; adding up
     its bins costs their number."""
     bins = max(16, bucket(experts + 1))
+    if total <= SORT_BLOCK:
+        return 1, bins, one_block(total)
     size = SORT_BLOCK if tiles_of(total, SORT_BLOCK) * bins <= MOST_COUNTS else WIDE_SORT_BLOCK
     return tiles_of(total, size), bins, size
 
@@ -231,15 +252,15 @@ def sort_steps(pairs, order, inverse, ends, counts, rows=None, top_k=0, ahead=No
     if total <= SORT_BLOCK:
         programs, fetched = ahead or (0, NOTHING_AHEAD)
         told |= {"pairs": pairs, "ends": ends, "weights": pairs, "LINES": AHEAD_LINES, **fetched}
-        return [(_one_block_kernel, (1 + programs,), 4, told)]
+        return [Step(_one_block_kernel, (1 + programs,), 4, told)]
     starts = {
         "counts": counts, "ends": ends, "blocks": blocks, "experts": experts, "ROWS": START_BLOCKS, "BINS": bins,
         "PART": START_EXPERTS,
     }  # fmt: skip
     return [
-        (_count_kernel, (blocks,), 4, {"pairs": pairs, "counts": counts, **known}),
-        (_start_kernel, (bins // START_EXPERTS,), 8, starts),
-        (_move_kernel, (blocks,), 8, {"pairs": pairs, "starts": counts, **told}),
+        Step(_count_kernel, (blocks,), 4, {"pairs": pairs, "counts": counts, **known}),
+        Step(_start_kernel, (bins // START_EXPERTS,), 8, starts),
+        Step(_move_kernel, (blocks,), 8, {"pairs": pairs, "starts": counts, **told}),
     ]
 
 
@@ -317,7 +338,7 @@ def spread_step(x, place, rows):
     pairs = bucket(top_k)
     block = columns_at_once(width, 16, max(SPREAD_BLOCK // pairs, 16))
     values = {"count": rows.shape[0], "width": width, "stride": x.stride(0), "K": top_k, "PAIRS": pairs, "BLOCK": block}
-    return _spread_kernel, (tokens, tiles_of(width, block)), 4, {"x": x, "place": place, "rows": rows, **values}
+    return Step(_spread_kernel, (tokens, tiles_of(width, block)), 4, {"x": x, "place": place, "rows": rows, **values})
 
 
 def rows_of_pairs(x, place, count):
@@ -348,9 +369,9 @@ def arrival_steps(index, x, rows, inverse, ends, counts):
     block = columns_at_once(width, 16, MOST_COLUMNS)
     grid, common = (pairs, tiles_of(width, block)), {"width": width, "stride": x.stride(0), "K": top_k, "BLOCK": block}
     if pairs <= SORT_BLOCK:
-        known = {"total": pairs, "experts": experts, "SIZE": SORT_BLOCK, "BINS": max(16, bucket(experts + 1))}
+        known = {"total": pairs, "experts": experts, "SIZE": one_block(pairs), "BINS": max(16, bucket(experts + 1))}
         memory = {"pairs": index, "x": x, "rows": rows, "inverse": inverse, "ends": ends}
-        return [(_place_kernel, grid, 4, {**memory, **known, **common})]
+        return [Step(_place_kernel, grid, 4, {**memory, **known, **common})]
     return [*sort_steps(index, None, inverse, ends, counts), spread_step(x, inverse.view(index.shape), rows)]
 
 
@@ -387,7 +408,7 @@ def sum_by_expert(rows, ends, dtype, order=None, weights=None):
             "ends": ends, "out": out, "width": width, "WEIGHTED": weights is not None,
             "WIDE": wide_type(torch.promote_types(rows.dtype, dtype)), "LINES": SUMMED_LINES, "BLOCK": SUMMED_COLUMNS,
         }  # fmt: skip
-        run_steps(rows, (_expert_sum_kernel, (experts, tiles_of(width, SUMMED_COLUMNS)), 4, values))
+        run_steps(rows, Step(_expert_sum_kernel, (experts, tiles_of(width, SUMMED_COLUMNS)), 4, values))
     return out
 
 
@@ -440,7 +461,7 @@ def sum_step(rows, index, weights, out, top_k):
         "stride": rows.stride(0), "K": top_k, "WEIGHTED": weights is not None, "WIDE": wide_type(rows.dtype),
         "BLOCK": block,
     }  # fmt: skip
-    return _sum_kernel, (out.shape[0], tiles_of(width, block)), warps_for(block), values
+    return Step(_sum_kernel, (out.shape[0], tiles_of(width, block)), warps_for(block), values)
 
 
 def weighted_sum(rows, index, weights, top_k):
@@ -465,5 +486,5 @@ def weighted_sum_backward(grad, rows, index, weights):
             "width": rows.shape[1], "grad_stride": grad.stride(0), "stride": rows.stride(0), "K": weights.shape[1],
             "WIDE": wide_type(rows.dtype), "BLOCK": block,
         }  # fmt: skip
-        run_steps(rows, (_sum_backward_kernel, (weights.shape[0],), warps_for(block), values))
+        run_steps(rows, Step(_sum_backward_kernel, (weights.shape[0],), warps_for(block), values))
     return drows, dweights

@@ -1,8 +1,8 @@
 """The small operators of a mixture-of-experts layer, which graphs can hold: a sort, a weighted sum, a gate.
 
-On a GPU with Triton each runs one or a few kernels (layer_kernels.py, gate_kernels.py, exchange_kernels.py); elsewhere
-it calls torch functions. Sums are formed in the accumulator's precision, in a fixed order, and rounded once: the same
-call gives the same bits.
+On a GPU with Triton each runs one or a few kernels (layer_kernels.py, gate_kernels.py, decode_kernels.py,
+exchange_kernels.py); elsewhere it calls torch functions. Sums are formed in the accumulator's precision, in a fixed
+order, and rounded once: the same call gives the same bits.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def _kernels(name: str) -> Any:
 triton_kernels: Callable[[], Any] = partial(_kernels, "layer_kernels")
 gate_kernels: Callable[[], Any] = partial(_kernels, "gate_kernels")
 exchange_kernels: Callable[[], Any] = partial(_kernels, "exchange_kernels")
+decode_kernels: Callable[[], Any] = partial(_kernels, "decode_kernels")
 
 
 def kernels_for(x: Tensor, kernels: Callable[[], Any] = triton_kernels) -> Any:

@@ -27,7 +27,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 from multigemm.errors import InvalidProblem
 from multigemm.integrations.bound_layer import run_bound
 from multigemm.integrations.expert_network import Network, hold, quantize_stack, scale_keywords, through_experts
-from multigemm.integrations.fused_experts import run_experts
+from multigemm.integrations.fused_experts import run_experts, run_few_tokens
 from multigemm.integrations.gradients import gate_by_torch
 from multigemm.integrations.layer_ops import swiglu
 from multigemm.integrations.torch_op import grouped_gemm
@@ -56,7 +56,9 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
         return rows.to(hidden_states.dtype)
     if _is_plain(experts) and _is_swiglu(experts):
         net = STACKED_SWIGLU if experts.is_transposed else SWIGLU
-        y = run_bound(net, False, hidden_states, top_k_index, top_k_weights, *_parameters(experts))
+        given = (hidden_states, top_k_index, top_k_weights, *_parameters(experts))
+        y = run_few_tokens(net, *given)
+        y = run_bound(net, False, *given) if y is None else y
         if y is not None:
             return y
     return _in_steps(experts, hidden_states, top_k_index, top_k_weights, _linear, _activated)

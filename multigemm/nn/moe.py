@@ -7,7 +7,6 @@ Names and shapes of the weights are those of the MoE blocks of Hugging Face tran
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,8 +14,15 @@ from torch import Tensor, nn
 
 from multigemm.errors import InvalidProblem
 from multigemm.integrations.bound_layer import run_bound
-from multigemm.integrations.expert_network import Network, hold, quantize_stack, scale_keywords, through_experts
-from multigemm.integrations.fused_experts import run_experts
+from multigemm.integrations.expert_network import (
+    Network,
+    has_fast_fused_products,
+    hold,
+    quantize_stack,
+    scale_keywords,
+    through_experts,
+)
+from multigemm.integrations.fused_experts import run_experts, run_few_tokens
 from multigemm.integrations.torch_op import grouped_gemm
 from multigemm.nn.linear import check_layer, init_linear_
 from multigemm.planning.launch_key import PLAIN as PLAIN_TENSORS
@@ -34,23 +40,6 @@ PLAIN = ("relu", "gelu", "gelu_tanh", "silu")
 def _invariant_unless_told() -> bool:
     """The value of MULTIGEMM_BATCH_INVARIANT; a compiled graph keeps the value of the first call."""
     return settings().batch_invariant
-
-
-FUSING = frozenset(("auto", "cupy", "triton"))
-"""Backends whose fused products of layers were measured."""
-
-
-def has_fast_fused_products(x: Tensor, backend: str) -> bool:
-    """Whether fused products were measured for these tokens: 16 bits, compute capability 9.0, a backend that has
-    them."""
-    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or not FUSING.issuperset(backend.split(",")):
-        return False
-    return _capability(x.get_device()) == (9, 0)
-
-
-@cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
 
 
 class Experts(nn.Module):
@@ -71,8 +60,8 @@ class Experts(nn.Module):
         fused: rows are picked, gated and summed inside the products, by a backend that takes these keywords; for
             backward the layer keeps the products before the gate, 2 I numbers for each pair of token and expert, and
             no rows. One operator in a compiled graph. Over a mesh a token travels once to
-            each rank that has experts of it, and second derivatives are refused. None: where steps have no kernel for
-            the gate, in 16 bits on Hopper GPUs (`docs/how-to/moe-layer.md`).
+            each rank that has experts of it, and second derivatives are refused. None: in 16 bits on Hopper GPUs where
+            steps have no kernel for the gate, and for few tokens without gradients (`docs/how-to/moe-layer.md`).
         recompute: a fused layer keeps not even those, and forms the first products once more.
         device, dtype: of the weights.
 
@@ -213,7 +202,9 @@ class Experts(nn.Module):
             weights = self._weights()
             if fused:
                 return run_experts(self.network, x, top_k_index, top_k_weights, *weights)
-            y = run_bound(self.network, False, x, top_k_index, top_k_weights, *weights)
+            given = (x, top_k_index, top_k_weights, *weights)
+            y = None if self.fused is False else run_few_tokens(self.network, *given)
+            y = run_bound(self.network, False, *given) if y is None else y
             if y is not None:
                 return y
         return through_experts(x, top_k_index, top_k_weights, self.num_experts, self.apply_sorted)
@@ -223,8 +214,8 @@ class Experts(nn.Module):
         return self.network.in_steps(rows, ends, *self._weights(), *map(self._scales, (self.first, "down_proj")))
 
     def _fuses(self, x: Tensor) -> bool:
-        """Whether a layer with fused=None runs fused. Decided by its gate alone: the number of tokens must
-        not change its bits."""
+        """Whether a layer with fused=None and a gate that steps have no kernel for runs fused, with few tokens and with
+        many."""
         if self.weight_format is not None or torch.compiler.is_compiling():
             return False
         if not has_fast_fused_products(x, self.backend):

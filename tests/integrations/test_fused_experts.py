@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import multigemm as mg
-from multigemm.integrations import fused_experts
+from multigemm.integrations import expert_network, fused_experts
 from multigemm.integrations.expert_network import Network
 from multigemm.integrations.gradients import gate_by_torch
 from multigemm.nn import Experts, MoE, experts_forward, moe
@@ -339,14 +339,15 @@ def test_where_fused_products_are_the_faster_ones(monkeypatch: pytest.MonkeyPatc
             return 0
 
     x: Any = OnGpu()
-    monkeypatch.setattr(moe, "_capability", lambda index: (9, 0))
-    assert moe.has_fast_fused_products(x, "auto") and moe.has_fast_fused_products(x, "triton,cupy")
-    assert not moe.has_fast_fused_products(x, "numba") and not moe.has_fast_fused_products(x, "auto,cublas")
-    assert not moe.has_fast_fused_products(torch.zeros(1, dtype=torch.bfloat16), "auto")
-    monkeypatch.setattr(moe, "_capability", lambda index: (8, 0))
-    assert not moe.has_fast_fused_products(x, "auto")
+    has_fast_fused_products = expert_network.has_fast_fused_products
+    monkeypatch.setattr(expert_network, "_capability", lambda index: (9, 0))
+    assert has_fast_fused_products(x, "auto") and has_fast_fused_products(x, "triton,cupy")
+    assert not has_fast_fused_products(x, "numba") and not has_fast_fused_products(x, "auto,cublas")
+    assert not has_fast_fused_products(torch.zeros(1, dtype=torch.bfloat16), "auto")
+    monkeypatch.setattr(expert_network, "_capability", lambda index: (8, 0))
+    assert not has_fast_fused_products(x, "auto")
     monkeypatch.setattr(OnGpu, "dtype", torch.float32)
-    assert not moe.has_fast_fused_products(x, "auto")
+    assert not has_fast_fused_products(x, "auto")
 
 
 # --- a language model learns what it learns with a plain loop over the experts -------------------------------

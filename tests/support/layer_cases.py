@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigemm.integrations import bound_layer, layer_ops
+from multigemm.integrations import bound_layer, expert_network, layer_ops
 from multigemm.integrations.bound_layer import run_bound
 from multigemm.integrations.expert_network import Network, through_experts
 from multigemm.integrations.fused_experts import run_experts
@@ -58,7 +58,9 @@ def networks(
         yield net, (made[0], made[1], vectors[0], vectors[1])
 
 
-def _interpreted(device: int, kernel: Any, grid: tuple[int, ...], warps: int, values: Any) -> Callable[[], None]:
+def _interpreted(
+    device: int, kernel: Any, grid: tuple[int, ...], warps: int, values: Any, waits: bool
+) -> Callable[[], None]:
     """What `bound` makes, as a call of the interpreter."""
     assert set(kernel.arg_names) == set(values)
     return lambda: kernel[grid](**values)
@@ -66,6 +68,7 @@ def _interpreted(device: int, kernel: Any, grid: tuple[int, ...], warps: int, va
 
 def _without_a_gpu() -> None:
     stand_ins: Any = bound_layer
+    decode_kernels: Any = layer_ops.decode_kernels()
     stand_ins.bound = _interpreted
     stand_ins._on_current_device = lambda x: True
     stand_ins.current_raw_stream = lambda device: 0
@@ -79,6 +82,9 @@ def _without_a_gpu() -> None:
         return found
 
     stand_ins.copies_rows = as_on_a_gpu
+    for_few: Any = expert_network
+    for_few.kernels_for = lambda x, kernels: kernels()
+    decode_kernels.run_steps = lambda x, *steps: [step.kernel[step.grid](**step.values) for step in steps]
     stand_ins.empty_cuda = lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype)
 
 
@@ -101,6 +107,8 @@ def main() -> None:
             print(tokens)
     for net, parameters in networks(experts, hidden, inner, torch.float32, "cpu"):
         fused_as_in_steps(net, parameters, 129 if net.stacked else 9)
+        if net.gate is not None and not net.stacked:
+            fused_as_in_steps(net, parameters, 1)
 
 
 def fused_as_in_steps(net: Network, parameters: Parameters, tokens: int) -> None:
@@ -121,6 +129,7 @@ def fused_as_in_steps(net: Network, parameters: Parameters, tokens: int) -> None
     assert served[1] > served[0], "the second call binds"
     parts = bound_layer._parts_of(net, True, bound_layer.Given(x, index, weights, *parameters))
     assert parts is not None and any("rows" in views for views in parts) == (tokens == 129)
+    assert (len(parts) == 1) == (tokens == 1), "one token needs no sort"
     print("fused", tokens)
 
 

@@ -1,0 +1,166 @@
+"""Layers for one token or a few: two kernels without a sort, right for every gate, and who runs by them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from multigemm.integrations import expert_network, fused_experts, layer_ops
+from multigemm.integrations.bound_layer import run_bound
+from multigemm.integrations.expert_network import Network, decodes
+from multigemm.integrations.fused_experts import run_experts
+from multigemm.nn import Experts
+from tests.support.python_process import run_python
+
+pytest.importorskip("triton")
+EXPERTS, TOP_K, HIDDEN, INNER = 32, 4, 64, 48
+
+
+def layer(tokens: int = 1, **changed: Any) -> tuple[Any, ...]:
+    """x, index, weights, up, down and their biases."""
+    given: dict[str, Any] = {
+        "x": torch.ones(tokens, HIDDEN), "index": torch.zeros(tokens, TOP_K, dtype=torch.int64),
+        "weights": torch.ones(tokens, TOP_K), "up": torch.ones(EXPERTS, 2 * INNER, HIDDEN),
+        "down": torch.ones(EXPERTS, HIDDEN, INNER), "up_bias": None, "down_bias": torch.ones(EXPERTS, HIDDEN),
+    }  # fmt: skip
+    return tuple((given | changed).values())
+
+
+LEFT_TO_PRODUCTS: dict[str, tuple[Network, tuple[Any, ...]]] = {
+    "pairs that share experts": (Network(), layer(3)),
+    "no tokens": (Network(), layer(0)),
+    "no gate": (Network("silu"), layer()),
+    "stacked weights": (Network(stacked=True), layer()),
+    "bits that other tokens must not change": (Network(batch_invariant=True), layer()),
+    "another backend": (Network(backend="cupy"), layer()),
+    "two dtypes": (Network(), layer(down=torch.ones(EXPERTS, HIDDEN, INNER, dtype=torch.bfloat16))),
+    "weights of a third dtype": (Network(), layer(weights=torch.ones(1, TOP_K, dtype=torch.float64))),
+    "lines with gaps": (Network(), layer(up=torch.ones(EXPERTS, 2 * INNER, 2 * HIDDEN)[..., ::2])),
+    "a bias with gaps": (Network(), layer(down_bias=torch.ones(EXPERTS, 2 * HIDDEN)[:, ::2])),
+    "more columns than a grid has blocks": (
+        Network(), layer(x=torch.ones(1, 1 << 17), up=torch.ones(1).expand(EXPERTS, 2, 1 << 17))
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_network, "kernels_for", lambda x, kernels: kernels())
+
+
+@pytest.mark.parametrize("case", LEFT_TO_PRODUCTS)
+def test_layers_that_are_left_to_products(case: str, as_on_a_gpu: None) -> None:
+    assert decodes(Network(), *layer())
+    assert decodes(Network(backend="triton"), *layer(2))
+    net, given = LEFT_TO_PRODUCTS[case]
+    assert not decodes(net, *given)
+
+
+def test_without_a_gpu_products_run() -> None:
+    assert not decodes(Network(), *layer())
+
+
+def test_layers_whose_way_is_not_told_use_them(as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    monkeypatch.setattr(fused_experts, "has_fast_fused_products", lambda x, backend: True)
+
+    def noted(net: Network, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        ran.append(len(x))
+        return torch.zeros_like(x)
+
+    monkeypatch.setattr(fused_experts, "run_experts", noted)
+
+    def uses(tokens: int, *, gradients: bool = False, **options: Any) -> bool:
+        del ran[:]
+        x, index, weights, *_ = layer(tokens)
+        with torch.set_grad_enabled(gradients):
+            Experts(EXPERTS, HIDDEN, INNER, backend=options.pop("backend", "auto"), **options)(x, index, weights)
+        return ran == [tokens]
+
+    assert uses(1) and uses(2) and uses(1, activation="geglu", bias=True)
+    assert not uses(3) and not uses(1, fused=False) and not uses(1, gradients=True)
+    assert not uses(1, batch_invariant=True) and not uses(1, activation="silu") and not uses(1, backend="cpu")
+    monkeypatch.setattr(fused_experts, "has_fast_fused_products", lambda x, backend: False)
+    assert not uses(1)
+
+
+@pytest.mark.slow
+def test_results_are_those_of_a_loop_over_pairs() -> None:
+    done = run_python("-m", "tests.support.decode_cases", environment={"TRITON_INTERPRET": "1"})
+    assert done.stdout.split() == ["right"]
+
+
+def test_weights_are_read_in_words_of_16_bytes() -> None:
+    """By both kernels, compiled for an H100; the second one reads ahead, and waits for the first by itself."""
+    kernels = layer_ops.decode_kernels()
+    compiler, target = pytest.importorskip("triton.compiler"), pytest.importorskip("triton.backends.compiler")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("another test's interpreter has replaced the compiler in this process")
+    like = {torch.bfloat16: "*bf16", torch.int64: "*i64"}
+    long: dict[str, Any] = {
+        "x": torch.ones(1, 2048),
+        "up": torch.ones(1, 2 * INNER, 2048),
+        "down": torch.ones(1, 2048, INNER),
+    }
+    made = layer(**long, down_bias=None)
+    given: list[Any] = [None if t is None else t.bfloat16() if t.is_floating_point() else t for t in made]
+    hidden = torch.ones(TOP_K, INNER, dtype=torch.bfloat16)
+    steps = kernels.decode_steps(Network(), *given, hidden, torch.empty_like(given[0]))
+    for step, waits in zip(steps, (False, True), strict=True):
+        values: dict[str, Any] = {**step.values, "EARLY": True}
+        names = step.kernel.arg_names
+        constants = {name: value for name, value in values.items() if name.isupper()}
+        types = {
+            name: "constexpr" if name in constants
+            else like[values[name].dtype] if isinstance(values[name], torch.Tensor) else "i32" for name in names
+        }  # fmt: skip
+        aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name not in constants}
+        constexprs = {(names.index(name),): value for name, value in constants.items()}
+        source = compiler.ASTSource(step.kernel, types, constexprs, aligned)
+        ptx = compiler.compile(source, target=target.GPUTarget("cuda", 90, 32)).asm["ptx"]
+        assert ("cp.async.cg.shared.global" if waits else "ld.global.L1::evict_first.L2::cache_hint.v4.b32") in ptx
+        assert ("griddepcontrol.wait" in ptx) == waits
+
+
+# --- on a GPU -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("sizes", "tokens", "dtype"),
+    [
+        ((8, 2048, 1024), 1, torch.bfloat16), ((128, 2048, 768), 3, torch.bfloat16), ((64, 70, 34), 2, torch.float32),
+        ((40, 4096, 33), 2, torch.float16), ((16, 130, 520), 1, torch.float64),
+    ],
+)  # fmt: skip
+def test_a_layer_for_few_tokens_is_the_loop_over_pairs(
+    sizes: tuple[int, int, int], tokens: int, dtype: torch.dtype
+) -> None:
+    """Eagerly, bound, and in a graph whose routing changes, with the same bits; lying experts count nothing."""
+    from tests.support.decode_cases import LIMITS, by_pairs, networks, parameters_of
+
+    torch.manual_seed(0)
+    experts, hidden, _ = sizes
+    for net, bias in networks():
+        parameters = parameters_of(bias, dtype, "cuda", sizes)
+        x = torch.randn(tokens, hidden, device="cuda").to(dtype)
+        index, weights = torch.zeros(tokens, 4, dtype=torch.int64, device="cuda"), torch.rand(tokens, 4, device="cuda")
+        with torch.no_grad():
+            assert decodes(net, x, index, weights, *parameters)
+            graph = torch.cuda.CUDAGraph()
+            run_experts(net, x, index, weights, *parameters)
+            with torch.cuda.graph(graph):
+                captured = run_experts(net, x, index, weights, *parameters)
+            for step in range(3):
+                index.copy_(torch.randint(0, experts, index.shape))
+                index[-1, -1] = (experts, -1, 2**40)[step]
+                got = run_experts(net, x, index, weights, *parameters)
+                want = by_pairs(net, x, index, weights, *parameters)
+                assert (got.double() - want).norm() <= LIMITS[dtype] * want.norm()
+                graph.replay()
+                bound = run_bound(net, True, x, index, weights, *parameters)
+                assert torch.equal(captured, got)
+                assert bound is not None and torch.equal(bound, got)
