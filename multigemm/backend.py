@@ -6,11 +6,13 @@ and the remedy. A backend supports a problem exactly if the list of reasons is e
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from multigemm.cuda.launch import Launch as Launch
 from multigemm.errors import InvalidSetting
@@ -24,6 +26,12 @@ Bind = Callable[[Operands], Launch]
 
 Tell = Callable[[Operands], str]
 """Says in words what `bind` would run for these sizes. Reads no memory of the device and waits for nothing."""
+
+WithSizes = Callable[[Tensor, Tensor, "array[int]", Tensor | None], Tensor]
+"""Computes a call, on the current stream, from its a, its b, offsets on the host (int32, rising, within the extent) and
+memory for the result, if any. Returns the result."""
+BindSizes = Callable[[Operands], WithSizes | None]
+"""Makes what serves all calls that differ from these operands in addresses, tokens and sizes on the host alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,9 @@ class Recipe:
     - `tell`: for a recipe that decides at bind, by sizes that no spec holds. A backend whose plans cost nothing may
       have an attribute `decides_at_bind`; `multigemm tune` then measures it with the sizes on the host and on the
       device.
+    - `bind_sizes`: for a recipe that launches anew for other sizes on the host. A warm call then passes its sizes on,
+      where it would have to `bind`; None where operands do not allow it. It keeps no operand alive, serves one thread
+      and one stream, and gives the bits that a `bind` gives.
     - `sums_sizes`: launches read `ops.sizes` if there are any, so that nothing has to write `ops.ends` before.
     """
 
@@ -65,6 +76,7 @@ class Recipe:
     why: str = ""
     syncs: bool = False
     tell: Tell | None = None
+    bind_sizes: BindSizes | None = None
     sums_sizes: bool = False
 
 

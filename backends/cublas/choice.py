@@ -12,6 +12,7 @@ What matters is their order, not their size; so the constants serve other GPUs o
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,7 @@ ALLOCATES = "takes two small pieces of memory from torch's allocator at each cal
 EVERY = (Config("auto"), Config("grouped_mm"), Config("batched"), Config("grouped"), Config("streams", 4),
          Config("streams", 2), Config("loop"))  # fmt: skip
 SCALED = Config("scaled_grouped_mm")
+STREAMS, GROUPED, GROUPED_MM = Config("streams", 4), Config("grouped"), Config("grouped_mm")
 
 
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
@@ -133,18 +135,52 @@ Column = npt.NDArray[np.float64]
 
 
 class Work:
-    """The extents of products as columns with one number per product, and the rate and bytes of their spec."""
+    """The extents of `count` products, and the rate and bytes of their spec. An extent is a number that all products
+    share, or a column with one number per product. Both give the same estimates: the sums over products are exact.
 
-    __slots__ = ("itemsize", "k", "longest", "m", "n", "rate", "traffic", "transposed")
+    `known`: a column, and its sum.
+    """
 
-    def __init__(self, spec: ProblemSpec, products: Products) -> None:
-        op_first, _, m, n, k, *_ = np.array(products.shapes, dtype=np.float64)[products.kinds].T
-        self.m, self.n, self.k, self.longest = m, n, k, float(k.max())
-        self.transposed = op_first == TRANSPOSE
+    __slots__ = ("_known", "count", "itemsize", "k", "longest", "m", "n", "rate", "sum_n", "traffic", "transposed")
+
+    def __init__(
+        self, spec: ProblemSpec, count: int, extents: tuple[Any, Any, Any], transposed: Any,
+        known: tuple[Any, int] = (None, 0),
+    ) -> None:  # fmt: skip
+        self.count, (m, n, k), self.transposed, self._known = count, extents, transposed, known
+        self.m, self.n, self.k, self.sum_n = m, n, k, self.total(n)
+        self.longest = k if isinstance(k, int) else int(k.max())
         tf32 = spec.compute is torch.float32 and spec.precision == "tf32"
         self.rate = TF32_FLOPS_PER_US if tf32 else FLOPS_PER_US.get(spec.compute, TENSOR_FLOPS_PER_US)
         self.itemsize = spec.compute.itemsize
-        self.traffic = (m * k + k * n + m * n) * (self.itemsize / BYTES_PER_US)
+        others = m + k
+        elements = self.total(m, k) + (others * self.sum_n if isinstance(others, int) else self.total(n, others))
+        self.traffic = elements * (self.itemsize / BYTES_PER_US)
+
+    def total(self, *factors: Any) -> int:
+        """The sum over all products of a product of extents."""
+        shared, column = 1, None
+        for factor in factors:
+            if isinstance(factor, int):
+                shared *= factor
+            else:
+                column = factor if column is None else column * factor
+        if column is None:
+            return shared * self.count
+        known, total = self._known
+        return shared * (total if column is known else int(np.add.reduce(column)))
+
+    def tiles(self, rows: int, columns: int) -> tuple[int, int]:
+        """The tiles of all products, n by rows and m by columns; and the steps of k in them."""
+        along, across, k = _tiles(self.n, rows), _tiles(self.m, columns), self.k
+        count = self.total(along, across)
+        return count, count * k if isinstance(k, int) else self.total(along, across, k)
+
+
+def work_of(spec: ProblemSpec, products: Products) -> Work:
+    """The extents of listed products."""
+    op_first, _, m, n, k, *_ = np.array(products.shapes, dtype=np.int64)[products.kinds].T
+    return Work(spec, len(products), (m, n, k), op_first == TRANSPOSE)
 
 
 def choose(spec: ProblemSpec, products: Products, grouped: bool, grouped_mm: bool) -> Config:
@@ -156,11 +192,25 @@ def choose(spec: ProblemSpec, products: Products, grouped: bool, grouped_mm: boo
         if grouped and slow_to_read(shape) and shape.k >= LONG_ROWS:
             return Config("grouped")
         return Config("loop" if spec.compute is torch.int8 else "batched")
-    work = Work(spec, products)
-    fastest, least = Config("streams", 4), max(separately(work), HOST_US * len(products))
-    if grouped_mm and (us := by_grouped_mm(spec, work)) < least:
-        fastest, least = Config("grouped_mm"), us
-    return Config("grouped") if grouped and by_grouped(work) < least else fastest
+    if not grouped and not grouped_mm:
+        return STREAMS
+    return fastest(spec, work_of(spec, products), grouped, grouped_mm)
+
+
+def fastest(spec: ProblemSpec, work: Work, grouped: bool, grouped_mm: bool) -> Config:
+    """The variant expected to be fastest for several products that differ.
+
+    Separate calls take the host `HOST_US` each at least: what else they take is estimated only where no grouped call
+    takes less than that.
+    """
+    by_torch = by_grouped_mm(spec, work) if grouped_mm else inf
+    by_cublas = by_grouped(work) if grouped else inf
+    apart = HOST_US * work.count
+    if apart <= by_torch and apart <= by_cublas:
+        apart = separately(work)
+    if by_cublas < apart and by_cublas < by_torch:
+        return GROUPED
+    return GROUPED_MM if by_torch < apart else STREAMS
 
 
 def apart_in_a_graph(spec: ProblemSpec, products: Products) -> bool:
@@ -170,7 +220,7 @@ def apart_in_a_graph(spec: ProblemSpec, products: Products) -> bool:
     """
     if not 2 <= len(products) <= MOST_APART:
         return False
-    work = Work(spec, products)
+    work = work_of(spec, products)
     return separately(work) - STREAMS_US < by_grouped(work)
 
 
@@ -179,8 +229,9 @@ def _together(work: Any, traffic: Any, power: int) -> Any:
     return (work**power + traffic**power) ** (1 / power)
 
 
-def _tiles(extents: Column, tile: int) -> Column:
-    return np.ceil(extents / tile)
+def _tiles(extents: Any, tile: int) -> Any:
+    """The whole tiles that cover an extent, or each of a column."""
+    return (extents + (tile - 1)) // tile
 
 
 def slow_to_read(s: Shape) -> bool:
@@ -191,20 +242,23 @@ def slow_to_read(s: Shape) -> bool:
 def separately(work: Work) -> float:
     """The time of one call per product, on several streams."""
     rows, columns = TILE
-    area = _tiles(work.m, columns) * columns * (_tiles(work.n, rows) * rows)
-    slow = (work.n <= 2 * FEW_ROWS) & (work.m <= NARROW)
+    m, n, k = work.m, work.n, work.k
+    area = _tiles(m, columns) * columns * (_tiles(n, rows) * rows)
+    slow = (n <= 2 * FEW_ROWS) & (m <= NARROW)
     slowness = np.where(slow, np.where(work.transposed, SLOWER_TRANSPOSED, SLOWER), 1.0)
-    busy = 2.0 * area * work.k / work.rate + CALL_US
-    return STREAMS_US + float(_together(busy, work.traffic * slowness, 6).sum())
+    busy: Column = 2.0 * area * k / work.rate + CALL_US
+    traffic: Column = (m * k + k * n + m * n) * (work.itemsize / BYTES_PER_US)
+    return STREAMS_US + float(_together(busy, traffic * slowness, 6).sum())
 
 
 def by_grouped_mm(spec: ProblemSpec, work: Work) -> float:
     """The time of torch's grouped_mm. The result is row-major, so a product's n counts its rows."""
-    average = work.n.sum() // spec.groups if spec.form == "jagged_m" else work.n[0]
-    small = average <= 128 or work.m[0] <= 128
+    first_m, first_n = (x if isinstance(x, int) else int(x[0]) for x in (work.m, work.n))
+    average = work.sum_n // spec.groups if spec.form == "jagged_m" else first_n
+    small = average <= 128 or first_m <= 128
     rows, cols, step, alone, each = SMALL_TILE if small else LARGE_TILE
-    busy = (2 * _tiles(work.n, 2 * rows) * _tiles(work.m, cols) * (work.k * (step / 1e3) + each)).sum() / PROCESSORS
-    traffic = work.traffic.sum()
+    pairs, steps = work.tiles(2 * rows, cols)
+    busy, traffic = 2 * (steps * (step / 1e3) + pairs * each) / PROCESSORS, work.traffic
     longest = work.longest * alone / 1e3 + each
     return float(max(_together(busy, traffic, 5) if small else max(busy, traffic), longest)) + GROUPED_MM_US
 
@@ -213,7 +267,9 @@ def by_grouped(work: Work) -> float:
     """The time of cublasGemmGroupedBatchedEx."""
     rate = work.rate / (GROUPED_SLOWDOWN if work.itemsize == 2 else GROUPED_SLOWDOWN_WIDE)
     cols, rows = GROUPED_TILE
-    step = 2.0 * cols * rows * PROCESSORS / rate * (GROUPED_TRANSPOSED if work.transposed[0] else 1.0)
-    busy = (_tiles(work.m, cols) * _tiles(work.n, rows) * (work.k * step + GROUPED_TILE_US)).sum() / PROCESSORS
+    transposed = work.transposed if isinstance(work.transposed, bool) else bool(work.transposed[0])
+    step = 2.0 * cols * rows * PROCESSORS / rate * (GROUPED_TRANSPOSED if transposed else 1.0)
+    tiles, steps = work.tiles(rows, cols)
+    busy = (steps * step + tiles * GROUPED_TILE_US) / PROCESSORS
     longest = work.longest * step + GROUPED_TILE_US
-    return float(max(_together(busy, 0.95 * work.traffic.sum(), 4), longest)) + GROUPED_US + MEMBER_US * len(work.k)
+    return float(max(_together(busy, 0.95 * work.traffic, 4), longest)) + GROUPED_US + MEMBER_US * work.count

@@ -162,7 +162,9 @@ def bind_grouped_mm(ops: Operands, offsets: Ints | None) -> Launch:
         bounds = np.maximum.accumulate(np.clip(offsets, 0, a.shape[0] if spec.form == "jagged_m" else a.shape[1]))
         if bounds[-1] <= bounds[0]:
             return Steps(ops.device, [Finish(ops, Need(unowned=spec.zero_unowned))])
-        call = _FromHost(ops, int(bounds[0]), int(bounds[-1]), clears=spec.zero_unowned and not aside)
+        start, ends = int(bounds[0]), cast(Tensor, ops.ends)
+        ends = (ends - start if start else ends).to(torch.int32)
+        call = FromHost(spec, ends, start, int(bounds[-1]), clears=spec.zero_unowned and not aside)
     arguments: tuple[Any, ...] = a, _each_group(b, spec.groups) if spec.form == "jagged_m" else b, numbers, out
     if not steps and not aside:
         return GroupedMM(ops, call, arguments, as_given)
@@ -198,20 +200,22 @@ def legal(t: Tensor, by_rows: bool) -> Tensor:
     return t.as_strided(t.shape, strides)
 
 
-class _FromHost:
-    """The call with offsets from the host, which were checked there. There is something to multiply."""
+class FromHost:
+    """The call with offsets from the host, which were checked there. There is something to multiply.
 
-    __slots__ = ("_clears", "_device", "_end", "_ends", "_groups", "_jagged_m", "_start")
+    `ends` are relative to the first offset, `start`; `end` is the last one.
+    """
 
-    def __init__(self, ops: Operands, start: int, end: int, clears: bool) -> None:
-        given = cast(Tensor, ops.ends)
-        self._ends = (given - start if start else given).to(torch.int32)
-        self._start, self._end, self._groups, self._device = start, end, ops.spec.groups, ops.device.index or 0
-        self._jagged_m = ops.spec.form == "jagged_m"
+    __slots__ = ("_clears", "_device", "_ends", "_groups", "_jagged_m", "end", "start")
+
+    def __init__(self, spec: ProblemSpec, ends: Tensor, start: int, end: int, clears: bool) -> None:
+        self._ends, self.start, self.end = ends, start, end
+        self._groups, self._device = spec.groups, ends.device.index or 0
+        self._jagged_m = spec.form == "jagged_m"
         self._clears = clears and self._jagged_m
 
     def __call__(self, a: Tensor, b: Tensor, numbers: Any, out: Tensor | None) -> Tensor:
-        start, target = self._start, out
+        start, target = self.start, out
         if self._jagged_m:
             if b.dim() == 2:
                 b = _each_group(b, self._groups)
@@ -227,8 +231,8 @@ class _FromHost:
         if self._clears:
             if start:
                 self._clear(out, 0, start)
-            if self._end < out.shape[0]:
-                self._clear(out, self._end, out.shape[0])
+            if self.end < out.shape[0]:
+                self._clear(out, self.end, out.shape[0])
         return out
 
     def _clear(self, out: Tensor, first: int, end: int) -> None:

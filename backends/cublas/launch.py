@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from multigemm import torch_internals
-from multigemm.backend import Launch, Recipe
+from multigemm.backend import Bind, BindSizes, Launch, Recipe
 from multigemm.backends.cublas import library, scaled_grouped_mm
 from multigemm.backends.cublas.choice import apart_in_a_graph, choose, problem_with, why
 from multigemm.backends.cublas.config import (
@@ -29,6 +29,7 @@ from multigemm.backends.cublas.config import (
 )
 from multigemm.backends.cublas.epilogue import Finish, Need
 from multigemm.backends.cublas.grouped_mm import bind_grouped_mm
+from multigemm.backends.cublas.host_sizes import bind_sizes
 from multigemm.backends.cublas.library import Origins
 from multigemm.backends.cublas.products import (
     Bytes,
@@ -39,7 +40,7 @@ from multigemm.backends.cublas.products import (
     packed_forms,
     packed_products,
 )
-from multigemm.backends.cublas.run import Calls, Step, Steps, Streamed, Zeros
+from multigemm.backends.cublas.run import FEW_ZEROS, Calls, Step, Steps, Streamed, Zeros
 from multigemm.backends.cublas.staging import Copies, Side, expressible, scratch, stage, writable
 from multigemm.cuda.arguments import OPERANDS
 from multigemm.cuda.device import index_of
@@ -49,8 +50,6 @@ from multigemm.planning.operands import Operands, group_table, packed
 from multigemm.problem.spec import ProblemSpec
 
 A, B, OUT = (OPERANDS.index(name) for name in ("a", "b", "out"))
-FEW_ZEROS = 8
-"""The number of results that are zeroed one by one; more of them are left to one launch of the epilogue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,15 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
     how = method(spec, config, device)
     tell = partial(_tell, how=how) if config.variant == "auto" else None
     said = why(spec, config, how.syncs, how.grouped_mm)
-    return Recipe(f"cublas.{config.variant}", config, partial(_bind, how=how), said, how.syncs, tell)
+    bind = partial(_bind, how=how)
+    return Recipe(f"cublas.{config.variant}", config, bind, said, how.syncs, tell, for_sizes(how, bind))
+
+
+def for_sizes(how: Method, bind: Bind) -> BindSizes | None:
+    """What makes launches of any sizes on the host; None where an epilogue follows."""
+    flags = how.grouped, how.grouped_mm
+    made = partial(bind_sizes, config=how.config, flags=flags, size=how.size, compute=how.compute, bind=bind)
+    return made if how.plain else None
 
 
 def _tell(ops: Operands, how: Method) -> str:

@@ -346,13 +346,25 @@ def one_for_all(library: Cublas, products: Products, t: Types, device: torch.dev
     """A single cublasGemmGroupedBatchedEx."""
     groups = in_groups(products)
     table = AddressTable(products.addresses[:, [place for _, places in groups for place in places]], device)
-    at = table.pointers
-    count, columns = len(groups), list(zip(*(shape for shape, _ in groups), strict=True))
+    columns, members = list(zip(*(shape for shape, _ in groups), strict=True)), [len(places) for _, places in groups]
+    return grouped_call(library, columns, members, table.pointers, t, [table])
+
+
+def grouped_call(
+    library: Cublas,
+    columns: Sequence[Sequence[int]],
+    members: Sequence[int],
+    at: Sequence[ctypes.c_void_p],
+    t: Types,
+    tables: Sequence[AddressTable] = (),
+) -> Batch:
+    """A cublasGemmGroupedBatchedEx of groups: the fields of their shapes as columns, and how many products each has.
+    Tables of addresses lie at `at` on the device."""
+    count = len(members)
     ops = [(ctypes.c_int * count)(*column) for column in columns[:2]]
     m, n, k, ld_first, ld_second, ld_out = ((ctypes.c_int64 * count)(*column) for column in columns[2:])
     alpha, beta = ((type(v) * count)(*([v.value] * count)) for v in (t.alpha, t.beta))
-    members = (ctypes.c_int64 * count)(*(len(places) for _, places in groups))
     args = (*ops, m, n, k, alpha, at[0], t.operand, ld_first, at[1], t.operand, ld_second, beta, at[2], t.out, ld_out,
-            ctypes.c_int64(count), members, t.compute)  # fmt: skip
+            ctypes.c_int64(count), (ctypes.c_int64 * count)(*members), t.compute)  # fmt: skip
     assert library.grouped is not None, "the variant is refused without this entry point"
-    return Batch([(library.grouped, args, GROUPED)], [table])
+    return Batch([(library.grouped, args, GROUPED)], tables)

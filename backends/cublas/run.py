@@ -33,6 +33,10 @@ CALL_US, FLOPS_PER_US, BYTES_PER_US = 10.0, 700e6, 2.9e6
 calls stay on one stream; where each has its own, running at once gains more than the events cost the host."""
 
 
+FEW_ZEROS = 8
+"""The number of results that are zeroed one by one; more of them are left to one launch of the epilogue."""
+
+
 class Step(ABC):
     """Enqueues work on a raw stream of the current device."""
 

@@ -6,8 +6,8 @@ being captured. This module checks whether a given `out` shares memory with an i
 
 An entry belongs to one thread and one stream, so that its workspace is never used twice at once, and holds no operand.
 It is made when a key comes for the second time. A `_MovingEntry` has a launch that follows its operands; a
-`_TensorEntry` has one that takes the caller's tensors; a `_BindingEntry` binds anew if the backend cannot move its
-launch.
+`_TensorEntry` has one that takes the caller's tensors, and may take sizes from the host; a `_BindingEntry` binds anew
+if the backend has no such launch.
 
 Token counts and sizes on the host that occur once would never get an entry. So for rows and inner extents that are cut
 on a GPU, one entry serves a class of calls that differ in nothing else and whose token counts lie within half an
@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from multigemm.backend import WithSizes
 from multigemm.cuda.arguments import FUSED_OPERANDS, OPERANDS
 from multigemm.cuda.device import capturing, to_device, upload
 from multigemm.planning.binding import Bound, Choice, bind, caller_result
@@ -66,6 +67,8 @@ WORKSPACE = 64 << 20
 """Bytes of device memory that all entries may own together; one entry a sixteenth of it."""
 _PREACT = QUANTISED_LENGTH + FUSED_OPERANDS.index("preact")
 """The position of `preact_out` in a call."""
+SIZES_BYTES = 28
+"""Bytes of device memory for each group that a launch of any sizes owns: three addresses and an end."""
 BROKEN = -1
 """The token count of an entry whose resizing was interrupted, so that nothing is known of it. Another entry replaces
 it."""
@@ -191,7 +194,7 @@ class _HostCut:
         values = cut if type(cut) in HOST_SEQUENCES else cut.tolist()
         try:
             if kind == "sizes":
-                offsets = array("i", accumulate(values, initial=0))
+                offsets = array("i", [*accumulate(values, initial=0)])  # faster than of an iterator
             else:
                 offsets = array("i", values if kind == "offsets" else (0, *values))
         except OverflowError:
@@ -354,21 +357,27 @@ class _BindingEntry(_Entry):
 
 
 class _TensorEntry(_Entry):
-    """A launch that is a function of the caller's tensors, for library operations that take and return tensors."""
+    """A launch that is a function of the caller's tensors, for library operations that take and return tensors; and, if
+    there is a `host`, of offsets on the host, for libraries whose calls depend on sizes."""
 
-    __slots__ = ("_on_tensors",)
+    __slots__ = ("_host", "_on_tensors")
 
-    def __init__(self, problem: GroupedGemmProblem, choice: Choice, on_tensors: Any, counted: bool) -> None:
+    def __init__(
+        self, problem: GroupedGemmProblem, choice: Choice, on_tensors: Any, counted: bool, host: _HostCut | None = None
+    ) -> None:
         super().__init__(problem, choice, counted)
-        self._on_tensors = on_tensors
-        self.workspace = 16 * choice.spec.groups
+        self._on_tensors, self._host = on_tensors, host
+        self.workspace = (16 if host is None else SIZES_BYTES) * choice.spec.groups
 
     def run(self, call: Call) -> Tensor | None:
         if self._given_out or self._busy:
             return super().run(call)
         self._busy = True
         try:
-            found: Tensor = self._on_tensors(call[1], call[2], call[4], None)
+            a, cut = call[1], call[4]
+            if self._host is not None and (cut := self._host.offsets(cut, a.shape[self._inner])) is None:
+                return None
+            found: Tensor = self._on_tensors(a, call[2], cut, None)
             return found
         finally:
             self._busy = False
@@ -492,6 +501,9 @@ def _entry_of(problem: GroupedGemmProblem, bound: Bound, choice: Choice, kind: s
     launch, ops, cut = bound.launch, bound.ops, problem.cut
     if counted and problem.form == "jagged_k" and choice.spec.quantised:
         return None
+    if counted and cut is not None and cut.live is None and (with_sizes := _with_sizes(problem, bound, choice)):
+        index = problem.device.index if problem.device.type == "cuda" else -1
+        return _TensorEntry(problem, choice, with_sizes, counted, _HostCut(kind, ops, index))
     on_tensors = _on_tensors(problem, bound, kind, counted)
     if on_tensors is not None:
         return _TensorEntry(problem, choice, on_tensors, counted)
@@ -522,6 +534,13 @@ def _on_tensors(problem: GroupedGemmProblem, bound: Bound, kind: str, counted: b
     if form is None or (counted and live is None) or special:
         return None
     return form(kind, live)
+
+
+def _with_sizes(problem: GroupedGemmProblem, bound: Bound, choice: Choice) -> WithSizes | None:
+    """The backend's launch of any sizes on the host; None if it has none for such operands."""
+    bind_sizes = choice.recipe.bind_sizes
+    plain = len(bound.steps) == 1 and problem.quantisation is None and problem.fused is None
+    return bind_sizes(bound.ops) if plain and bind_sizes is not None else None
 
 
 def _tokens_of(problem: GroupedGemmProblem) -> int:

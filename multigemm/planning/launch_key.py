@@ -217,7 +217,11 @@ def _host_class(kind: str, cut: Any) -> Key | None:
     values = cut if type(cut) in HOST_SEQUENCES else cut.tolist()
     if not len(values) or 4 * len(values) >= STAGED_BYTES:
         return None
-    lengths = set(values if kind == "sizes" else map(sub, values[1:], values))
-    if kind == "ends":
-        lengths.add(values[0])
-    return ("host", isinstance(cut, Tensor), len(values), len(lengths) == 1)
+    if kind == "sizes":
+        equal = values[1:] == values[:-1]
+    else:
+        lengths = set(map(sub, values[1:], values))
+        if kind == "ends":
+            lengths.add(values[0])
+        equal = len(lengths) == 1
+    return ("host", isinstance(cut, Tensor), len(values), equal)

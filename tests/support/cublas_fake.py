@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from multigemm import torch_internals
 from multigemm.backend import Availability, Launch, Recipe
-from multigemm.backends.cublas import grouped_mm, launch, library, run, scaled_grouped_mm, support
+from multigemm.backends.cublas import grouped_mm, host_sizes, launch, library, run, scaled_grouped_mm, support
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.library import Batch, Call
 from multigemm.backends.cublas.products import Shape
@@ -79,7 +79,7 @@ def _multiply(one: Sequence[Any]) -> None:
     out[...] = (product.dtype.type(alpha) * product + old).astype(out.dtype)
 
 
-def _products(name: str, args: Sequence[Any]) -> Iterator[Sequence[Any]]:
+def products_of(name: str, args: Sequence[Any]) -> Iterator[Sequence[Any]]:
     """The arguments of a single product for each product of a call."""
     if name == "grouped":
         count, members = args[16].value, args[17]
@@ -132,7 +132,7 @@ class Fake:
     def _call(self, name: str, blas: Any, *args: Any) -> int:
         self.log.append(("call", name, self.stream, self.mode))
         if self.computes:
-            for one in _products(name, args):
+            for one in products_of(name, args):
                 _multiply(one)
         return 0
 
@@ -305,6 +305,8 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path | None = None) -> Fake
     monkeypatch.setattr(library, "to_device", lambda array, device: torch.from_numpy(array.copy()))
     monkeypatch.setattr(library, "index_of", lambda device: 0)
     monkeypatch.setattr(library, "upload", lambda to, source, size, index: ctypes.memmove(to, source, size))
+    monkeypatch.setattr(host_sizes, "Upload", lambda *given: lambda stream: ctypes.memmove(*given[:3]))
+    monkeypatch.setattr(host_sizes, "index_of", lambda device: 0)
     monkeypatch.setattr(run, "handle", fake.handle)
     monkeypatch.setattr(run, "workspace", lambda device, stream=None: torch.empty(16, dtype=torch.uint8))
     monkeypatch.setattr(run, "_kits", {})
@@ -363,4 +365,5 @@ class HostCublas:
                 return lambda: launch.bound(seen, how, *launch.fetched(seen))()
             return launch.bound(seen, how, ops.host_offsets, ops.host_valid_rows)
 
-        return Recipe(f"model.{config.variant}", config, bind)
+        anew = None if spec.quantised else launch.for_sizes(launch.method(spec, config, CUDA), bind)
+        return Recipe(f"model.{config.variant}", config, bind, bind_sizes=anew)

@@ -12,7 +12,7 @@ import torch
 from multigemm.backends.cublas import BACKEND, choice, config, epilogue, launch, library
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.grouped_mm import legal
-from multigemm.backends.cublas.products import Products, Shape
+from multigemm.backends.cublas.products import TRANSPOSE, Products, Shape
 from multigemm.backends.cublas.support import EXTENT
 from multigemm.cuda import nvrtc
 from multigemm.cuda.arguments import ACTIVATION_CODES
@@ -64,6 +64,9 @@ CHOICES: list[tuple[int, torch.dtype, Products, Config]] = [
     (8, torch.bfloat16, _sized(6000, 3000, 2000, 1500, 1200, 1000, 900, 784, n=14336), Config("streams", 4)),
     (4, torch.bfloat16, _sized(200, 100, 50, 20, n=14336), Config("streams", 4)),
     (4, torch.int8, _sized(5, 5), Config("loop")),
+    # all estimates are above what separate calls take the host
+    (16, torch.bfloat16, _sized(*_zipf(16, 400)), Config("streams", 4)),
+    (16, torch.bfloat16, _sized(*_zipf(16, 1200)), Config("grouped_mm")),
     # many skewed groups of some rows: cuBLAS' grouped kernel took a fifth longer for the first two of these
     *(
         (128, torch.bfloat16, _sized(*(m + 1 for m in _zipf(128, 16384 / 5.43)), n=n, k=k), Config("grouped_mm"))
@@ -76,6 +79,21 @@ CHOICES: list[tuple[int, torch.dtype, Products, Config]] = [
 @pytest.mark.parametrize(("groups", "dtype", "products", "config"), CHOICES, ids=lambda x: str(x)[:40])
 def test_the_choice_follows_the_sizes(groups: int, dtype: torch.dtype, products: Products, config: Config) -> None:
     assert _chosen(_spec(groups=groups, dtype=dtype), products) == config
+
+
+@pytest.mark.parametrize("form", ["jagged_m", "jagged_k"])
+@pytest.mark.parametrize("op", [0, TRANSPOSE])
+def test_extents_that_all_products_share_give_the_estimates_of_columns(form: Any, op: int) -> None:
+    lengths = np.random.default_rng(0).integers(1, 3000, 40)
+    spec = replace(_spec(40), form=form)
+    extents = (768, lengths, 2048) if form == "jagged_m" else (768, 2048, lengths)
+    rows = np.stack(np.broadcast_arrays(*extents)).T.tolist()
+    listed = _products(*(Shape(op, 0, m, n, k, 1, 1, 1) for m, n, k in rows))
+    shared = choice.Work(spec, 40, extents, op == TRANSPOSE, (lengths, int(lengths.sum())))
+    columns = choice.work_of(spec, listed)
+    assert choice.separately(shared) == choice.separately(columns)
+    assert choice.by_grouped(shared) == choice.by_grouped(columns)
+    assert choice.by_grouped_mm(spec, shared) == choice.by_grouped_mm(spec, columns)
 
 
 def test_a_graph_holds_single_calls_where_one_large_product_is_among_few() -> None:

@@ -4,6 +4,7 @@ word: counts, extents, alignment, distances."""
 from __future__ import annotations
 
 import ctypes
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -229,6 +230,27 @@ def test_a_warm_call_clamps_as_a_plan_does(numbers: list[int], kind: str, dtype:
     live.copy_(torch.tensor([3, *numbers] if kind == "offsets" else numbers))
     assert torch.equal(mg.grouped_gemm(a, b, backend="cublas", **cut), plan())
     assert LAUNCHES.served == served + 1
+
+
+@pytest.mark.parametrize("jagged", ["m", "k"])
+@pytest.mark.parametrize("config", [Config("auto"), Config("grouped"), Config("grouped_mm")], ids=lambda x: x.variant)
+def test_new_sizes_on_the_host_have_the_bits_of_a_plan(jagged: str, config: Config) -> None:
+    """Most calls wait behind a busy stream, while later ones write their sizes over what these passed."""
+    chance, made, served = random.Random(4), list[Any](), LAUNCHES.served
+    rows, b, dy = (
+        torch.randn(*shape, device="cuda").bfloat16() for shape in ((2048, 256), (40, 256, 128), (2048, 128))
+    )
+    for turn in range(24):
+        if turn == 8:
+            torch.cuda._sleep(300_000_000)  # type: ignore[no-untyped-call]
+        sizes, tokens = [8 * chance.randrange(6) for _ in range(39)] + [56], 1736 + 8 * chance.randrange(20)
+        a, other = (rows[:tokens], b) if jagged == "m" else (rows[:tokens].t(), dy[:tokens])
+        keywords: Any = {"offsets": [0, *np.cumsum(sizes).tolist()], "jagged": jagged}
+        made.append((a, other, keywords, mg.grouped_gemm(a, other, backend="cublas", config=config, **keywords)))
+    assert LAUNCHES.served >= served + 22
+    for a, other, keywords, got in made:
+        plan: Any = mg.plan(mg.GroupedGemmProblem(a, other, **keywords), backend="cublas", config=config)
+        assert torch.equal(got, plan())
 
 
 # --- counts, extents, alignment, distances ---

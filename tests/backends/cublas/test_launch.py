@@ -235,7 +235,8 @@ def python_calls(run: Callable[[], object]) -> Counter[str]:
     [
         *(("grouped_mm", form, 14) for form in ("offsets", "ends", "sizes")),
         ("grouped_mm", "a list of sizes", 12),
-        *((variant, "a list of sizes", 22) for variant in ("loop", "streams", "batched", "grouped")),
+        *((variant, "a list of sizes", 22) for variant in ("loop", "streams", "batched")),
+        ("grouped", "a list of sizes", 24),
     ],
 )
 def test_a_hit_enters_few_functions(
@@ -247,10 +248,9 @@ def test_a_hit_enters_few_functions(
     def run() -> object:
         return mg.grouped_gemm(a, b, backend="cublas", **more)
 
-    for _ in range(3):
-        run()
+    kept = [run() for _ in range(3)]  # so that the next result lies elsewhere, and calls are told
     found = python_calls(run)
-    assert found.total() <= bar, found.most_common()
+    assert kept and found.total() <= bar, found.most_common()
 
 
 def operands(**grouping: Any) -> Operands:
