@@ -77,6 +77,7 @@ def main() -> None:
         index[-1] = torch.tensor([EXPERTS - 1, 2**31 + 1, EXPERTS - 1])  # one twice, and one that lies
         parameters = parameters_of(bias, dtype, "cpu", (EXPERTS, HIDDEN, INNER))
         kernels.LEAST_COLUMNS = 8 - 4 * (number % 2)
+        kernels.SUMMED_BYTES, kernels.WHOLE_BYTES, kernels.GATED_BYTES = 512, 512 * (number % 3), 128  # several pieces
         got = kernels.decode(net, x, index, weights, *parameters)
         want = by_pairs(net, x, index, weights, *parameters)
         off = float((got.double() - want).norm() / want.norm())
