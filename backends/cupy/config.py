@@ -43,6 +43,10 @@ ODD_WEIGHTS = 24576
 """Bytes of a stage of weights whose lines begin anywhere, the larger of both layouts (hopper_shift_b.cu)."""
 CODE_LINE = 64
 """Bytes of a column of quantised weights in a stage, at most."""
+LOW_ROWS = 8
+"""Rows of the lowest tiles of quantised weights, whose kernel has two thread blocks on each multiprocessor."""
+LOW_SHARED = 115712
+"""Bytes of shared memory for each of the two: half of a multiprocessor's 228 KB, less 1 KB that a block needs more."""
 SHARED_LIMIT = 232448
 """Bytes of shared memory that one thread block may have on compute capability 9.0."""
 
@@ -90,6 +94,8 @@ class Config:
 
     def shared_bytes(self, plain: bool) -> int:
         """The dynamic shared memory of the Hopper kernel and of `hopper_shift_b`, in bytes."""
+        if self.rows == LOW_ROWS:
+            return LOW_SHARED
         staging = 2 * (8192 if plain else 9216) * (1 if self.columns == COLUMNS else self.columns // 64)
         return self.ring_bytes + staging + self._scales + self._bookkeeping
 
@@ -100,6 +106,10 @@ class Config:
             return self.stages * self.rows * 128 + self.weight_stages * ODD_WEIGHTS
         line = CODE_LINE if self.kernel == "hopper_weights" else 128
         return self.stages * (self.rows * 128 + self.columns * line)
+
+    def low_ring_bytes(self, plain: bool) -> int:
+        """The bytes of all stages of the lowest tiles, which are as many as fit."""
+        return LOW_SHARED - 2 * (8192 if plain else 9216) - self._bookkeeping
 
     @property
     def _scales(self) -> int:
@@ -133,6 +143,8 @@ class Config:
     def groups_at_most(self) -> int:
         """The number of groups that the schedule can hold in its shared memory."""
         high = self.kernel == "hopper_shift_b" and self.rows == SHIFT_B.rows
+        if self.rows == LOW_ROWS:
+            return TURNS_GROUPS
         return TURNS_GROUPS if self.pingpong or self.columns != COLUMNS or high else MAX_GROUPS
 
 
@@ -273,7 +285,8 @@ FUSED_TOGETHER = (TURNS, WIDE, ALONE, MIDDLE, SINGLE, NARROW, SLIM)
 WEIGHTS_WIDE = Config("hopper_weights", rows=256, stages=4, cluster=2)
 WEIGHTS_MIDDLE = Config("hopper_weights", rows=128, stages=8, cluster=2)
 WEIGHTS_NARROW = Config("hopper_weights", rows=64, stages=12, cluster=1, step=8)
-WEIGHTS = (WEIGHTS_WIDE, WEIGHTS_MIDDLE, WEIGHTS_NARROW)
+WEIGHTS_LOW = Config("hopper_weights", rows=LOW_ROWS, stages=4, cluster=1, step=8)
+WEIGHTS = (WEIGHTS_WIDE, WEIGHTS_MIDDLE, WEIGHTS_NARROW, WEIGHTS_LOW)
 SMALL_STAGES = 4
 """Blocks of k that the small kernel has in flight, if a config does not say it."""
 BLOCK_K = 64
@@ -357,7 +370,9 @@ def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -
         return False
     if config.kernel == "hopper_fp8" and config.step > 16:  # the widths of low tiles (consume_fp8.cuh)
         return False
-    if config.kernel == "hopper_weights" and config.rows > most_weight_rows(spec):
+    if config.rows == LOW_ROWS and config != WEIGHTS_LOW:
+        return False
+    if config.kernel == "hopper_weights" and not least_weight_rows(spec) <= config.rows <= most_weight_rows(spec):
         return False
     if capability != (9, 0) or config.kernel == "small_list":
         return capability == (9, 0) and config in SMALL_LISTS
@@ -397,6 +412,14 @@ def most_weight_rows(spec: ProblemSpec) -> int:
     return 128 if scale is not None and scale.k and not folds_scales(spec) else 256
 
 
+def least_weight_rows(spec: ProblemSpec) -> int:
+    """The smallest number of rows of a tile of `hopper_weights`: in the lowest, a lane's k lie in one block of scales,
+    and there are no zero points."""
+    scale, lane_blocks = spec.b.scale, 128 if spec.b.packed else 64
+    whole = scale is None or not scale.k or scale.k >= lane_blocks or folds_scales(spec)
+    return LOW_ROWS if whole and (scale is None or scale.zero is None) else WEIGHTS_NARROW.rows
+
+
 @cache
 def _runs_clusters(config: Config, plain: bool) -> bool:
     """Whether a config belongs to a kernel of resident clusters, and fits with plain results or without.
@@ -408,7 +431,11 @@ def _runs_clusters(config: Config, plain: bool) -> bool:
     stages = config.weight_stages if shifts else config.stages
     least = 3 if config.rows > 128 and not shifts else 2
     turns = not config.pingpong or (config.kernel in TAKE_TURNS and config.rows <= 192 and plain)
-    known = config.rows in (64, 128, 192, 256) and config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64)
+    known = (
+        config.rows in (*((LOW_ROWS,) if config.kernel == "hopper_weights" else ()), 64, 128, 192, 256)
+        and config.cluster in (1, 2, 4)
+        and config.step in (8, 16, 32, 64)
+    )
     return turns and known and stages >= least and config.shared_bytes(plain) <= SHARED_LIMIT
 
 

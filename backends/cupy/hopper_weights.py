@@ -10,7 +10,7 @@ import torch
 from multigemm.backend import Launch
 from multigemm.backends.cupy.arguments import Side, result_map, row_maps
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import BLOCK_K, CODE_LINE, COLUMNS, Config
+from multigemm.backends.cupy.config import BLOCK_K, CODE_LINE, COLUMNS, LOW_ROWS, Config
 from multigemm.backends.cupy.hopper import Clusters, results_of
 from multigemm.backends.cupy.quantised import CODES, grid_bytes
 from multigemm.backends.cupy.support import folds_scales, plain_kind, sends
@@ -23,9 +23,16 @@ from multigemm.problem.spec import OperandSpec, ProblemSpec, ScaleSpec
 
 def stage_of(b: OperandSpec, config: Config) -> tuple[int, int]:
     """How many 64 of k a stage has, and in how many boxes the weights come: in low tiles one for each warpgroup."""
-    if config.rows != 64 or b.dtype.is_floating_point:
+    if config.rows > 64 or b.dtype.is_floating_point:
         return 1, 1
     return (4, 2) if b.packed else (2, 2)
+
+
+def low_stage_bytes(b: OperandSpec, config: Config) -> int:
+    """The bytes of a stage of the lowest tiles (FEW_BYTES in pipeline.cuh): codes and rows."""
+    deep, boxes = stage_of(b, config)
+    rows = (deep - 1) * (LOW_ROWS + 2) * 128 + LOW_ROWS * 128
+    return -(-(boxes * COLUMNS * CODE_LINE + rows) // 1024) * 1024
 
 
 def source(spec: ProblemSpec, config: Config) -> Source:
@@ -42,14 +49,17 @@ def _source(b: OperandSpec, even: bool, bfloat: bool, plain: int, sent: bool, fo
     zero = -1 if scale.zero is None else CODES[scale.zero]
     pairs = even and scale.dtype is torch.float8_e8m0fnu and scale.k == 32 and scale.order == "col" and scale.align >= 2
     deep, boxes = stage_of(b, config)
-    stages = (
-        config.stages if deep == 1 else config.ring_bytes // (deep * config.rows * 128 + boxes * COLUMNS * CODE_LINE)
-    )
+    low = config.rows == LOW_ROWS
+    stages = config.stages
+    if low:
+        stages = config.low_ring_bytes(plain > 0) // low_stage_bytes(b, config)
+    elif deep > 1:
+        stages = config.ring_bytes // (deep * config.rows * 128 + boxes * COLUMNS * CODE_LINE)
     defines = (
         ("W_CODE", CODES[b.packed or b.dtype]), ("BFLOAT", int(bfloat)), ("SCALE_K", scale.k),
         ("SCALE_CODE", CODES[scale.dtype]), ("ZERO_CODE", zero), ("FOLD", int(folds)), ("PAIRS", int(pairs)),
-        ("PLAIN", plain), ("SEND", int(sent)), ("ROWS", config.rows), ("STAGES", stages), ("DEEP", deep),
-        ("W_BOXES", boxes), ("CLUSTER", config.cluster), ("STEP", config.step), ("SHARED", shared),
+        ("PLAIN", plain), ("SEND", int(sent)), ("ROWS", max(config.rows, 64)), ("LOW", int(low)), ("STAGES", stages),
+        ("DEEP", deep), ("W_BOXES", boxes), ("CLUSTER", config.cluster), ("STEP", config.step), ("SHARED", shared),
     )  # fmt: skip
     return Source("hopper_weights.cu", "hopper_weights", defines, shared)
 

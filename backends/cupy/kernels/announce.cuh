@@ -53,7 +53,9 @@ __device__ __forceinline__ void announce_tiles(const Problem& p, const Launch& l
             expect_tile(s, number);
         }
         if (rank == 0) {
-            barrier_wait(shared_address(&s.ask), number & 1);     // not too early: who is late shall take fewer
+            // Not too early: who is late shall take fewer.
+            if (LOW) barrier_wait_asleep(shared_address(&s.ask), number & 1);
+            else barrier_wait(shared_address(&s.ask), number & 1);
             next = one_each ? s.schedule.total : clusters + atomicAdd(l.counter, 1);
         } else if (take_tile(s, number, 1).n == STOP) {
             break;

@@ -9,7 +9,9 @@
 #include "tensor_cores.cuh"
 #include "weights.cuh"
 
-constexpr int FEW_AHEAD = SCALE_K ? 4 : 1;              // stages whose scales and zero points are held or on their way
+// Stages whose scales and zero points are held or on their way. (H200, low tiles with two instead of four: int4 0.93 to 0.97 of the
+// time; mxfp4 0.98 where K is 768, 1.05 to 1.13 where it is 4096 or more.)
+constexpr int FEW_AHEAD = SCALE_K == 0 ? 1 : LOW && !FOLD ? 2 : 4;
 constexpr int CHUNKS = FOUR_BITS ? 4 : 2;               // pieces of 16 bytes of a row that a lane has of a stage
 constexpr int BOX_K = BK / W_BOXES, LANE_K = BOX_K / 4;
 // Warpgroups take half of a stage's k each, of all columns, but for float8: each warp has 16 columns of both halves, so that one read
@@ -21,6 +23,9 @@ constexpr int HALVES_HERE = BY_HALVES ? 2 : 1;
 // The next tile's first scales are asked for before the warpgroups join their sums and the results leave, where a block of k has
 // its own: else they are not used before a tile's end, and asking early takes longer (int8, K = 768: 1.08 of the time; H200).
 constexpr bool ASKS_EARLY = SCALE_K > 0;
+// Sums that are added to in turns, where a lane has few others and each product would wait for the one before.
+constexpr int CHAINS = BY_HALVES ? 1 : 2;
+constexpr int LOW_RESULTS = 16 * 128;                   // bytes of a warpgroup's staging before the sums that it gives away
 constexpr int STAGE_BLOCKS = SCALE_K && BK > SCALE_K ? BK / SCALE_K : 1;     // blocks from a lane's to its next
 
 // ---- Rows ----
@@ -70,32 +75,34 @@ __device__ __forceinline__ void arrange_rows(Shared& s, u32 stages) {
 
 // ---- Scales and zero points of a lane's k ----
 
+// The numbers of one column: `at` that of the lane's first block, the others behind it by a distance that all columns share.
 template <int CODE> struct LaneQueue {
-    const char* at;                 // the number that was asked for last
-    i64 step;                       // bytes from stage to stage
+    const char* at;
     u32 held[FEW_AHEAD];
 
     __device__ __forceinline__ void begin(const GroupGrid& g, i64 column, int block, u32 absent) {
-        at = g.ptr ? entry_of(g, column, 0) + block * g.k * bytes_of(CODE) : nullptr, step = g.k * bytes_of(CODE) * STAGE_BLOCKS;
-        keep_in_register(step);
+        at = g.ptr ? entry_of(g, column, 0) + block * g.k * bytes_of(CODE) : nullptr;
         held[0] = SCALE_K == 0 && at ? load_code<CODE>(at) : absent;
     }
-    __device__ __forceinline__ void ask(int slot, bool further) {
-        if (further) at += step;
-        held[slot] = load_code<CODE>(at);
-    }
+    __device__ __forceinline__ void ask(int slot, i64 behind) { held[slot] = load_code<CODE>(at + behind); }
 };
 
 struct LaneNumbers {
     static constexpr int COUNT = 2 * HALVES_HERE;       // columns
+    static constexpr int ZERO = ZEROS ? ZERO_CODE : CODE_U8;
     LaneQueue<SCALE_CODE> scale[COUNT];
-    LaneQueue<ZEROS ? ZERO_CODE : CODE_U8> zero[COUNT];
+    LaneQueue<ZERO> zero[COUNT];
+    i64 scale_step, scale_behind, zero_step, zero_behind;       // bytes from stage to stage; how far the numbers asked for last are
     int first_k, block, blocks;     // this lane's of a stage; its block of the stage that was asked for last, and how many there are
 
     // Stages behind the last block's end have zeros, whichever number of their column these meet.
     __device__ __forceinline__ void begin(const GroupGrid& scales, const GroupGrid& zeros, i64 column, i64 columns, int k, int box) {
         first_k = box * BOX_K + int(threadIdx.x & 3) * LANE_K;
         blocks = SCALE_K ? (k + SCALE_K - 1) / (SCALE_K ? SCALE_K : 1) : 1, block = min(lane_block(0), blocks - 1);
+        scale_behind = zero_behind = 0;
+        scale_step = scales.k * bytes_of(SCALE_CODE) * STAGE_BLOCKS, zero_step = zeros.k * bytes_of(ZERO) * STAGE_BLOCKS;
+        keep_in_register(scale_step);
+        if (ZEROS) keep_in_register(zero_step);
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             const i64 known = min64(column + (i & 1) * 8 + (i >> 1) * 64, columns - 1);
@@ -117,10 +124,11 @@ struct LaneNumbers {
         return further;
     }
     __device__ __forceinline__ void load(int slot, bool further) {
+        if (further) scale_behind += scale_step, zero_behind += zero_step;
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
-            scale[i].ask(slot, further);
-            if (ZEROS) zero[i].ask(slot, further);
+            scale[i].ask(slot, scale_behind);
+            if (ZEROS) zero[i].ask(slot, zero_behind);
         }
     }
     __device__ __forceinline__ float factor(int slot, int column) const { return decode<SCALE_CODE>(scale[column].held[slot]); }
@@ -134,29 +142,66 @@ struct LaneNumbers {
 
 // ---- Codes ----
 
+// Whole numbers in the low 8 bits of a bfloat16 are its smallest ones, counted in 2^-133. One fused multiply-add takes their
+// offset away and makes them multiples of 1 / PER_UNIT, as large as a factor of bfloat16 can make them; sums are multiplied by
+// PER_UNIT when a tile ends. Powers of two: each step is exact.
+constexpr bool COUNTED = BFLOAT && !ZEROS && (W_CODE == CODE_I8 || W_CODE == CODE_INT4 || W_CODE == CODE_UINT4);
+constexpr float PER_UNIT = COUNTED ? 64.0f : 1.0f;
+constexpr u32 FROM_LOW = 0x7F007F00u, FROM_FOURTH = 0x7D007D00u;       // 2^127, or 2^123 where they begin with bit 4
+constexpr u32 OFFSET = W_CODE == CODE_I8 ? 0xC000C000u : W_CODE == CODE_INT4 ? 0xBE00BE00u : 0x80008000u;      // -128, -8 or 0 units
+
+// What codes are joined with: an instruction has room for one constant, and the assembler would load the other one into a register
+// each time. So these are no constants, but have `nothing` added, which is zero and only known when the kernel runs.
+struct CountMasks {
+    u32 low = W_CODE == CODE_I8 ? 0x00FF00FFu : 0x000F000Fu, fourth = 0x00F000F0u, from_low = FROM_LOW, from_fourth = FROM_FOURTH;
+    Masks others;
+    __device__ __forceinline__ void keep(u32 nothing) {
+        low += nothing, fourth += nothing, from_low += nothing, from_fourth += nothing;
+        others.keep(nothing);
+    }
+};
+__device__ __forceinline__ u32 counted_low(u32 word, const CountMasks& masks) {
+    constexpr u32 sign = W_CODE == CODE_I8 ? 0x00800080u : W_CODE == CODE_INT4 ? 0x00080008u : 0;
+    return fma_pairs((word & masks.low) ^ sign, masks.from_low, OFFSET);
+}
+__device__ __forceinline__ u32 counted_fourth(u32 word, const CountMasks& masks) {
+    return fma_pairs((word & masks.fourth) ^ (W_CODE == CODE_INT4 ? 0x00800080u : 0), masks.from_fourth, OFFSET);
+}
+
 // Two pairs of a word: of four bits those of its lower bytes' halves, or with `upper` those of the upper ones.
-__device__ __forceinline__ void two_pairs(u32 word, bool upper, const Masks& masks, u32& first, u32& second) {
+__device__ __forceinline__ void two_pairs(u32 word, bool upper, const CountMasks& masks, u32& first, u32& second) {
     if (W_CODE == CODE_E4M3 || W_CODE == CODE_E5M2) {
         first = pair_of_bytes(word), second = pair_of_bytes(word >> 16);
         return;
     }
     if (W_CODE == CODE_I8) {
-        first = pair_of_even_bytes(word, masks), second = pair_of_even_bytes(word >> 8, masks);
+        first = COUNTED ? counted_low(word, masks) : pair_of_even_bytes(word, masks.others);
+        second = COUNTED ? counted_low(word >> 8, masks) : pair_of_even_bytes(word >> 8, masks.others);
+        return;
+    }
+    if (W_CODE == CODE_E2M1 && BFLOAT) {        // sign and magnitude six bits apart: one product puts both into place
+        constexpr u32 IN_PLACE = 0x81C081C0u;
+        if (upper) {
+            const u32 moved = word >> 6;
+            first = (moved & 0x003C003Cu) * 0x0410u & IN_PLACE, second = (word & 0x80008000u) | (moved & 0x01C001C0u);
+        } else {
+            first = (word & 0x000F000Fu) * 0x1040u & IN_PLACE, second = (word & 0x00F000F0u) * 0x0104u & IN_PLACE;
+        }
         return;
     }
     if (upper) word >>= 8;
-    if (W_CODE == CODE_E2M1 && BFLOAT) {        // sign and magnitude six bits apart: one product puts both into place
-        first = (word & 0x000F000Fu) * 0x1040u & 0x81C081C0u, second = (word & 0x00F000F0u) * 0x0104u & 0x81C081C0u;
-    } else if (W_CODE == CODE_E2M1) {
+    if (W_CODE == CODE_E2M1) {
         first = (word << 12 & 0x80008000u) | (word << 9 & 0x0E000E00u), second = (word << 8 & 0x80008000u) | (word << 5 & 0x0E000E00u);
+    } else if (COUNTED) {
+        first = counted_low(word, masks), second = counted_fourth(word, masks);
     } else {
-        first = pair_of_counts(word, masks), second = pair_of_counts(word >> 4, masks);
+        first = pair_of_counts(word, masks.others), second = pair_of_counts(word >> 4, masks.others);
     }
 }
 
-// The products of one box: 16 bytes of codes of each of a lane's columns.
-template <int EIGHTS, bool LARGE>
-__device__ __forceinline__ void multiply_words(const uint4 (&line)[2 * HALVES_HERE], const uint4 (&x)[EIGHTS][CHUNKS], const LaneNumbers& numbers, int slot, const Masks& masks, float (&d)[HALVES_HERE][2][EIGHTS][4]) {
+// The products of one box: 16 bytes of codes of each of a lane's columns. `load_rows` gives a lane's 16 bytes of each eight rows.
+template <int EIGHTS, bool LARGE, class LoadRows>
+__device__ __forceinline__ void multiply_words(const uint4 (&line)[2 * HALVES_HERE], LoadRows load_rows, const LaneNumbers& numbers, int slot, const CountMasks& masks, float (&d)[HALVES_HERE][CHAINS][EIGHTS][4]) {
     u32 factor[2 * HALVES_HERE] = {}, rest[2 * HALVES_HERE] = {}, zero[2 * HALVES_HERE] = {};
 #pragma unroll
     for (int i = 0; i < 2 * HALVES_HERE; ++i) {
@@ -169,7 +214,9 @@ __device__ __forceinline__ void multiply_words(const uint4 (&line)[2 * HALVES_HE
         }
     }
 #pragma unroll
-    for (int j = 0; j < CHUNKS; ++j)
+    for (int j = 0; j < CHUNKS; ++j) {
+        uint4 x[EIGHTS];
+        load_rows(j, x);
 #pragma unroll
         for (int h = 0; h < 2; ++h)
 #pragma unroll
@@ -191,14 +238,19 @@ __device__ __forceinline__ void multiply_words(const uint4 (&line)[2 * HALVES_HE
                 }
 #pragma unroll
                 for (int t = 0; t < EIGHTS; ++t) {
-                    const u32 rows[2] = {h ? x[t][j].z : x[t][j].x, h ? x[t][j].w : x[t][j].y};
+                    const u32 rows[2] = {h ? x[t].z : x[t].x, h ? x[t].w : x[t].y};
 #if BFLOAT
-                    mma_bf16(d[side][h][t], w, rows);
+                    mma_bf16(d[side][h % CHAINS][t], w, rows);
 #else
-                    mma_f16(d[side][h][t], w, rows);
+                    mma_f16(d[side][h % CHAINS][t], w, rows);
 #endif
                 }
             }
+    }
+}
+
+template <int EIGHTS> __device__ __forceinline__ float sum_of(const float (&d)[CHAINS][EIGHTS][4], int t, int i) {
+    return CHAINS == 1 ? d[0][t][i] : d[0][t][i] + d[CHAINS - 1][t][i];
 }
 
 __device__ __forceinline__ void sync_both() { asm volatile("bar.sync 7, 256;" ::: "memory"); }
@@ -207,7 +259,7 @@ __device__ __forceinline__ void sync_both() { asm volatile("bar.sync 7, 256;" ::
 template <int EIGHTS>
 __device__ __forceinline__ void join_halves(u32 staging, int half, const float (&sums)[HALVES_HERE][EIGHTS * 4], float (&total)[ACCUMULATORS]) {
     const int tid = threadIdx.x & 127;
-    const u32 mine = staging + tid * 16, others = mine + (half ? -STAGING_BYTES : STAGING_BYTES);
+    const u32 mine = staging + (LOW ? LOW_RESULTS : 0) + tid * 16, others = mine + (half ? -STAGING_BYTES : STAGING_BYTES);
 #if SEND
     if (tid < 32) wait_until_read();                    // the last tile's results have left
 #endif
@@ -227,8 +279,29 @@ __device__ __forceinline__ void join_halves(u32 staging, int half, const float (
 #pragma unroll
         for (int i = 0; i < 4; ++i) total[t * 4 + i] = (half ? sums[HALVES_HERE - 1][t * 4 + i] : sums[0][t * 4 + i]) + __uint_as_float(w[i]);
     }
-    sync_both();
+    if (!(LOW && SEND)) sync_both();                    // results lie elsewhere (send_low)
 }
+
+#if LOW && SEND
+// send_tile for 16 rows, the first of a box; what follows them in the staging is not stored. Warpgroups that have joined their sums
+// have waited there until the last tile's results had left.
+__device__ __forceinline__ void send_low(const Problem& p, const Maps& maps, const Tile& t, int half, u32 staging, const float (&total)[ACCUMULATORS]) {
+    const int tid = threadIdx.x & 127, lane = tid & 31, warp = tid >> 5;
+    const float alpha = factor(p);
+    u32 pair[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pair[i] = pack_pair(total[i * 2] * alpha, total[i * 2 + 1] * alpha);
+    if (!BY_HALVES || t.k_len == 0) {
+        if (tid < 32) wait_until_read();
+        warpgroup_sync(half);
+    }
+    store_transposed(staging + ((lane >> 4) * 8 + (lane & 7)) * 128 + (((warp * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) << 4), pair[0], pair[1], pair[2], pair[3]);
+    show_to_copy_engine();
+    warpgroup_sync(half);
+    const Results to = results_of(p, t, first_column(t, 0, half));
+    send_box(tid == 0, staging, &maps.out, to.col, int(FAR) - to.rows, to.end, int(FAR), to.group);
+}
+#endif
 
 // All k-blocks of a tile of at most EIGHTS * 8 rows. `take_next` runs when its numbers have been used, if a kernel ASKS_EARLY.
 template <int EIGHTS, class TakeNext>
@@ -247,9 +320,9 @@ __device__ __forceinline__ void multiply_few(Shared& s, u32 stages, u32 staging,
         piece[j] = rows + (((first + j) ^ turn) << 4);
         keep_in_register(piece[j]);
     }
-    Masks masks;
+    CountMasks masks;
     masks.keep(ring.at >> 31);                          // a ring is shorter
-    float d[HALVES_HERE][2][EIGHTS][4] = {}, sums[HALVES_HERE][EIGHTS * 4] = {};
+    float d[HALVES_HERE][CHAINS][EIGHTS][4] = {}, sums[HALVES_HERE][EIGHTS * 4] = {};
 #pragma unroll 1
     for (int begin = 0; begin < blocks; begin += FEW_AHEAD) {
 #pragma unroll
@@ -258,18 +331,34 @@ __device__ __forceinline__ void multiply_few(Shared& s, u32 stages, u32 staging,
             if (kb >= blocks) break;
             barrier_wait(shared_address(&s.full[ring.place]), ring.parity);
             const u32 stage = stages + ring.at;
-            uint4 line[2 * HALVES_HERE], x[EIGHTS][CHUNKS];
+            uint4 line[2 * HALVES_HERE], x[LOW ? 1 : CHUNKS][EIGHTS];
 #pragma unroll
             for (int i = 0; i < 2 * HALVES_HERE; ++i) line[i] = load_shared16(codes + stage + ((i & 1) * 8 + (i >> 1) * 64) * W_LINE);
+            const auto load_rows = [&](int j, uint4 (&to)[EIGHTS]) {
 #pragma unroll
-            for (int t = 0; t < EIGHTS; ++t)
+                for (int t = 0; t < EIGHTS; ++t) to[t] = load_shared16(piece[j] + stage + t * 8 * LINE_BYTES);
+            };
+            const auto hand_back = [&] {
+                __syncwarp();                           // all lanes have what they need of the stage
+                if (lane == 0) barrier_arrive(shared_address(&s.empty[ring.place]), 0);
+                ring.next(bytes);
+            };
+            const auto rows_of = [&](int j, uint4 (&to)[EIGHTS]) {
+                if (LOW) {                              // few registers, and as many warps again, which hide what this waits for
+                    load_rows(j, to);
+                } else {
 #pragma unroll
-                for (int j = 0; j < CHUNKS; ++j) x[t][j] = load_shared16(piece[j] + stage + t * 8 * LINE_BYTES);
-            __syncwarp();                               // all lanes have what they need of the stage
-            if (lane == 0) barrier_arrive(shared_address(&s.empty[ring.place]), 0);
-            ring.next(bytes);
-            if (AT_ONCE_LIFTED && __any_sync(~0u, numbers.large(held))) multiply_words<EIGHTS, AT_ONCE_LIFTED>(line, x, numbers, held, masks, d);
-            else multiply_words<EIGHTS, false>(line, x, numbers, held, masks, d);
+                    for (int t = 0; t < EIGHTS; ++t) to[t] = x[LOW ? 0 : j][t];
+                }
+            };
+            if (!LOW) {
+#pragma unroll
+                for (int j = 0; j < CHUNKS; ++j) load_rows(j, x[LOW ? 0 : j]);
+                hand_back();
+            }
+            if (AT_ONCE_LIFTED && __any_sync(~0u, numbers.large(held))) multiply_words<EIGHTS, AT_ONCE_LIFTED>(line, rows_of, numbers, held, masks, d);
+            else multiply_words<EIGHTS, false>(line, rows_of, numbers, held, masks, d);
+            if (LOW) hand_back();
             if (PARTS) {                                // a box lies in one block of scales
 #pragma unroll
                 for (int side = 0; side < HALVES_HERE; ++side)
@@ -277,8 +366,9 @@ __device__ __forceinline__ void multiply_few(Shared& s, u32 stages, u32 staging,
                     for (int t = 0; t < EIGHTS; ++t)
 #pragma unroll
                         for (int i = 0; i < 4; ++i) {
-                            sums[side][t * 4 + i] = fmaf(numbers.factor(held, side * 2 + (i >> 1)), d[side][0][t][i] + d[side][1][t][i], sums[side][t * 4 + i]);
-                            d[side][0][t][i] = d[side][1][t][i] = 0.0f;
+                            sums[side][t * 4 + i] = fmaf(numbers.factor(held, side * 2 + (i >> 1)), sum_of(d[side], t, i), sums[side][t * 4 + i]);
+#pragma unroll
+                            for (int chain = 0; chain < CHAINS; ++chain) d[side][chain][t][i] = 0.0f;
                         }
             }
             numbers.ask(slot, kb + FEW_AHEAD);
@@ -290,8 +380,15 @@ __device__ __forceinline__ void multiply_few(Shared& s, u32 stages, u32 staging,
 #pragma unroll
             for (int t = 0; t < EIGHTS; ++t)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) sums[side][t * 4 + i] = (d[side][0][t][i] + d[side][1][t][i]) * (SCALE_K == 0 ? numbers.factor(0, side * 2 + (i >> 1)) : 1.0f);
+                for (int i = 0; i < 4; ++i) sums[side][t * 4 + i] = sum_of(d[side], t, i);
     }
+#pragma unroll
+    for (int side = 0; side < HALVES_HERE; ++side)
+#pragma unroll
+        for (int i = 0; i < EIGHTS * 4; ++i) {
+            if (COUNTED) sums[side][i] *= PER_UNIT;
+            if (SCALE_K == 0) sums[side][i] *= numbers.factor(0, side * 2 + (i >> 1 & 1));
+        }
     if (ASKS_EARLY) take_next();
     if (BY_HALVES) {
         join_halves<EIGHTS>(staging, half, sums, total);

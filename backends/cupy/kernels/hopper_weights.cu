@@ -14,12 +14,17 @@
 #define PINGPONG 0
 #define LATE 0
 #define HALVES_LAST (CLUSTER == 2)
+#if LOW                         // the warps of two blocks hide each other's waits: for instructions, for scales, and at a tile's end
+#define EVEN 1
+#define MOST_GROUPS 448
+#endif
 // Tiles of at most 16 rows have a way of their own (few_rows.cuh), where a lane's k of a box lie in one block of scales.
 #define FEW (ROWS == 64 && CLUSTER == 1 && (FOLD || SCALE_K == 0 || SCALE_K >= 64 * DEEP / W_BOXES))
 #define ARRANGED (FEW && W_CODE != 5 && W_CODE != 6)   // float8 needs no other order
 #include "announce.cuh"
 #include "load.cuh"
 #include "mma_weights.cuh"
+static_assert(!LOW || (FEW && ZERO_CODE < 0), "all tiles are low, and registers do not hold zero points");
 #if FEW
 #include "few_rows.cuh"
 #else
@@ -127,7 +132,7 @@ __device__ __forceinline__ void multiply_weights(Shared& s, u32 stages, Ring& ri
 }
 
 // Tiles that go through few_rows.cuh.
-__device__ __forceinline__ bool is_low(const Tile& t) { return FEW && t.n > 0 && t.n <= FEW_ROWS && t.k_len > 0; }
+__device__ __forceinline__ bool is_low(const Tile& t) { return FEW && t.n > 0 && (LOW || t.n <= FEW_ROWS) && t.k_len > 0; }
 #if !FEW
 constexpr bool ASKS_EARLY = false;
 #endif
@@ -156,9 +161,13 @@ __device__ __forceinline__ void consume_weights(const Problem& p, const Launch& 
         const Tile t = next;
         const int blocks = k_blocks(t);
         const u32 bytes = ring.begin(t, blocks);
+#if LOW
+        float total[ACCUMULATORS] = {};
+#else
         float total[ACCUMULATORS];
         clear(total);
-        if (blocks > 0) {
+#endif
+        if (!LOW && blocks > 0) {
             if (first && half == 1) wait_for_other(half);       // apart from the start, so that they take turns
             if (first && half == 0) let_other(half);
             first = false;
@@ -166,15 +175,17 @@ __device__ __forceinline__ void consume_weights(const Problem& p, const Launch& 
         if (is_low(t)) {
 #if FEW
             if (!ASKS_EARLY) begin_numbers(t);
-            if (t.n <= 8) multiply_few<1>(s, stages, staging, ring, blocks, bytes, half, total, of_lane, take_next);
-            else multiply_few<2>(s, stages, staging, ring, blocks, bytes, half, total, of_lane, take_next);
+            if (LOW || t.n <= 8) multiply_few<1>(s, stages, staging, ring, blocks, bytes, half, total, of_lane, take_next);
+            else multiply_few<LOW ? 1 : 2>(s, stages, staging, ring, blocks, bytes, half, total, of_lane, take_next);
 #endif
-        } else if (blocks > 0) {
+        } else if (!LOW && blocks > 0) {
             Numbers numbers;
             numbers.begin(grid_of_group(grids.scale, t.group, 0, 0), grid_of_group(grids.zero, t.group, 0, 0), column_of(t, half), grids.columns, t.k_len);
             BY_WIDTH(t.n, multiply_weights<WIDTH>(s, stages, ring, blocks, bytes, half, total, numbers));
         }
-#if SEND
+#if SEND && LOW
+        send_low(p, maps, t, half, staging, total);
+#elif SEND
         send_tile(p, maps, t, rank, half, staging, total);
 #else
         finish_tile(p, l, t, rank, half, staging, total);
@@ -186,7 +197,10 @@ __device__ __forceinline__ void consume_weights(const Problem& p, const Launch& 
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+// Registers of a thread that multiplies, and of one that does not: together those of all threads at the launch.
+constexpr int OWN_REGISTERS = !LOW ? 224 : FOUR_BITS ? 96 : 88, LOADER_REGISTERS = !LOW ? 56 : FOUR_BITS ? 48 : 64;
+
+extern "C" __global__ void __launch_bounds__(THREADS, LOW ? 2 : 1)
 hopper_weights(const __grid_constant__ Problem p, const __grid_constant__ Launch l, const __grid_constant__ WeightGrids grids, const __grid_constant__ Maps maps) {
     extern __shared__ char raw[];
     const u32 stages = (shared_address(raw) + 1023) & ~1023u;
@@ -205,7 +219,7 @@ hopper_weights(const __grid_constant__ Problem p, const __grid_constant__ Launch
     if (CLUSTER > 1) cluster_wait();
 
     if (warpgroup == CONSUMERS) {
-        registers_down<56>();
+        registers_down<LOADER_REGISTERS>();
         const int role = warp - CONSUMERS * 4;
         if (role == 0) load_weights(p, l, maps, s, stages, rank);
         else if (role == 1) load_rows(p, l, maps, s, stages, rank);
@@ -219,7 +233,7 @@ hopper_weights(const __grid_constant__ Problem p, const __grid_constant__ Launch
         }
         __syncwarp();
     } else {
-        registers_up<224>();
+        registers_up<OWN_REGISTERS>();
         consume_weights(p, l, grids, maps, s, stages, staging + warpgroup * STAGING_BYTES, rank, warpgroup);
     }
 }

@@ -34,6 +34,15 @@ __device__ __forceinline__ u32 subtract_pairs(u32 a, u32 b) {
 #endif
     return d;
 }
+__device__ __forceinline__ u32 fma_pairs(u32 a, u32 b, u32 c) {
+    u32 d;
+#if BFLOAT
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+#else
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+#endif
+    return d;
+}
 // Two codes of e4m3 as float16, which holds them all.
 __device__ __forceinline__ u32 halves_of_e4m3(u32 codes) {
     u32 d;

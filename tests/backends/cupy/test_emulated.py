@@ -113,8 +113,10 @@ def _codes(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> Tenso
     return codes.view(torch.int8) if name == "int8" else codes
 
 
-def weights_problem(seed: int, dtype: torch.dtype, name: str, scale: torch.dtype, block: int) -> GroupedGemmProblem:
-    """Whole numbers under scales that are powers of two, some of them large, with zero points of integers."""
+def weights_problem(
+    seed: int, dtype: torch.dtype, name: str, scale: torch.dtype, block: int, zeros: bool = True
+) -> GroupedGemmProblem:
+    """Whole numbers under scales that are powers of two, some of them large; `zeros`: some with zero points."""
     rng = np.random.default_rng(seed)
     form, groups = str(rng.choice(["jagged_m", "masked", "batched"])), int(rng.integers(1, 5))
     k, n, m = 32 * int(rng.integers(1, 12)), int(rng.integers(1, 40)) * 8, int(rng.integers(1, 140))
@@ -132,9 +134,9 @@ def weights_problem(seed: int, dtype: torch.dtype, name: str, scale: torch.dtype
     numbers = torch.from_numpy(np.ldexp(1.0, rng.integers(-3, high, grid)).astype(np.float32)).to(scale)
     numbers = numbers.mT.contiguous().mT if rng.integers(2) else numbers
     whole = name in ("int8", "int4", "uint4")
-    if whole and rng.integers(2):
-        zeros = torch.from_numpy(rng.integers(0, 4 if name == "int8" else 16, grid).astype(np.uint8))
-        options["zero_b"] = zeros
+    if whole and rng.integers(2) and zeros:
+        points = torch.from_numpy(rng.integers(0, 4 if name == "int8" else 16, grid).astype(np.uint8))
+        options["zero_b"] = points
     x = torch.from_numpy(rng.integers(-3, 4, (*rows, k)).astype(np.float32)).to(dtype)
     packed = name if name in ("int4", "uint4", "e2m1") else None
     return GroupedGemmProblem(x, _codes(rng, name, (groups, n, k)).mT, scale_b=numbers, b_format=packed, **options)
@@ -263,6 +265,11 @@ CHOSEN = {
         "int4 64 fp16", "uint4 128 fp16", "int8 64 bf16", "e5m2 32 bf16", "uint4 32 fp16", "uint4 64 bf16",
         "e4m3 128 fp16", "e2m1 32 bf16", "e4m3 64 bf16",
     ),
+    configs.WEIGHTS[3]: (
+        "int4 128 bf16", "uint4 128 fp16", "int8 64 bf16", "e4m3 128 bf16", "int4 0 bf16", "int8 128 fp16",
+        "uint4 0 bf16", "e5m2 64 fp16", "e2m1 128 bf16", "e2m1 0 fp16", "int8 128 bf16", "uint4 128 bf16",
+        "e4m3 64 bf16", "int8 32 bf16",
+    ),
 }  # fmt: skip
 """Format, what a scale covers along k, and dtype: each two constants that kernels of all triples are compiled with
 (those of the height, the format, the dtype, the scales, zero points, folding) meet in one of these."""
@@ -278,7 +285,7 @@ def test_weights_by_wgmma(config: Config, chosen: str) -> None:
     name, block, half = chosen.split()
     seed = BLOCKS.index(int(block))
     dtype, scale = (torch.bfloat16, SCALES[seed % 3]) if half == "bf16" else (torch.float16, torch.float32)
-    problem = weights_problem(seed + len(name), dtype, name, scale, int(block))
+    problem = weights_problem(seed + len(name), dtype, name, scale, int(block), config is not configs.WEIGHTS_LOW)
     assert configs.is_valid(config, problem.spec)
     _is_right(problem, config)
 
@@ -291,6 +298,29 @@ def test_mxfp4_weights_are_multiplied_by_their_powers_of_two(seed: int, pairs: i
     constants = dict(hopper_weights.source(problem.spec, config).defines)
     assert constants["FOLD"] == 1 and constants["PAIRS"] == pairs
     _is_right(problem, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "k"), [("int4", 128, 640), ("int4", 128, 1152), ("e2m1", 32, 416), ("int8", 64, 192)]
+)
+@pytest.mark.parametrize("layout", ["aligned", "side by side", "apart"])
+def test_scales_of_the_lowest_tiles(name: str, block: int, k: int, layout: str) -> None:
+    """Side by side for a column, aligned or not, or apart. The last stage has fewer of them; what lies behind is no
+    number."""
+    rng, n, blocks = np.random.default_rng(k), 200, -(-k // block)
+    scale = torch.float8_e8m0fnu if name == "e2m1" else torch.float32
+    numbers = np.ldexp(1.0, rng.integers(-3, 3, (2, blocks, n))).astype(np.float32)
+    behind = {"aligned": -blocks % 8 + 8, "side by side": 0, "apart": 3}[layout]
+    memory = torch.full((2, blocks + behind, n), torch.nan).to(scale)
+    memory[:, :blocks] = torch.from_numpy(numbers).to(scale)
+    memory = memory if layout == "apart" else memory.mT.contiguous().mT
+    x = torch.from_numpy(rng.integers(-3, 4, (20, k)).astype(np.float32)).bfloat16()
+    packed = name if name != "int8" else None
+    problem = GroupedGemmProblem(
+        x, _codes(rng, name, (2, n, k)).mT, sizes=[11, 9], scale_b=memory[:, :blocks], b_format=packed
+    )
+    assert configs.is_valid(configs.WEIGHTS_LOW, problem.spec)
+    _is_right(problem, configs.WEIGHTS_LOW)
 
 
 @pytest.mark.parametrize("config", configs.FP8, ids=lambda c: f"{c.rows}x{c.cluster}x{c.columns}")

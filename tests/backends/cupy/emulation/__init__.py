@@ -154,6 +154,9 @@ BODIES = {
     "weights.cuh": {
         "u32 multiply_pairs(u32 a, u32 b)": "return of_pairs(a, b, [](float x, float y) { return x * y; });",
         "u32 subtract_pairs(u32 a, u32 b)": "return of_pairs(a, b, [](float x, float y) { return x - y; });",
+        "u32 fma_pairs(u32 a, u32 b, u32 c)": (
+            "return of_pairs(a, b, c, [](float x, float y, float z) { return fmaf(x, y, z); });"
+        ),
         "u32 halves_of_e4m3(u32 codes)": (
             "const float* const of = numbers_of_codes[0];"
             " return f16_of(of[codes & 255]) | f16_of(of[codes >> 8 & 255]) << 16;"

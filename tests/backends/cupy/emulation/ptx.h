@@ -62,6 +62,7 @@ inline void barrier_wait(u32 b, u32 parity) {
     if (!c.made) fail("a wait for no barrier");
     while (c.phase == int(parity & 1)) yield();
 }
+inline void barrier_wait_asleep(u32 b, u32 parity) { barrier_wait(b, parity); }
 inline bool barrier_test(u32 b, u32 parity) {
     Counter& c = counter(b, local_block());
     if (!c.made) fail("a test of no barrier");
@@ -224,6 +225,11 @@ __attribute__((always_inline)) inline float of_16_bits(u32 v) {
 inline u32 to_16_bits(float v) { return (BFLOAT ? bf16_of(v) : f16_of(v)) & 0xFFFF; }
 template <class F> u32 of_pairs(u32 a, u32 b, F f) {
     return to_16_bits(f(of_16_bits(a), of_16_bits(b))) | to_16_bits(f(of_16_bits(a >> 16), of_16_bits(b >> 16))) << 16;
+}
+
+template <class F> u32 of_pairs(u32 a, u32 b, u32 c, F f) {
+    const auto one = [&](int by) { return to_16_bits(f(of_16_bits(a >> by), of_16_bits(b >> by), of_16_bits(c >> by))); };
+    return one(0) | one(16) << 16;
 }
 
 // Of the four lanes of a quarter of a warp: both their columns, for the lower and upper eight of k.
