@@ -418,6 +418,9 @@ def hopper_candidates(spec: ProblemSpec) -> list[Config]:
     if "b" in pack:
         uncopied = _uncopied(spec, tall, flat, tuple(name for name in pack if name == "a"))
         found = [*uncopied, *found] if _few(uncopied, spec) else [*found, *uncopied[:1]]
+    tailed = replace(tall, wide_tails=True, pack=pack, block_k=depth_of(spec))
+    if "b" not in pack and shape_of(spec).rows > 32:
+        found = [tailed, *found]
     found = [config for config in found if not problem_with(config, spec)]
     return _ordered(found, spec) if found else []
 

@@ -21,6 +21,8 @@ from multigemm.problem.spec import MIXED, OperandSpec, ProblemSpec
 SHARED_LIMIT = 227 * 1024
 STRIP = 64
 """Rows of one wgmma: the granule of the Hopper kernel's tiles."""
+WIDE_TAIL_GROUPS = 256
+"""Groups up to which the loading warp finds a tile by itself, and so one of two widths."""
 LIST_GROUPS = 16
 """Groups of a list whose maps are a kernel's arguments."""
 LIST_TILES = ((64, 128), (128, 128), (128, 256), (256, 128))
@@ -37,6 +39,7 @@ class Config:
     `shift_b` (hopper): weights that no tensor map expresses pass through registers, instead of being copied first.
     `order` (hopper): tiles are dealt out in turn, or drawn from a counter as programs become free, which
     balances tiles that differ.
+    `wide_tails` (hopper, 256x128): the last 128 rows or fewer of a jagged group are tiles of twice the columns.
     """
 
     kernel: Literal["pointer", "hopper", "quantised"] = "pointer"
@@ -51,6 +54,7 @@ class Config:
     order: Literal["dealt", "drawn"] = "drawn"
     splits: int = 1
     shift_b: bool = False
+    wide_tails: bool = False
 
 
 def shared_bytes(config: Config, spec: ProblemSpec) -> int:
@@ -269,9 +273,20 @@ def _maps_problem(config: Config, spec: ProblemSpec) -> str:
     return ""
 
 
+def _tails_problem(config: Config, spec: ProblemSpec) -> str:
+    """Why a group's last rows cannot be tiles of twice the columns; "" if they can."""
+    if (config.block_m, config.block_n) != (256, 128) or config.shift_b or spec.quantised:
+        return f"wide_tails with {config.block_m}x{config.block_n}, shift_b={config.shift_b}: 256x128 tiles have them"
+    if spec.form not in ("jagged_m", "jagged_n", "masked") or spec.groups > WIDE_TAIL_GROUPS:
+        return f"wide_tails: {spec.form} of {spec.groups} groups; for jagged rows of up to {WIDE_TAIL_GROUPS} groups"
+    return ""
+
+
 def _ring_problem(config: Config, spec: ProblemSpec) -> str:
     """Why this tile and this ring do not fit the kernel, its registers or shared memory."""
     tile = f"{config.block_m}x{config.block_n}x{config.block_k}"
+    if config.wide_tails and (reason := _tails_problem(config, spec)):
+        return reason
     known = config.block_m in (128, 192, 256) and config.block_n in (64, 128, 256)
     if not known or config.block_k != depth_of(spec):
         return f"tile {tile}: the kernel takes 128|192|256 x 64|128|256 x {depth_of(spec)}"
@@ -408,7 +423,7 @@ def invariant_depth(spec: ProblemSpec) -> int:
 
 
 CHOICES = {"kernel": ("pointer", "hopper", "quantised"), "order": ("dealt", "drawn"), "warps": (1, 2, 4, 8, 16),
-           "splits": (1, 2, 4, 8, 16), "shift_b": (False, True), "pack": ((), ("a",), ("b",), ("a", "b"))}  # fmt: skip
+           "splits": (1, 2, 4, 8, 16), "shift_b": (False, True), "wide_tails": (False, True), "pack": ((), ("a",), ("b",), ("a", "b"))}  # fmt: skip
 LIMITS = {"stages": (1, 32), "width": (1, 4096), "programs": (0, 64)}
 
 

@@ -175,6 +175,33 @@ def place(local, tiles_m, tiles_n, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def wide_strips(strips):
+    """The strips at a group's end that wide tiles take: as many as leave tall tiles of three or four."""
+    over = strips % 4
+    return tl.where(over == 3, 0, tl.where((over == 1) & (strips > 1), 2, over))
+
+
+@triton.jit
+def place_wide(local, tall, low, across, WIDTH: tl.constexpr):
+    """(tile row, first column in blocks of 128) inside a group of `tall` tile rows and, below them, `low` wide strips.
+
+    In the last band a wide tile follows the tall ones of its two columns, which read the same weights.
+    """
+    band = tl.minimum(local // (WIDTH * across), tall // WIDTH)
+    first = band * WIDTH
+    inside = local - first * across
+    height = tl.minimum(tall - first, WIDTH)
+    each = 2 * height + tl.where((low > 0) & (height < WIDTH), 1, 0)
+    pair = inside // each
+    rest = inside - pair * each
+    tall_ones = height * tl.minimum(across - 2 * pair, 2)
+    is_wide = rest >= tall_ones
+    second = tl.where(rest >= height, 1, 0)
+    tm = tl.where(is_wide, tall, first + rest - second * height)
+    return tm, 2 * pair + tl.where(is_wide, 0, second)
+
+
+@triton.jit
 def write_prefix(prefix, ends, table, m, n, groups, head,
                  FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
     """Inclusive prefix sums of the tile counts of all groups, by one program, STEP groups at a time."""
