@@ -50,6 +50,7 @@ from multigemm.backends.triton.kernels.hopper_tiles import (
 fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 send = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+seen_as = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 STRIP = gl.constexpr(64)
 # a block of K is one swizzled row: 64 elements of 16 bits, or 32 of tf32
 ROW_BYTES = gl.constexpr(128)
@@ -72,7 +73,7 @@ def strips_in(units, number):
     """The two strips of A that lie in a unit of a ring for tiles of two widths (see `fill`)."""
     DEEP: gl.constexpr = 8 * ROW_BYTES // units.dtype.primitive_bitwidth
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, units.dtype.primitive_bitwidth, 2)
-    return units.index(number)._reinterpret(units.dtype, [2, STRIP, DEEP], swizzled)
+    return seen_as(units.index(number), units.dtype, [2, STRIP, DEEP], swizzled)
 
 
 class Strides(NamedTuple):
