@@ -273,20 +273,20 @@ def _maps_problem(config: Config, spec: ProblemSpec) -> str:
     return ""
 
 
-def _tails_problem(config: Config, spec: ProblemSpec) -> str:
+def wide_tails_problem(config: Config, spec: ProblemSpec) -> str:
     """Why a group's last rows cannot be tiles of twice the columns; "" if they can."""
-    if (config.block_m, config.block_n) != (256, 128) or config.shift_b or spec.quantised:
-        return f"wide_tails with {config.block_m}x{config.block_n}, shift_b={config.shift_b}: 256x128 tiles have them"
-    if spec.form not in ("jagged_m", "jagged_n", "masked") or spec.groups > WIDE_TAIL_GROUPS:
-        return f"wide_tails: {spec.form} of {spec.groups} groups; for jagged rows of up to {WIDE_TAIL_GROUPS} groups"
+    if config.kernel != "hopper" or (config.block_m, config.block_n, config.shift_b) != (256, 128, False):
+        tile = f"{config.block_m}x{config.block_n}, shift_b={config.shift_b}"
+        return f"wide_tails with kernel={config.kernel!r}, {tile}: kernel='hopper' has them with 256x128"
+    if spec.quantised or spec.form not in ("jagged_m", "jagged_n", "masked") or spec.groups > WIDE_TAIL_GROUPS:
+        kind = f"{spec.quantised or spec.form} of {spec.groups} groups"
+        return f"wide_tails: {kind}; jagged rows of up to {WIDE_TAIL_GROUPS} groups have them, unquantised"
     return ""
 
 
 def _ring_problem(config: Config, spec: ProblemSpec) -> str:
     """Why this tile and this ring do not fit the kernel, its registers or shared memory."""
     tile = f"{config.block_m}x{config.block_n}x{config.block_k}"
-    if config.wide_tails and (reason := _tails_problem(config, spec)):
-        return reason
     known = config.block_m in (128, 192, 256) and config.block_n in (64, 128, 256)
     if not known or config.block_k != depth_of(spec):
         return f"tile {tile}: the kernel takes 128|192|256 x 64|128|256 x {depth_of(spec)}"
@@ -423,7 +423,8 @@ def invariant_depth(spec: ProblemSpec) -> int:
 
 
 CHOICES = {"kernel": ("pointer", "hopper", "quantised"), "order": ("dealt", "drawn"), "warps": (1, 2, 4, 8, 16),
-           "splits": (1, 2, 4, 8, 16), "shift_b": (False, True), "wide_tails": (False, True), "pack": ((), ("a",), ("b",), ("a", "b"))}  # fmt: skip
+           "splits": (1, 2, 4, 8, 16), "shift_b": (False, True), "pack": ((), ("a",), ("b",), ("a", "b")),
+           "wide_tails": (False, True)}  # fmt: skip
 LIMITS = {"stages": (1, 32), "width": (1, 4096), "programs": (0, 64)}
 
 
@@ -466,6 +467,8 @@ def problem_with(config: Config, spec: ProblemSpec) -> str:
     if config.kernel == "pointer" if spec.quantised else config.kernel == "quantised":
         held = "quantised" if spec.quantised else "plain"
         return f"kernel={config.kernel!r}: {held} operands have kernels of their own"
+    if config.wide_tails and (reason := wide_tails_problem(config, spec)):
+        return reason
     problems = {"hopper": hopper_problem, "quantised": quantised_problem, "pointer": pointer_problem}
     return problems[config.kernel](config, spec) or variance(config, spec)
 

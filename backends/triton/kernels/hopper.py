@@ -9,6 +9,10 @@ tile that the registers hold (192 x 256, three consumers) is the best where grou
 Bounded ("ragged") tensor maps zero what lies behind a group's end along K on both operands, and
 cut stores at a group's last row, in hardware.
 
+Low tiles read as many weights as tall ones for fewer products, so the way from the L2 limits them. With WIDE, tiles
+of 128 columns have 3 or 4 strips. The strips that remain of a group, 2 at most, are a tile of 256 columns: a stage has
+room for either, and each consumer multiplies half of the columns.
+
 The loading warp issues in order, so whatever it waits for, the ring runs dry behind it. Hence the answers of memory
 (the next tile, its record) are asked for some blocks before they are needed. The end of a strip is the epilogue, then
 a store that stops at the group's last row.
@@ -39,10 +43,10 @@ from multigemm.backends.triton.kernels.hopper_tiles import (
     publish,
     record_of,
     retire,
-    rows_up_to,
     share_of,
     take,
     tile_from,
+    tiles_up_to,
     work_of,
 )
 
@@ -66,14 +70,6 @@ class Ring(NamedTuple):
     b: Any
     full: Any
     empty: Any
-
-
-@gluon.jit
-def strips_in(units, number):
-    """The two strips of A that lie in a unit of a ring for tiles of two widths (see `fill`)."""
-    DEEP: gl.constexpr = 8 * ROW_BYTES // units.dtype.primitive_bitwidth
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, units.dtype.primitive_bitwidth, 2)
-    return seen_as(units.index(number), units.dtype, [2, STRIP, DEEP], swizzled)
 
 
 class Strides(NamedTuple):
@@ -125,6 +121,14 @@ class Spot(NamedTuple):
     low: Any
     bound: Any
     col: Any
+
+
+@gluon.jit
+def strips_in(units, number):
+    """The two strips of A that lie in a unit of a ring for tiles of two widths (see `fill`)."""
+    DEEP: gl.constexpr = 8 * ROW_BYTES // units.dtype.primitive_bitwidth
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, units.dtype.primitive_bitwidth, 2)
+    return seen_as(units.index(number), units.dtype, [2, STRIP, DEEP], swizzled)
 
 
 @gluon.jit
@@ -221,7 +225,7 @@ def produce(descs, ring, mail, work, a_rows, b_step, TILING: gl.constexpr):
     total = work.total
     found = total
     if TILING.form == "search":
-        found = rows_up_to(work.ends, work.extents, TILING)
+        found = tiles_up_to(work, TILING)
         total = gl.max(found, 0) * (1 if TILING.wide else work.tiles_n)
     record = record_of(number, total, found, work, TILING)
     while number < total:

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from multigemm.backends.triton.kernels.schedule import group_rows, place, place_wide, wide_strips
+from multigemm.backends.triton.kernels.schedule import group_rows, place, place_of_two_widths, tiles_of_two_widths
 
 STRIP = gl.constexpr(64)
 RECORD = gl.constexpr(8)
@@ -38,7 +38,7 @@ class Tiling(NamedTuple):
     a_order: Any
     b_order: Any
     wide: Any
-    """Whether a group's last 128 rows or fewer are tiles of twice the columns (`schedule.wide_strips`)."""
+    """Whether a group's last 128 rows or fewer are tiles of twice the columns (`schedule.place_of_two_widths`)."""
 
 
 class Extents(NamedTuple):
@@ -178,11 +178,14 @@ def plus(x, y):
 
 
 @gluon.jit
-def rows_up_to(ends, extents, TILING: gl.constexpr):
-    """Tile rows up to each of 256 groups (or 128: hopper.searchable), counted by one warp, all at once.
+def tiles_up_to(work, TILING: gl.constexpr):
+    """Tile rows, or tiles of two widths, up to each of 256 groups (or 128: hopper.searchable), counted by one warp, all
+    at once.
 
     Sums of sizes that lie may wrap, but each group starts where the one before it ends.
     """
+    ends = work.ends
+    extents = work.extents
     MOST: gl.constexpr = TILING.most
     EACH: gl.constexpr = 4 if MOST == 3 else 8
     lanes: gl.constexpr = gl.BlockedLayout([EACH], [32], [1], [0])
@@ -195,10 +198,7 @@ def rows_up_to(ends, extents, TILING: gl.constexpr):
         start, end = group_rows(ends, g, extents.head, extents.m, g < extents.groups, TILING.masked)
     strips = gl.where(end > start, (end - start // TILING.align * TILING.align + STRIP - 1) // STRIP, 0)
     if TILING.wide:
-        low = wide_strips(strips)
-        across = (extents.n + TILING.columns - 1) // TILING.columns
-        tiles = (strips - low + MOST - 1) // MOST * across + gl.where(low > 0, (across + 1) // 2, 0)
-        return gl.associative_scan(tiles, 0, plus)
+        return gl.associative_scan(tiles_of_two_widths(strips, work.tiles_n), 0, plus)
     else:
         return gl.associative_scan((strips + MOST - 1) // MOST, 0, plus)
 
@@ -279,12 +279,10 @@ def tile_from(record, tile, work, TILING: gl.constexpr):
         start = low // TILING.align * TILING.align
         strips = (end - start + STRIP - 1) // STRIP
         if TILING.wide:
-            low_strips = wide_strips(strips)
-            above = start + (strips - low_strips) * STRIP
-            tm, tn = place_wide(tile - first, (strips - low_strips + 3) // 4, low_strips, tiles_n, TILING.width)
-            row = gl.minimum(start + tm * height, above)
-            rows = gl.minimum(gl.where(row < above, above, end) - row, height)
-            rows = gl.minimum(rows, end - row)
+            strip, count, tn = place_of_two_widths(tile - first, strips, tiles_n, TILING.width)
+            row = start + strip * STRIP
+            # a bound that the compiler sees: else it makes a tile's coordinates uniform anew for each block of K
+            rows = gl.minimum(gl.minimum(count * STRIP, end - row), height)
         else:
             count = (strips + TILING.most - 1) // TILING.most
             each = (strips + count - 1) // gl.maximum(count, 1)
