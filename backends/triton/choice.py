@@ -36,6 +36,7 @@ from multigemm.backends.triton.config import (
     shared_memory,
     turns_weights,
     variance,
+    wide_tails_problem,
 )
 from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
 from multigemm.planning.fused import products_spec
@@ -373,17 +374,30 @@ def _ranked(spec: ProblemSpec, large: Config, wide: Config, tall: Config, flat: 
         return tall, flat
     if _mostly_written(large, spec):
         return large, wide, tall, flat
-    if spec.form == "jagged_k" or 384 < rows <= 1536:
+    if spec.form == "jagged_k" or (384 < rows <= 1536 and not tall.wide_tails):
         return wide, large, tall, flat
-    if 32 < rows <= 384:
+    if 32 < rows <= 1536:
         return tall, wide, large, flat
     return large, wide, tall, flat
 
 
+def _has_wide_tails(tall: Config, spec: ProblemSpec) -> bool:
+    """Whether tiles of 256 x 128 have tails of 256 columns: if those waste less than an eighth of them, and if groups
+    have more rows than a strip or K is not short (docs/notes/triton-tuning.md)."""
+    shape = shape_of(spec)
+    if wide_tails_problem(tall, spec) or _mostly_padding(shape.columns):
+        return False
+    return shape.rows > STRIP or shape.deep >= DEEP
+
+
+def _mostly_padding(columns: int) -> bool:
+    """Whether tiles of 256 columns would be empty by an eighth or more, and those of 128 would not."""
+    return -(-columns // 256) * 256 >= 1.125 * (-(-columns // 128) * 128)
+
+
 def _narrow_first(ranked: tuple[Config, ...], spec: ProblemSpec) -> tuple[Config, ...]:
     """Puts tiles of 128 columns first if tiles of 256 would be empty by an eighth or more."""
-    columns = shape_of(spec).columns
-    if -(-columns // 256) * 256 < 1.125 * (-(-columns // 128) * 128):
+    if not _mostly_padding(shape_of(spec).columns):
         return ranked
     return tuple(sorted(ranked, key=lambda config: config.block_n))
 
@@ -410,6 +424,7 @@ def hopper_candidates(spec: ProblemSpec) -> list[Config]:
     along = {"a": "row", "b": "col"} if spec.compute == torch.float32 else {"a": spec.a.order, "b": spec.b.order}
     operands = (("a", spec.a), ("b", spec.b))
     pack = tuple(name for name, x in operands if not mappable(x) or x.order != along[name])
+    tall = replace(tall, wide_tails="b" not in pack and _has_wide_tails(tall, spec))
     ranked = _brief_first(_ranked(spec, large, wide, tall, flat), spec)
     if "b" in pack:
         idle = spec.form == "jagged_m" and tiles_in(tall, spec) < PROCESSORS
@@ -456,7 +471,7 @@ def _uncopied(spec: ProblemSpec, tall: Config, flat: Config, pack: tuple[str, ..
     tiles = (tall, replace(flat, stages=6))
     if tiles_in(tall, spec) < PROCESSORS and tiles_in(flat, spec) <= PROCESSORS:
         tiles = tiles[::-1]
-    found = [replace(config, shift_b=True, pack=pack, block_k=depth_of(spec)) for config in tiles]
+    found = [replace(config, shift_b=True, wide_tails=False, pack=pack, block_k=depth_of(spec)) for config in tiles]
     return [config for config in found if not problem_with(config, spec)]
 
 

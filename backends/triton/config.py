@@ -21,6 +21,8 @@ from multigemm.problem.spec import MIXED, OperandSpec, ProblemSpec
 SHARED_LIMIT = 227 * 1024
 STRIP = 64
 """Rows of one wgmma: the granule of the Hopper kernel's tiles."""
+WIDE_TAIL_GROUPS = 256
+"""Groups up to which the loading warp finds a tile by itself, and so one of two widths."""
 LIST_GROUPS = 16
 """Groups of a list whose maps are a kernel's arguments."""
 LIST_TILES = ((64, 128), (128, 128), (128, 256), (256, 128))
@@ -37,6 +39,7 @@ class Config:
     `shift_b` (hopper): weights that no tensor map expresses pass through registers, instead of being copied first.
     `order` (hopper): tiles are dealt out in turn, or drawn from a counter as programs become free, which
     balances tiles that differ.
+    `wide_tails` (hopper, 256x128): the last 128 rows or fewer of a jagged group are tiles of twice the columns.
     """
 
     kernel: Literal["pointer", "hopper", "quantised"] = "pointer"
@@ -51,6 +54,7 @@ class Config:
     order: Literal["dealt", "drawn"] = "drawn"
     splits: int = 1
     shift_b: bool = False
+    wide_tails: bool = False
 
 
 def shared_bytes(config: Config, spec: ProblemSpec) -> int:
@@ -269,6 +273,17 @@ def _maps_problem(config: Config, spec: ProblemSpec) -> str:
     return ""
 
 
+def wide_tails_problem(config: Config, spec: ProblemSpec) -> str:
+    """Why a group's last rows cannot be tiles of twice the columns; "" if they can."""
+    if config.kernel != "hopper" or (config.block_m, config.block_n, config.shift_b) != (256, 128, False):
+        tile = f"{config.block_m}x{config.block_n}, shift_b={config.shift_b}"
+        return f"wide_tails with kernel={config.kernel!r}, {tile}: kernel='hopper' has them with 256x128"
+    if spec.quantised or spec.form not in ("jagged_m", "jagged_n", "masked") or spec.groups > WIDE_TAIL_GROUPS:
+        kind = f"{spec.quantised or spec.form} of {spec.groups} groups"
+        return f"wide_tails: {kind}; jagged rows of up to {WIDE_TAIL_GROUPS} groups have them, unquantised"
+    return ""
+
+
 def _ring_problem(config: Config, spec: ProblemSpec) -> str:
     """Why this tile and this ring do not fit the kernel, its registers or shared memory."""
     tile = f"{config.block_m}x{config.block_n}x{config.block_k}"
@@ -408,7 +423,8 @@ def invariant_depth(spec: ProblemSpec) -> int:
 
 
 CHOICES = {"kernel": ("pointer", "hopper", "quantised"), "order": ("dealt", "drawn"), "warps": (1, 2, 4, 8, 16),
-           "splits": (1, 2, 4, 8, 16), "shift_b": (False, True), "pack": ((), ("a",), ("b",), ("a", "b"))}  # fmt: skip
+           "splits": (1, 2, 4, 8, 16), "shift_b": (False, True), "pack": ((), ("a",), ("b",), ("a", "b")),
+           "wide_tails": (False, True)}  # fmt: skip
 LIMITS = {"stages": (1, 32), "width": (1, 4096), "programs": (0, 64)}
 
 
@@ -451,6 +467,8 @@ def problem_with(config: Config, spec: ProblemSpec) -> str:
     if config.kernel == "pointer" if spec.quantised else config.kernel == "quantised":
         held = "quantised" if spec.quantised else "plain"
         return f"kernel={config.kernel!r}: {held} operands have kernels of their own"
+    if config.wide_tails and (reason := wide_tails_problem(config, spec)):
+        return reason
     problems = {"hopper": hopper_problem, "quantised": quantised_problem, "pointer": pointer_problem}
     return problems[config.kernel](config, spec) or variance(config, spec)
 

@@ -184,7 +184,7 @@ def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
     arguments = tuple((argument, types[argument]) for argument in names_of(config))
     constants = kernel_constants(spec, config, given.form)
     if config.shift_b:
-        del constants["PIECE"], constants["MASKED"], constants["LATE"]
+        del constants["PIECE"], constants["MASKED"], constants["LATE"], constants["WIDE"]
         # two rings leave no room for rows of 32 bits to turn in
         constants["STORE"] = "row" if spec.out.dtype.itemsize == 4 else constants["STORE"]
     room = raw_bytes(config, spec) if config.shift_b else 0
@@ -230,6 +230,7 @@ def _cut(spec: ProblemSpec, config: Config) -> dict[str, Any]:
         "SIZES": sums_sizes(spec, config),
         "A_ORDER": spec.a.order,
         "B_ORDER": spec.b.order,
+        "WIDE": config.wide_tails,
     }
 
 

@@ -27,7 +27,7 @@ from multigemm.problem.spec import ProblemSpec, ScaleSpec
 
 SCALES = ("scale_a", "scale_b")
 STRIDES = tuple(f"{side}_{along}" for side in ("sa", "sb") for along in ("group", "line", "deep"))
-PLAIN_ALONE = ("PIECE", "ALIGN", "A_ORDER", "B_ORDER", "LATE", "CONSUMERS")
+PLAIN_ALONE = ("PIECE", "ALIGN", "A_ORDER", "B_ORDER", "LATE", "CONSUMERS", "WIDE")
 """Constants of the plain kernel that have one value here."""
 FARTHEST_LINE = 2**31 // STRIP // 4
 """Elements from one row's scale to the next: from here on the last row of a strip is 2^31 bytes away."""

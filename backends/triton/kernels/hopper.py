@@ -9,6 +9,10 @@ tile that the registers hold (192 x 256, three consumers) is the best where grou
 Bounded ("ragged") tensor maps zero what lies behind a group's end along K on both operands, and
 cut stores at a group's last row, in hardware.
 
+Low tiles read as many weights as tall ones for fewer products, so the way from the L2 limits them. With WIDE, tiles
+of 128 columns have 3 or 4 strips. The strips that remain of a group, 2 at most, are a tile of 256 columns: a stage has
+room for either, and each consumer multiplies half of the columns.
+
 The loading warp issues in order, so whatever it waits for, the ring runs dry behind it. Hence the answers of memory
 (the next tile, its record) are asked for some blocks before they are needed. The end of a strip is the epilogue, then
 a store that stops at the group's last row.
@@ -39,10 +43,10 @@ from multigemm.backends.triton.kernels.hopper_tiles import (
     publish,
     record_of,
     retire,
-    rows_up_to,
     share_of,
     take,
     tile_from,
+    tiles_up_to,
     work_of,
 )
 
@@ -50,6 +54,7 @@ from multigemm.backends.triton.kernels.hopper_tiles import (
 fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 send = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+seen_as = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 STRIP = gl.constexpr(64)
 # a block of K is one swizzled row: 64 elements of 16 bits, or 32 of tf32
 ROW_BYTES = gl.constexpr(128)
@@ -119,6 +124,14 @@ class Spot(NamedTuple):
 
 
 @gluon.jit
+def strips_in(units, number):
+    """The two strips of A that lie in a unit of a ring for tiles of two widths (see `fill`)."""
+    DEEP: gl.constexpr = 8 * ROW_BYTES // units.dtype.primitive_bitwidth
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, units.dtype.primitive_bitwidth, 2)
+    return seen_as(units.index(number), units.dtype, [2, STRIP, DEEP], swizzled)
+
+
+@gluon.jit
 def load_strip(desc, row, k0, tile, barrier, smem, pred, TILING: gl.constexpr):
     """One strip of A, as deep as a block of K."""
     if TILING.form == "k":
@@ -131,23 +144,24 @@ def load_strip(desc, row, k0, tile, barrier, smem, pred, TILING: gl.constexpr):
 
 
 @gluon.jit
-def load_piece(desc, g, col, k0, tile, barrier, smem, TILING: gl.constexpr):
+def load_piece(desc, g, col, k0, tile, barrier, smem, pred, TILING: gl.constexpr):
     """One block of B, a piece wide."""
     PIECE: gl.constexpr = TILING.piece
     if TILING.form == "k":
         at = [BILLION, tile.k_start + tile.k_length, BILLION - tile.k_length + k0, col]
-        fetch(desc, at, barrier, smem.reshape([1, 1, 64, PIECE]))
+        fetch(desc, at, barrier, smem.reshape([1, 1, 64, PIECE]), pred)
     elif TILING.b_order == "row":
-        fetch(desc, [g, k0, col], barrier, smem.reshape([1, 64, PIECE]))
+        fetch(desc, [g, k0, col], barrier, smem.reshape([1, 64, PIECE]), pred)
     else:
-        fetch(desc, [g, col, k0], barrier, smem.reshape([1, PIECE, smem.shape[1]]))
+        fetch(desc, [g, col, k0], barrier, smem.reshape([1, PIECE, smem.shape[1]]), pred)
 
 
 @gluon.jit
 def fill(descs, ring, block, blocks, stage, phase, tile, a_rows, b_step, TILING: gl.constexpr):
     """Sends the blocks [block, blocks) of a tile's A and B into the ring, as its stages become free.
 
-    B comes in pieces of columns; there are none where other warps load it (hopper_shift_b).
+    B comes in pieces of columns; there are none where other warps load it (hopper_shift_b). With tiles of two widths a
+    stage has three units: two strips of A; two more, or a wide tile's second piece of B; a piece of B.
     """
     MOST: gl.constexpr = TILING.most
     A_BYTES: gl.constexpr = STRIP * ROW_BYTES
@@ -161,21 +175,35 @@ def fill(descs, ring, block, blocks, stage, phase, tile, a_rows, b_step, TILING:
         k0 = beyond + number * DEEP
         mbarrier.wait(ring.empty.index(stage), phase)
         barrier = ring.full.index(stage)
-        for count in gl.static_range(1, MOST + 1):
-            mbarrier.expect(barrier, B_BYTES + count * A_BYTES, pred=strips == count)
+        if TILING.wide:
+            mbarrier.expect(barrier, B_BYTES + 4 * A_BYTES, pred=strips % 2 == 0)
+            mbarrier.expect(barrier, B_BYTES + 3 * A_BYTES, pred=strips % 2 == 1)
+        else:
+            for count in gl.static_range(1, MOST + 1):
+                mbarrier.expect(barrier, B_BYTES + count * A_BYTES, pred=strips == count)
         for strip in gl.static_range(MOST):
-            if MOST == 4:
+            if TILING.wide:
+                skip = strip
+                wanted = strips > strip
+                smem = strips_in(ring.a, stage * 3 + strip // 2).index(strip % 2)
+            elif MOST == 4:
                 # consumer 0 holds the upper half of the strips, consumer 1 the lower half
                 skip = strip % 2 + strip // 2 * ((strips + 1) // 2)
                 wanted = strips > (strip % 2) * 2 + strip // 2
+                smem = ring.a.index(stage * MOST + strip)
             else:
                 skip = strip
                 wanted = strips > strip
-            load_strip(descs[0], at + skip * STRIP, k0, tile, barrier, ring.a.index(stage * MOST + strip), wanted,
-                       TILING)  # fmt: skip
-        for piece in gl.static_range(TILING.pieces):
-            load_piece(descs[1], tile.group * b_step, tile.col + piece * TILING.piece, k0, tile, barrier,
-                       ring.b.index(stage * TILING.pieces + piece), TILING)  # fmt: skip
+                smem = ring.a.index(stage * MOST + strip)
+            load_strip(descs[0], at + skip * STRIP, k0, tile, barrier, smem, wanted, TILING)
+        if TILING.wide:
+            for piece in gl.static_range(2):
+                load_piece(descs[1], tile.group * b_step, tile.col + piece * TILING.piece, k0, tile, barrier,
+                           ring.b.index(stage * 3 + 2 - piece), strips <= 2 * (2 - piece), TILING)  # fmt: skip
+        else:
+            for piece in gl.static_range(TILING.pieces):
+                load_piece(descs[1], tile.group * b_step, tile.col + piece * TILING.piece, k0, tile, barrier,
+                           ring.b.index(stage * TILING.pieces + piece), True, TILING)  # fmt: skip
         stage, phase = after(stage, phase, TILING.stages)
     return stage, phase
 
@@ -197,8 +225,8 @@ def produce(descs, ring, mail, work, a_rows, b_step, TILING: gl.constexpr):
     total = work.total
     found = total
     if TILING.form == "search":
-        found = rows_up_to(work.ends, work.extents, TILING)
-        total = gl.max(found, 0) * work.tiles_n
+        found = tiles_up_to(work, TILING)
+        total = gl.max(found, 0) * (1 if TILING.wide else work.tiles_n)
     record = record_of(number, total, found, work, TILING)
     while number < total:
         tile = tile_from(record, number, work, TILING)
@@ -452,16 +480,30 @@ def oriented(smem, TURN: gl.constexpr):
 
 
 @gluon.jit
+def operands_of(ring, stage, first, LAST: gl.constexpr, STRIPS: gl.constexpr, PIECES: gl.constexpr,
+                TILING: gl.constexpr):  # fmt: skip
+    """The blocks of A and B of a consumer's first accumulator, or of its second.
+
+    `first` is the consumer's first strip in a stage; for tiles of two widths its units of A and of B.
+    """
+    if TILING.wide:
+        a = strips_in(ring.a, stage * 3 + first[0]).index(LAST)
+        b = ring.b.index(stage * 3 + first[1])
+    else:
+        a = ring.a.index(stage * TILING.most + first + LAST * (STRIPS - 1))
+        b = ring.b.index(stage * PIECES + LAST * (PIECES - 1))
+    return oriented(a, TILING.a_order == "col"), oriented(b, TILING.b_order == "col")
+
+
+@gluon.jit
 def step(ring, stage, first, acc0, acc1, STRIPS: gl.constexpr, PIECES: gl.constexpr, TILING: gl.constexpr,
          WHICH: gl.constexpr):  # fmt: skip
     """Starts the products of one block: the first accumulator's, the second's, or both."""
     if WHICH != 1:
-        a = oriented(ring.a.index(stage * TILING.most + first), TILING.a_order == "col")
-        b = oriented(ring.b.index(stage * PIECES), TILING.b_order == "col")
+        a, b = operands_of(ring, stage, first, 0, STRIPS, PIECES, TILING)
         acc0 = warpgroup_mma(a, b, acc0, is_async=True)
     if WHICH != 0 and STRIPS * PIECES == 2:
-        a = oriented(ring.a.index(stage * TILING.most + first + STRIPS - 1), TILING.a_order == "col")
-        b = oriented(ring.b.index(stage * PIECES + PIECES - 1), TILING.b_order == "col")
+        a, b = operands_of(ring, stage, first, 1, STRIPS, PIECES, TILING)
         acc1 = warpgroup_mma(a, b, acc1, is_async=True)
     return acc0, acc1
 
@@ -538,18 +580,23 @@ def consume(WHICH: gl.constexpr, CONSUMERS: gl.constexpr, target, unowned, ring,
     phase = 0
     slot = 0
     turn = 0
-    FIRST: gl.constexpr = WHICH * (TILING.most // CONSUMERS)
     g, row, rows, col, low, k_length = take(mail, slot, turn)
     late = nothing_yet(target, g, TILING.piece, ring.a.dtype.primitive_bitwidth)
     while rows > 0:
         bound = row + rows
-        above, mine = share_of(WHICH, rows, TILING.most)
+        above, mine = share_of(WHICH, rows, TILING.most, TILING.wide)
+        if TILING.wide:
+            apart = gl.where(rows <= 2 * STRIP, WHICH, 0)
+            first = (WHICH - apart, 2 - apart)
+            col += apart * TILING.columns
+        else:
+            first = WHICH * (TILING.most // CONSUMERS)
         spot = Spot(g, row + above * STRIP, rows - above * STRIP, low, bound, col)
         if TILING.most == 4 and mine == 2:
-            late, stage, phase = multiply(ring, stage, phase, k_length, FIRST, late, target, spot, 2, 1, PART, TILING,
+            late, stage, phase = multiply(ring, stage, phase, k_length, first, late, target, spot, 2, 1, PART, TILING,
                                           END)  # fmt: skip
         elif mine == 1:
-            late, stage, phase = multiply(ring, stage, phase, k_length, FIRST, late, target, spot, 1, TILING.pieces,
+            late, stage, phase = multiply(ring, stage, phase, k_length, first, late, target, spot, 1, TILING.pieces,
                                           PART, TILING, END)  # fmt: skip
         else:
             stage, phase = pass_by(ring, stage, phase, k_length, TILING.stages)
@@ -576,24 +623,27 @@ def hopper_kernel(
     c_group, c_row, c_col, out_group, out_row, out_col, bias_group, bias_col, alpha_bits, beta_bits,
     FORM: gl.constexpr, BN: gl.constexpr, PIECE: gl.constexpr, PART: gl.constexpr, MOST: gl.constexpr,
     STAGES: gl.constexpr, WIDTH: gl.constexpr, ORDER: gl.constexpr, ALIGN: gl.constexpr,
-    MASKED: gl.constexpr, A_ORDER: gl.constexpr, B_ORDER: gl.constexpr,
+    MASKED: gl.constexpr, A_ORDER: gl.constexpr, B_ORDER: gl.constexpr, WIDE: gl.constexpr,
     STORE: gl.constexpr, C: gl.constexpr, BIAS: gl.constexpr, ALPHA: gl.constexpr, ACTIVATION: gl.constexpr,
     LATE: gl.constexpr, ZERO: gl.constexpr, SIZES: gl.constexpr, CONSUMERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Roles: CONSUMERS warpgroups multiply and write, one more warp loads."""
     TILING: gl.constexpr = Tiling(FORM, BN, BN // PIECE, PIECE, MOST, STAGES, WIDTH, ORDER, ALIGN, MASKED, SIZES,
-                                  A_ORDER, B_ORDER)  # fmt: skip
+                                  A_ORDER, B_ORDER, WIDE)  # fmt: skip
     END: gl.constexpr = End(STORE, C, BIAS, ALPHA, ACTIVATION, LATE, ZERO)
     dtype: gl.constexpr = a_desc.dtype
     out_type: gl.constexpr = out.dtype.element_ty
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 2)
     staged: gl.constexpr = gl.NVMMASharedLayout(128, out_type.primitive_bitwidth, 2)
     DEEP: gl.constexpr = 8 * ROW_BYTES // dtype.primitive_bitwidth
-    a_smem = gl.allocate_shared_memory(dtype, [STAGES * MOST, STRIP, DEEP], swizzled)
-    COUNT: gl.constexpr = STAGES * (BN // PIECE)
+    COUNT: gl.constexpr = STAGES * (3 if WIDE else BN // PIECE)
     block: gl.constexpr = [COUNT, DEEP, PIECE] if B_ORDER == "row" else [COUNT, PIECE, DEEP]
     b_smem = gl.allocate_shared_memory(dtype, block, swizzled)
+    if WIDE:
+        a_smem = b_smem
+    else:
+        a_smem = gl.allocate_shared_memory(dtype, [STAGES * MOST, STRIP, DEEP], swizzled)
     held: gl.constexpr = [CONSUMERS, STRIP, PART] if STORE == "tma" else [CONSUMERS, 8, 64]
     staging = gl.allocate_shared_memory(out_type, held, staged)
     tickets = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))

@@ -269,7 +269,7 @@ def consume_float8(WHICH: gl.constexpr, target, unowned, ring, mail, scales, PAR
     FIRST: gl.constexpr = WHICH * (TILING.most // 2)
     g, row, rows, col, low, k_length = take(mail, slot, turn)
     while rows > 0:
-        above, mine = share_of(WHICH, rows, TILING.most)
+        above, mine = share_of(WHICH, rows, TILING.most, False)
         spot = Spot(g, row + above * STRIP, rows - above * STRIP, low, row + rows, col)
         if TILING.most == 4 and mine == 2:
             stage, phase = multiply(ring, stage, phase, k_length, FIRST, target, spot, scales, 2, 1, PART, TILING, END,
@@ -305,7 +305,8 @@ def float8_kernel(
     SA: gl.constexpr = Covers(HAS_SA, SA_ROWS, SA_K, SA_E8M0)
     SB: gl.constexpr = Covers(HAS_SB, SB_ROWS, SB_K, SB_E8M0)
     PIECES: gl.constexpr = BN // PIECE
-    TILING: gl.constexpr = Tiling(FORM, BN, PIECES, PIECE, MOST, STAGES, WIDTH, ORDER, 1, MASKED, SIZES, "row", "col")
+    TILING: gl.constexpr = Tiling(FORM, BN, PIECES, PIECE, MOST, STAGES, WIDTH, ORDER, 1, MASKED, SIZES, "row", "col",
+                                  False)  # fmt: skip
     END: gl.constexpr = End(STORE, C, BIAS, ALPHA, ACTIVATION, False, ZERO)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     out_type: gl.constexpr = out.dtype.element_ty

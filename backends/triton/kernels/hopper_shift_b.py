@@ -502,7 +502,8 @@ def shift_b_kernel(
     LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Jagged rows alone. Roles: two warpgroups multiply and write, four warps load weights, one warp rows."""
-    TILING: gl.constexpr = Tiling(FORM, BN, 0, BN, MOST, STAGES, WIDTH, ORDER, ALIGN, False, SIZES, A_ORDER, B_ORDER)
+    TILING: gl.constexpr = Tiling(FORM, BN, 0, BN, MOST, STAGES, WIDTH, ORDER, ALIGN, False, SIZES, A_ORDER, B_ORDER,
+                                  False)  # fmt: skip
     END: gl.constexpr = End(STORE, C, BIAS, ALPHA, ACTIVATION, False, ZERO)
     dtype: gl.constexpr = a_desc.dtype
     out_type: gl.constexpr = out.dtype.element_ty

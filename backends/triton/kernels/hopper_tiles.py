@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from multigemm.backends.triton.kernels.schedule import group_rows, place
+from multigemm.backends.triton.kernels.schedule import group_rows, place, place_of_two_widths, tiles_of_two_widths
 
 STRIP = gl.constexpr(64)
 RECORD = gl.constexpr(8)
@@ -37,6 +37,8 @@ class Tiling(NamedTuple):
     sizes: Any
     a_order: Any
     b_order: Any
+    wide: Any
+    """Whether a group's last 128 rows or fewer are tiles of twice the columns (`schedule.place_of_two_widths`)."""
 
 
 class Extents(NamedTuple):
@@ -120,10 +122,14 @@ def work_of(records, ends, m, n, k, groups, head, TILING: gl.constexpr, ALPHA: g
 
 
 @gluon.jit
-def share_of(WHICH: gl.constexpr, rows, MOST: gl.constexpr):
+def share_of(WHICH: gl.constexpr, rows, MOST: gl.constexpr, WIDE: gl.constexpr):
     """Of a tile's strips those above a warpgroup's own ones, and their number. Of four the first one has up to two."""
     strips = (rows + STRIP - 1) // STRIP
-    if MOST == 4:
+    if WIDE:
+        # of a wide tile each warpgroup has all rows of its own half of the columns
+        above = gl.where(strips > 2, 2 * WHICH, 0)
+        mine = strips - above if WHICH == 1 else gl.minimum(strips, 2)
+    elif MOST == 4:
         above = (strips + 1) // 2 * WHICH
         mine = (strips + 1 - WHICH) // 2
     else:
@@ -172,11 +178,14 @@ def plus(x, y):
 
 
 @gluon.jit
-def rows_up_to(ends, extents, TILING: gl.constexpr):
-    """Tile rows up to each of 256 groups (or 128: hopper.searchable), counted by one warp, all at once.
+def tiles_up_to(work, TILING: gl.constexpr):
+    """Tile rows, or tiles of two widths, up to each of 256 groups (or 128: hopper.searchable), counted by one warp, all
+    at once.
 
     Sums of sizes that lie may wrap, but each group starts where the one before it ends.
     """
+    ends = work.ends
+    extents = work.extents
     MOST: gl.constexpr = TILING.most
     EACH: gl.constexpr = 4 if MOST == 3 else 8
     lanes: gl.constexpr = gl.BlockedLayout([EACH], [32], [1], [0])
@@ -188,7 +197,10 @@ def rows_up_to(ends, extents, TILING: gl.constexpr):
     else:
         start, end = group_rows(ends, g, extents.head, extents.m, g < extents.groups, TILING.masked)
     strips = gl.where(end > start, (end - start // TILING.align * TILING.align + STRIP - 1) // STRIP, 0)
-    return gl.associative_scan((strips + MOST - 1) // MOST, 0, plus)
+    if TILING.wide:
+        return gl.associative_scan(tiles_of_two_widths(strips, work.tiles_n), 0, plus)
+    else:
+        return gl.associative_scan((strips + MOST - 1) // MOST, 0, plus)
 
 
 @gluon.jit
@@ -223,7 +235,7 @@ def record_of(tile, total, found, work, TILING: gl.constexpr):
         low = gl.load(entry + 6, mask=ok, other=0)
         return g, start, end, first, count, each, low
     elif TILING.form == "search":
-        below = found <= tile // work.tiles_n
+        below = found <= (tile if TILING.wide else tile // work.tiles_n)
         g = gl.sum(below.to(gl.int32), 0)
         first = gl.max(gl.where(below, found, 0), 0)
         if TILING.masked:
@@ -266,11 +278,18 @@ def tile_from(record, tile, work, TILING: gl.constexpr):
         low, end = inside(start, end, work.extents.m)
         start = low // TILING.align * TILING.align
         strips = (end - start + STRIP - 1) // STRIP
-        count = (strips + TILING.most - 1) // TILING.most
-        each = (strips + count - 1) // gl.maximum(count, 1)
-        tm, tn = place(tile - first * tiles_n, count, tiles_n, TILING.width)
-        row = start + tm * each * STRIP
-        return Tile(g, row, gl.minimum(each * STRIP, end - row), tn * TILING.columns, low, g * 0, k)
+        if TILING.wide:
+            strip, count, tn = place_of_two_widths(tile - first, strips, tiles_n, TILING.width)
+            row = start + strip * STRIP
+            # a bound that the compiler sees: else it makes a tile's coordinates uniform anew for each block of K
+            rows = gl.minimum(gl.minimum(count * STRIP, end - row), height)
+        else:
+            count = (strips + TILING.most - 1) // TILING.most
+            each = (strips + count - 1) // gl.maximum(count, 1)
+            tm, tn = place(tile - first * tiles_n, count, tiles_n, TILING.width)
+            row = start + tm * each * STRIP
+            rows = gl.minimum(each * STRIP, end - row)
+        return Tile(g, row, rows, tn * TILING.columns, low, g * 0, k)
     else:
         g, start, end = record
         down = (work.extents.m + height - 1) // height

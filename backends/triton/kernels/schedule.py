@@ -175,6 +175,42 @@ def place(local, tiles_m, tiles_n, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def wide_strips(strips):
+    """Of a group's strips of 64 rows the last ones that wide tiles take: 0 to 2, which leaves tall tiles of 3 or 4."""
+    over = strips & 3
+    return tl.where(over == 3, 0, tl.where((over == 1) & (strips > 1), 2, over))
+
+
+@triton.jit
+def tiles_of_two_widths(strips, across):
+    """The tiles of a group: `across` in each row of tall tiles, half as many in a row of wide ones."""
+    low = wide_strips(strips)
+    return (strips - low + 3) // 4 * across + tl.where(low > 0, (across + 1) // 2, 0)
+
+
+@triton.jit
+def place_of_two_widths(local, strips, across, WIDTH: tl.constexpr):
+    """(first strip, number of strips, first block of columns) of a group's tile; one of up to two strips is wide.
+
+    Tall tiles come in bands like those of `place`. In the last band a wide tile follows the tall ones of its two
+    columns, which read the same weights.
+    """
+    low = wide_strips(strips)
+    tall = (strips - low + 3) // 4
+    first = local // (WIDTH * across) * WIDTH
+    inside = local - first * across
+    height = tl.minimum(tall - first, WIDTH)
+    each = 2 * height + tl.where((low > 0) & (height < WIDTH), 1, 0)
+    pair = inside // each
+    rest = inside - pair * each
+    is_wide = rest >= height * tl.minimum(across - 2 * pair, 2)
+    second = tl.where(rest >= height, 1, 0)
+    strip = tl.where(is_wide, strips - low, (first + rest - second * height) * 4)
+    count = tl.where(is_wide, low, tl.minimum(strips - low - strip, 4))
+    return strip, count, 2 * pair + tl.where(is_wide, 0, second)
+
+
+@triton.jit
 def write_prefix(prefix, ends, table, m, n, groups, head,
                  FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
     """Inclusive prefix sums of the tile counts of all groups, by one program, STEP groups at a time."""

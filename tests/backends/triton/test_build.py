@@ -81,6 +81,21 @@ def sass_of_shifted_weights(folder: Path) -> str:
     return sass_of(hopper_source(spec, config), folder)
 
 
+def sass_of_two_widths(folder: Path) -> str:
+    """The Hopper kernel with tiles of two widths."""
+    spec = dict(triton_kernels.specs())["jagged_m bf16"]
+    config = next(x for x in hopper_candidates(spec) if x.wide_tails)
+    return sass_of(hopper_source(spec, config), folder)
+
+
+def loops_of(sass: str) -> list[list[str]]:
+    """The lines of each loop."""
+    lines = sass.splitlines()
+    label = {match[1]: at for at, line in enumerate(lines) if (match := re.match(r"(\.L_x_\d+):", line))}
+    jumps = [(label[match[1]], at) for at, line in enumerate(lines) if (match := re.search(r"BRA `\((\S+)\)", line))]
+    return [lines[first:last] for first, last in jumps if first < last]
+
+
 def sass_of_float8_blocks(folder: Path) -> str:
     """The Hopper kernel for float8 with scales that change along K."""
     spec = dict(triton_kernels.quantised_specs())["float8 blocks"]
@@ -186,12 +201,18 @@ def test_products_of_shifted_weights_overlap(in_compiler: Compile, tmp_path: Pat
     assert waits_for_all < products / 2
 
 
+def test_tiles_of_two_widths_load_a_block_in_few_instructions(in_compiler: Compile, tmp_path: Path) -> None:
+    """One warp loads. If the compiler makes coordinates uniform anew for each block of K, that takes 58 instructions
+    more, and low tiles wait for them."""
+    loops = loops_of(in_compiler(sass_of_two_widths, tmp_path))
+    of_blocks = [loop for loop in loops if len(loop) < 250 and sum("UTMALDG" in line for line in loop) == 8]
+    assert len(of_blocks) >= 3, "up to the draw of the next tile, to its record, to the end"
+    assert not any("R2UR" in line for loop in sorted(of_blocks, key=len)[:3] for line in loop)
+
+
 def test_whole_tiles_of_float8_are_multiplied_without_the_stack(in_compiler: Compile, tmp_path: Path) -> None:
     """Between the products of a block and those of the next one lie the promotion and the loads of scales alone."""
-    lines = in_compiler(sass_of_float8_blocks, tmp_path).splitlines()
-    label = {match[1]: at for at, line in enumerate(lines) if (match := re.match(r"(\.L_x_\d+):", line))}
-    jumps = [(label[match[1]], at) for at, line in enumerate(lines) if (match := re.search(r"BRA `\((\S+)\)", line))]
-    loops = [lines[first:last] for first, last in jumps if first < last]
+    loops = loops_of(in_compiler(sass_of_float8_blocks, tmp_path))
     of_two_strips = [loop for loop in loops if sum("QGMMA" in line for line in loop) == 8]
     assert len(of_two_strips) == 2, "one in each warpgroup"
     assert not any("LDL" in line or "STL" in line for loop in of_two_strips for line in loop)

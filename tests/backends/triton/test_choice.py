@@ -65,8 +65,19 @@ NOT_WRITTEN: dict[str, dict[str, Any]] = {
 }
 """Why tiles of 192 x 256 do not come first."""
 HOPPER_FIRST: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    **{f"{rows} rows a group": (BF16, {"groups": 64, "n": 4096, "total": 64 * rows}, {"block_m": block_m})
-       for rows, block_m in ((16, 192), (64, 256), (256, 256), (512, 128), (1024, 128), (2048, 192))},
+    **{f"{rows} rows a group": (BF16, {"groups": 64, "n": 4096, "total": 64 * rows},
+                                {"block_m": block_m, "wide_tails": wide_tails})
+       for rows, block_m, wide_tails in ((16, 192, False), (64, 256, False), (65, 256, True), (256, 256, True),
+                                         (512, 256, True), (1024, 256, True), (2048, 192, False))},
+    "64 rows a group of a long k": (BF16, {"groups": 8, "n": 14336, "k": 4096, "total": 512}, {"wide_tails": True}),
+    "some 1020 rows of each of many groups": (BF16, {"groups": 257, "n": 4096, "total": 2**18},
+                                         {"block_m": 128, "wide_tails": False}),
+    "tails that would waste a quarter of their columns": (BF16, {"groups": 64, "n": 384, "total": 2**14},
+                                                          {"block_m": 256, "wide_tails": False}),
+    "tails that waste a tenth": (BF16, {"groups": 64, "n": 9 * 128, "total": 2**14}, {"wide_tails": True}),
+    "jagged n": ("jagged_n bf16", {"groups": 64, "m": 4096, "total": 2**14}, {"block_m": 256, "wide_tails": True}),
+    "padded groups": ("masked bf16", {"groups": 64, "m": 512, "n": 4096, "total": 2**14}, {"wide_tails": True}),
+    "a stack": ("batched bf16", {"groups": 64, "m": 256, "n": 4096, "total": 2**14}, {"wide_tails": False}),
     "144 tiles of 192x256 took 161 us, 240 of 128x128 127":
         (BF16, {"groups": 48, "n": 576, "k": 7232, "total": 64}, {"block_m": 128, "block_n": 128}),
     "88 tiles took 98 us, 96 of 256x128 71":
@@ -356,6 +367,8 @@ def test_a_heavy_epilogue_gets_a_smaller_tile() -> None:
         (Config("hopper", block_m=256, block_n=256, stages=1), "registers"),
         (Config("hopper", block_m=256, block_n=128, stages=8), "shared memory"),
         (Config("hopper", programs=0), "programs=0.*use 1"),
+        (Config("hopper", block_m=128, block_n=256, wide_tails=True), "wide_tails with.*128x256"),
+        (Config(block_m=256, wide_tails=True), "wide_tails with kernel='pointer'"),
     ],
 )
 def test_bad_configs_are_refused_with_the_reason(config: Config, word: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -111,6 +112,41 @@ def test_tiles_dealt_and_drawn_find_their_groups(form: str, groups: int, index: 
             tensor(plan()).fill_(torch.nan)
         verdict = mg.verify(given, plan())
         assert verdict, f"{config}: {verdict}"
+
+
+TWO_WIDTHS = Config("hopper", block_m=256, block_n=128, stages=4, warps=4, wide_tails=True)
+
+
+@pytest.mark.parametrize("order", ["drawn", "dealt"])
+@pytest.mark.parametrize("n", [128, 264, 1160, 1288])
+@pytest.mark.parametrize("form", ["jagged_m", "jagged_m_nt", "jagged_n", "masked"])
+def test_tiles_of_two_widths(form: str, n: int, order: Literal["drawn", "dealt"]) -> None:
+    """Tails of 1 to 128 rows beside tall tiles and alone, odd and even numbers of blocks of columns."""
+    options: dict[str, Any] = {"bias": draw(len(SIZES), n), "activation": "relu"} if form == "jagged_m_nt" else {}
+    given = problem(form, n, **options)
+    config = replace(TWO_WIDTHS, order=order, width=1 if n == 1160 else 8)
+    assert problem_with(config, staged_spec(given)) == ""
+    plan = mg.plan(given, backend="triton", config=config)
+    for _ in range(3):  # the counter is left as it was found
+        tensor(plan()).fill_(torch.nan)
+    verdict = mg.verify(given, plan())
+    assert verdict, str(verdict)
+
+
+@pytest.mark.parametrize("index", [None, torch.int32, torch.int64], ids=["offsets", "sizes", "long sizes"])
+@pytest.mark.parametrize(("groups", "most"), [(1, 700), (200, 60), (256, 60), (256, 150), (40, 900)])
+def test_tiles_of_two_widths_find_their_groups(groups: int, most: int, index: torch.dtype | None) -> None:
+    """As many groups as the kernel holds, few, and one alone, which offsets or sizes cut."""
+    sizes = torch.randint(0, most, (groups,), generator=torch.Generator().manual_seed(groups))
+    sizes[:: max(2, groups // 3)] = 0
+    offsets = (torch.cat([torch.zeros(1), sizes]).cumsum(0) + 3).to(torch.int32).cuda()
+    total = int(sizes.sum()) + 11
+    cut = {"offsets": offsets} if index is None else {"sizes": sizes.to(index).cuda()}
+    given = mg.GroupedGemmProblem(draw(total, 72), draw(groups, 72, 1160), **cut)  # type: ignore[arg-type]
+    plan = mg.plan(given, backend="triton", config=TWO_WIDTHS)
+    tensor(plan()).fill_(torch.nan)
+    verdict = mg.verify(given, plan())
+    assert verdict, str(verdict)
 
 
 @pytest.mark.parametrize("extents", [(131, 77), (259, 513), (135, 104)])

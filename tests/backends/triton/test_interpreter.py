@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -485,3 +486,67 @@ def test_the_device_splits_rows_evenly(most: int) -> None:
     assert records[0] == rows
     found = {int(g): (int(tiles), int(strips)) for g, _, tiles, strips, *_ in records[8:].view(64, 8)[:rows]}
     assert found == {g: pair for g, pair in enumerate(wanted) if pair[0]}
+
+
+@pytest.mark.parametrize("width", [1, 3, 8])
+@pytest.mark.parametrize("across", [1, 2, 7])
+def test_tiles_of_two_widths_cover_each_block_of_a_group_once(across: int, width: int) -> None:
+    """Tall tiles have 3 or 4 strips of 64 rows and a block of columns; wide ones up to 2 strips and two blocks."""
+    global place_of_two_widths, tiles_of_two_widths, tl  # a kernel sees the names of its module only
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton
+    import triton.language as tl
+
+    from multigemm.backends.triton.kernels.schedule import place_of_two_widths, tiles_of_two_widths
+
+    def walk(out: Any, counts: Any, across: Any, WIDTH: tl.constexpr, MOST: tl.constexpr) -> None:
+        strips = tl.program_id(0) + 1
+        tiles = tiles_of_two_widths(strips, across)
+        tl.store(counts + strips - 1, tiles)
+        local = tl.arange(0, MOST)
+        strip, count, column = place_of_two_widths(tl.minimum(local, tiles - 1), strips, across, WIDTH)
+        at = out + ((strips - 1) * MOST + local) * 3
+        tl.store(at, strip, mask=local < tiles)
+        tl.store(at + 1, count, mask=local < tiles)
+        tl.store(at + 2, column, mask=local < tiles)
+
+    out, counts = torch.zeros(40, 128, 3, dtype=torch.int32), torch.zeros(40, dtype=torch.int32)
+    kernel: Any = triton.jit(walk)
+    kernel[(40,)](out, counts, across, WIDTH=width, MOST=128)
+    for strips, tiles in enumerate(counts.tolist(), start=1):
+        found = [tuple(tile) for tile in out[strips - 1, :tiles].tolist()]
+        blocks = Counter(
+            (row, column + beside)
+            for strip, count, column in found
+            for row in range(strip, strip + count)
+            for beside in range(1 + (count <= 2))
+            if column + beside < across
+        )
+        assert blocks == Counter({(row, column): 1 for row in range(strips) for column in range(across)})
+        wide = [(at, tile) for at, tile in enumerate(found) if tile[1] <= 2]
+        assert all(strip + count == strips and column % 2 == 0 for _, (strip, count, column) in wide)
+        for at, (strip, _, column) in wide:  # behind the tall tiles of its columns in the last band
+            band = -(-strip // 4) // width * width * 4
+            above = {(row, beside) for row in range(band, strip, 4) for beside in range(column, column + 2)}
+            above = {(row, beside) for row, beside in above if beside < across}
+            assert {tile[::2] for tile in found[at - len(above) : at]} == above
+
+
+@pytest.mark.parametrize(("rows", "tall", "wide"), [(64, 0, 1), (128, 0, 2), (192, 3, 0), (256, 4, 0), (320, 3, 2),
+                                                     (384, 4, 2), (576, 7, 2)])  # fmt: skip
+def test_strips_of_wide_tiles(rows: int, tall: int, wide: int) -> None:
+    """As many as leave tall tiles of 3 or 4 strips, which alone are as fast for the weights that they read."""
+    global wide_strips, tl  # a kernel sees the names of its module only
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton
+    import triton.language as tl
+
+    from multigemm.backends.triton.kernels.schedule import wide_strips
+
+    def ask(out: Any, strips: Any) -> None:
+        tl.store(out, wide_strips(strips))
+
+    out = torch.full((1,), -1, dtype=torch.int32)
+    kernel: Any = triton.jit(ask)
+    kernel[(1,)](out, rows // 64)
+    assert int(out) == wide and tall + wide == rows // 64

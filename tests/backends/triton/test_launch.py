@@ -30,6 +30,7 @@ from tests.support.triton_world import GPU, block_of, kernels_of, world
 
 __all__ = ["world"]
 BF16 = torch.bfloat16
+TWO_WIDTHS = Config("hopper", block_m=256, block_n=128, stages=4, warps=4, wide_tails=True)
 GENERIC, RING = Config(block_m=32, block_n=32, block_k=64, warps=4), Config("hopper", block_n=128, stages=4, warps=4)
 MEMORY = torch.zeros(1 << 27, dtype=torch.uint8)
 """Where all operands lie."""
@@ -180,7 +181,9 @@ TALL = replace(RING, block_m=192, block_n=256, stages=3)
 
 
 @pytest.mark.parametrize("kind", ["ends", "sizes"])
-@pytest.mark.parametrize("config", [RING, TALL, replace(RING, shift_b=True)], ids=["two", "three", "shifted"])
+@pytest.mark.parametrize(
+    "config", [RING, TALL, replace(RING, shift_b=True), TWO_WIDTHS], ids=["two", "three", "shifted", "two widths"]
+)
 @pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k"])
 def test_sizes_and_zeros_take_no_launch_of_their_own(form: str, config: Config, kind: str, world: FakeDriver) -> None:
     """The kernel sums up sizes on the device, and zeroes what no group owns, as long as one warp holds all groups."""
