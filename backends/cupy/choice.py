@@ -126,12 +126,12 @@ CROWDED_ROWS = 100
 """Rows per group from which some groups of a random routing have more than 128, and tiles are higher."""
 PICKED_ROWS = 48
 """Rows per group up to which picked rows are read where they lie, and not copied first."""
-FEWEST_WEIGHT_ROWS = 5
+MOST_ROWS_OF_LOW_WEIGHTS = 5
 """Rows per group up to which quantised weights are taken in pieces of eight rows. Of more, too many groups have two:
 8 rows on average, H200, 2026-11-23: 1.04 to 1.06 of the time of the next higher tiles."""
 LONG_FLOAT8_K = 2048
-"""k from which float8 weights are. H200, 2026-11-23, time over that of the next higher tiles: K = 768 1.14, K = 4096
-0.95, K = 7168 0.95."""
+"""k from which float8 weights, too, are taken so. H200, 2026-11-23, time over that of the next higher tiles: K = 768
+1.14, K = 4096 0.95, K = 7168 0.95."""
 FEW_WEIGHT_ROWS = 64
 """Rows per group up to which quantised weights are taken by low tiles; not measured."""
 SHIFTED_ROWS = 1024
@@ -322,7 +322,7 @@ def _quantised_rules(layout: Layout, counts: Counts) -> list[Rule]:
     rows = _rows(layout, counts)
     if layout.spec.quantised == "weights":
         long = layout.k >= LONG_FLOAT8_K or not layout.spec.b.dtype.is_floating_point
-        return [((rows <= FEWEST_WEIGHT_ROWS) & long, (WEIGHTS_LOW,)),
+        return [((rows <= MOST_ROWS_OF_LOW_WEIGHTS) & long, (WEIGHTS_LOW,)),
                 (rows <= FEW_WEIGHT_ROWS, (WEIGHTS_NARROW,)), (rows <= WEIGHTS_MIDDLE.rows, (WEIGHTS_MIDDLE,)),
                 (True, (WEIGHTS_WIDE, WEIGHTS_MIDDLE, WEIGHTS_NARROW, QUANTISED))]  # fmt: skip
     sparse = rows <= FP8_SPARSE_ROWS

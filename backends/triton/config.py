@@ -21,7 +21,7 @@ from multigemm.problem.spec import MIXED, OperandSpec, ProblemSpec
 SHARED_LIMIT = 227 * 1024
 STRIP = 64
 """Rows of one wgmma: the granule of the Hopper kernel's tiles."""
-WIDE_TAIL_GROUPS = 256
+SEARCHED_GROUPS = 256
 """Groups up to which the loading warp finds a tile by itself, and so one of two widths."""
 LIST_GROUPS = 16
 """Groups of a list whose maps are a kernel's arguments."""
@@ -278,9 +278,9 @@ def wide_tails_problem(config: Config, spec: ProblemSpec) -> str:
     if config.kernel != "hopper" or (config.block_m, config.block_n, config.shift_b) != (256, 128, False):
         tile = f"{config.block_m}x{config.block_n}, shift_b={config.shift_b}"
         return f"wide_tails with kernel={config.kernel!r}, {tile}: kernel='hopper' has them with 256x128"
-    if spec.quantised or spec.form not in ("jagged_m", "jagged_n", "masked") or spec.groups > WIDE_TAIL_GROUPS:
+    if spec.quantised or spec.form not in ("jagged_m", "jagged_n", "masked") or spec.groups > SEARCHED_GROUPS:
         kind = f"{spec.quantised or spec.form} of {spec.groups} groups"
-        return f"wide_tails: {kind}; jagged rows of up to {WIDE_TAIL_GROUPS} groups have them, unquantised"
+        return f"wide_tails: {kind}; jagged rows of up to {SEARCHED_GROUPS} groups have them, unquantised"
     return ""
 
 

@@ -23,7 +23,16 @@ import torch
 
 from multigemm.backend import Launch, Recipe
 from multigemm.backends.triton.build import KernelSource, load
-from multigemm.backends.triton.config import STRIP, Config, consumers, depth_of, part_of, piece_of, raw_bytes
+from multigemm.backends.triton.config import (
+    SEARCHED_GROUPS,
+    STRIP,
+    Config,
+    consumers,
+    depth_of,
+    part_of,
+    piece_of,
+    raw_bytes,
+)
 from multigemm.backends.triton.generic import (
     TYPES,
     OperandCopy,
@@ -107,7 +116,7 @@ def stores_late(spec: ProblemSpec, config: Config) -> bool:
 def searchable(config: Config) -> int:
     """The number of groups whose sizes the loading warp can hold and search. With three consumers it has fewer
     registers."""
-    return 128 if consumers(config) == 3 else 256
+    return SEARCHED_GROUPS // 2 if consumers(config) == 3 else SEARCHED_GROUPS
 
 
 def searched(spec: ProblemSpec, config: Config) -> bool:

@@ -3,7 +3,8 @@
 With few tokens a layer's time is the host's: six operators cross torch's dispatcher, allocate, and look up their
 launches. Here one look-up finds all launches of the layer for its number of tokens. They share one block of memory for
 intermediate results, and a call writes only the addresses that differ from those of the last call. The launches are
-those of the layer in steps, or by fused products, and give the same bits. Every unusual call runs operator by operator.
+those of the layer in steps, by fused products, or for few tokens, and give the same bits. Every unusual call runs
+operator by operator.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from multigemm.cuda.driver import on_device
 from multigemm.cuda.launch import Kernel, PatchedLaunches
 from multigemm.errors import LibraryError
 from multigemm.integrations import torch_op
-from multigemm.integrations.expert_network import Network, by_rows, decodes
+from multigemm.integrations.expert_network import Network, by_rows
+from multigemm.integrations.few_tokens import takes_few_tokens
 from multigemm.integrations.layer_ops import copies_rows, decode_kernels, gate_kernels, triton_kernels
 from multigemm.planning.binding import bind
 from multigemm.planning.launch_cache import LAUNCHES
@@ -238,7 +240,7 @@ def _parts_of(net: Network, fused: bool, given: Given) -> list[Views] | None:
     kernels, dtype = triton_kernels(), given.x.dtype
     if not kernels.can_sort(pairs, experts) or not given.x.numel():
         return None
-    if fused and decodes(net, *given):
+    if fused and takes_few_tokens(net, *given):
         return [{"hidden": (dtype, (pairs, inner))}]
     counts = kernels.sort_scratch(pairs, experts)
     sorting: list[Views] = [{"ends": (torch.int32, (experts,))}, {"counts": (torch.int32, (counts // 4,))}]

@@ -18,15 +18,15 @@ from multigemm.integrations.layer_kernels import Step, lined, run_steps, wide_ty
 from multigemm.planning.tiles import tiles_of
 from multigemm.problem.spec import bucket
 
+# Best of some tiles each for the products of four models with one token, H200, 2026-11-23.
 GATED_COLUMNS, WHOLE_BYTES, GATED_BYTES, GATED_STAGES = 2, 4096, 1024, 3
 """Columns of g and of u that a program of the first product computes. It reads all of a short column at once, else this
 many bytes, and that many such pieces lie in shared memory."""
 SUMMED_BYTES = 8192
 """The bytes that a program of the second product reads at once."""
-LEAST_COLUMNS, MOST_COLUMNS = 4, 8
-"""Of how many columns they are: of more where there are programs enough."""
+FEW_COLUMNS, MANY_COLUMNS = 4, 8
+"""The columns that a program of the second product computes: many where there are PROGRAMS programs then."""
 PROGRAMS = 512
-"""The programs of the second product that a GPU needs to read at its full rate."""
 WARPS = 4
 
 
@@ -88,8 +88,8 @@ def _summed_kernel(hidden, pairs, weights, down, bias, out, experts, inner, widt
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     live, column_at = columns < width, columns.to(tl.int64) * column_stride
     within, lane = tl.arange(0, BLOCK), tl.arange(0, TOP)
-    chosen = tl.load(pairs + token * top_k + lane, mask=lane < top_k, other=-1)
-    there = (chosen >= 0) & (chosen < experts)
+    chosen = tl.load(pairs + token * top_k + lane, mask=lane < top_k, other=0)
+    there = (lane < top_k) & (chosen >= 0) & (chosen < experts)
     chosen = tl.where(there, chosen, 0).to(tl.int32)
     weight = tl.load(weights + token * top_k + lane, mask=there, other=0.0).to(WIDE)
     first = hidden + token * top_k * inner
@@ -132,11 +132,11 @@ def decode_steps(net, x, index, weights, up, down, up_bias, down_bias, hidden, o
     }  # fmt: skip
     whole = width * size <= WHOLE_BYTES
     gated |= {"BLOCK": bucket(width) if whole else GATED_BYTES // size, "STAGES": 1 if whole else GATED_STAGES}
-    columns = MOST_COLUMNS if tokens * width >= MOST_COLUMNS * PROGRAMS else LEAST_COLUMNS
+    columns = MANY_COLUMNS if tokens * width >= MANY_COLUMNS * PROGRAMS else FEW_COLUMNS
     summed = {
         "weights": weights, "down": down, "bias": down if down_bias is None else down_bias, "out": out,
         "BIAS": down_bias is not None, "expert_stride": down.stride(0), "column_stride": down.stride(1),
-        "COLUMNS": columns, "BLOCK": SUMMED_BYTES // columns // size, "STAGES": 3 if columns == MOST_COLUMNS else 4,
+        "COLUMNS": columns, "BLOCK": SUMMED_BYTES // columns // size, "STAGES": 3 if columns == MANY_COLUMNS else 4,
         "TOP": max(bucket(top_k), 2),
     }  # fmt: skip
     return [

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from multigemm.errors import InvalidProblem
 from multigemm.integrations.gradients import gate_by_torch
-from multigemm.integrations.layer_ops import decode_kernels, geglu, kernels_for, sort_by_expert, swiglu, weighted_sum
+from multigemm.integrations.layer_ops import geglu, sort_by_expert, swiglu, weighted_sum
 from multigemm.integrations.torch_op import grouped_gemm
 from multigemm.problem.fused import Gate
 from multigemm.problem.problem import GroupedGemmProblem
@@ -119,37 +119,6 @@ def has_fast_fused_products(x: Tensor, backend: str) -> bool:
 @cache
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
-
-
-EXPERTS_FOR_PAIR = 4
-"""Experts for each pair of token and expert from which on few pairs share one (docs/results.md, MoE layers)."""
-MOST_DECODED = 1 << 16
-"""The largest width of a layer for few tokens: a grid's second extent has no more blocks."""
-
-
-def are_few(index: Tensor, experts: int) -> bool:
-    """Whether the pairs of index [tokens, k] are of one token, or few of them share an expert."""
-    pairs = index.numel()
-    return pairs > 0 and (len(index) == 1 or pairs * EXPERTS_FOR_PAIR <= experts)
-
-
-def decodes(
-    net: Network, x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
-    down_bias: Tensor | None,
-) -> bool:  # fmt: skip
-    """Whether a fused layer without gradients runs by the kernels for few tokens, which read an expert's weights once
-    for each of its pairs. The backends "auto" and "triton" have them; batch-invariant layers do not use them, nor those
-    with stacked weights."""
-    if not are_few(index, len(up)) or net.backend not in ("auto", "triton"):
-        return False
-    if net.gate is None or net.stacked or net.invariant:
-        return False
-    if weights.dtype not in (torch.float32, x.dtype) or max(x.shape[1], *up.shape[1:]) > MOST_DECODED:
-        return False
-    biases = [bias for bias in (up_bias, down_bias) if bias is not None]
-    typed = x.is_floating_point() and all(t.dtype is x.dtype for t in (up, down, *biases))
-    lined = up.stride(2) == down.stride(2) == 1 and all(bias.is_contiguous() for bias in biases)
-    return typed and lined and kernels_for(x, decode_kernels) is not None
 
 
 def by_rows(weight: Tensor, stacked: bool) -> Tensor:

@@ -1,5 +1,6 @@
 """The experts of a layer as fused products, which pick, gate, weight and sum rows themselves. Many tokens are copied to
-their pairs first (`layer_ops.copies_rows`); one token or a few go through kernels of their own (`decodes`).
+their pairs first (`layer_ops.copies_rows`); one token or a few go through kernels of their own
+(few_tokens.py).
 
 Forward: a sort, h = gate(x[rows] @ up), out = the weighted sums of h @ down. For backward only g and u are kept (the
 columns that the gate joins), besides the inputs and two numbers for each pair of token and expert:
@@ -29,18 +30,16 @@ from multigemm.integrations import torch_op
 from multigemm.integrations.bound_layer import run_bound
 from multigemm.integrations.expert_network import (
     Network,
-    are_few,
     by_rows,
     check_routing,
-    decodes,
     has_fast_fused_products,
     through_experts,
 )
+from multigemm.integrations.few_tokens import are_few, result_of_few_tokens, takes_few_tokens
 from multigemm.integrations.gradients import differentiated, gate_by_torch
 from multigemm.integrations.layer_ops import (
     Pairs,
     copies_rows,
-    decode_kernels,
     gate_kernels,
     kernels_for,
     rows_of_pairs,
@@ -48,8 +47,7 @@ from multigemm.integrations.layer_ops import (
     sum_by_expert,
     tokens_of_pairs,
 )
-from multigemm.planning.launch_key import PLAIN
-from multigemm.torch_internals import any_requires_grad, only_result_wanted
+from multigemm.torch_internals import any_requires_grad
 
 
 def experts_forward(
@@ -115,8 +113,9 @@ def run_experts(
         return _in_graph(net, x, index, weights, up, down, up_bias, down_bias)
     if not (torch.is_grad_enabled() and any_requires_grad(x, weights, up, down, up_bias, down_bias)):
         with torch.no_grad():
-            if decodes(net, x, index, weights, up, down, up_bias, down_bias):
-                return _decoded(net, x, index, weights, up, down, up_bias, down_bias)
+            few = result_of_few_tokens(net, x, index, weights, up, down, up_bias, down_bias)
+            if few is not None:
+                return few
             return _forward(net, _pairs_of(net, index, up, False), x, weights, up, down, up_bias, down_bias, False)[0]
     result: Tensor = _Experts.apply(net, index, x, weights, up, down, up_bias, down_bias)  # type: ignore[no-untyped-call]
     return result
@@ -127,14 +126,11 @@ def run_few_tokens(
     down_bias: Tensor | None,
 ) -> Tensor | None:  # fmt: skip
     """The result of a layer that would run in steps, by the kernels for few tokens; None where those do not serve, were
-    not measured, or gradients are wanted."""
+    not measured, or gradients are wanted. A compiled graph must not depend on the number of tokens."""
+    if torch.compiler.is_compiling() or not are_few(index, up) or not has_fast_fused_products(x, net.backend):
+        return None
     given = (x, index, weights, up, down, up_bias, down_bias)
-    if not are_few(index, len(up)) or torch.compiler.is_compiling() or not only_result_wanted(*given):
-        return None
-    plain = all(t is None or type(t) in PLAIN for t in given)
-    if not plain or not has_fast_fused_products(x, net.backend) or not decodes(net, *given):
-        return None
-    return run_experts(net, *given)
+    return run_experts(net, *given) if takes_few_tokens(net, *given) else None
 
 
 def in_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -203,12 +199,6 @@ def _forward(
     hidden, preact = first_product(net, x, pairs, up, up_bias, keep)
     sums = (pairs.place, _summable(weights, x).detach())
     return product(net, hidden, by_rows(down, net.stacked), pairs.ends, bias=down_bias, combine=sums), preact
-
-
-def _decoded(net: Network, *given: Any) -> Tensor:
-    """The result of a layer for few tokens (`decodes`)."""
-    found: Tensor = decode_kernels().decode(net, *given)
-    return found
 
 
 class _Experts(torch.autograd.Function):
@@ -361,9 +351,10 @@ def _experts(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The operator on real tensors: the result, the input of the gate (if it is kept), and the pairs."""
     net = _network(options)
-    if not (keep or net.recompute) and decodes(net, x, index, weights, up, down, up_bias, down_bias):
-        out = _decoded(net, x, index, weights, up, down, up_bias, down_bias)
-        return out, *_experts_like(x, index, weights, up, down, up_bias, down_bias, keep=False, **options)[1:]
+    given = (x, index, weights, up, down, up_bias, down_bias)
+    few = None if keep or net.recompute else result_of_few_tokens(net, *given)
+    if few is not None:
+        return few, *_experts_like(*given, keep=False, **options)[1:]
     pairs = _pairs_of(net, index, up, True)
     out, preact = _forward(net, pairs, x, weights, up, down, up_bias, down_bias, keep)
     return out, x.new_empty(0) if preact is None else preact, pairs.place, pairs.ends, pairs.order

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
+from torch._dynamo.testing import CompileCounter
 
-from multigemm.integrations import expert_network, fused_experts, layer_ops
+import multigemm as mg
+from multigemm.integrations import few_tokens, fused_experts, layer_ops
 from multigemm.integrations.bound_layer import run_bound
-from multigemm.integrations.expert_network import Network, decodes
+from multigemm.integrations.expert_network import Network
+from multigemm.integrations.few_tokens import takes_few_tokens
 from multigemm.integrations.fused_experts import run_experts
 from multigemm.nn import Experts
 from tests.support.python_process import run_python
@@ -41,26 +45,82 @@ LEFT_TO_PRODUCTS: dict[str, tuple[Network, tuple[Any, ...]]] = {
     "lines with gaps": (Network(), layer(up=torch.ones(EXPERTS, 2 * INNER, 2 * HIDDEN)[..., ::2])),
     "a bias with gaps": (Network(), layer(down_bias=torch.ones(EXPERTS, 2 * HIDDEN)[:, ::2])),
     "more columns than a grid has blocks": (
-        Network(), layer(x=torch.ones(1, 1 << 17), up=torch.ones(1).expand(EXPERTS, 2, 1 << 17))
+        Network(),
+        layer(x=torch.ones(1, 1 << 17), up=torch.ones(1).expand(EXPERTS, 96, 1 << 17),
+              down=torch.ones(1).expand(EXPERTS, 1 << 17, 48), down_bias=None),
     ),
+    "x of another width": (Network(), layer(x=torch.ones(1, HIDDEN - 16))),
+    "up of an odd width": (Network(), layer(up=torch.ones(EXPERTS, 2 * INNER - 1, HIDDEN))),
+    "up of another width": (Network(), layer(up=torch.ones(EXPERTS, 2 * INNER - 2, HIDDEN))),
+    "down of fewer experts": (Network(), layer(down=torch.ones(EXPERTS - 1, HIDDEN, INNER))),
+    "a short bias": (Network(), layer(up_bias=torch.ones(EXPERTS, INNER))),
+    "an index of one row": (Network(), layer(index=torch.zeros(TOP_K, dtype=torch.int64))),
+    "a single number as an index": (Network(), layer(index=torch.tensor(0))),
+    "weights of another shape": (Network(), layer(weights=torch.ones(1, TOP_K - 1))),
+    "no experts for a token": (Network(), layer(index=torch.zeros(1, 0, dtype=torch.int64), weights=torch.ones(1, 0))),
+    "no width": (
+        Network(),
+        layer(x=torch.ones(1, 0), up=torch.ones(EXPERTS, 96, 0), down=torch.ones(EXPERTS, 0, 48), down_bias=None),
+    ),
+    "float8": (Network(), tuple(
+        t.to(torch.float8_e4m3fn) if t is not None and t.is_floating_point() else t for t in layer(down_bias=None)
+    )),
+    "a negated view": (Network(), layer(x=torch._neg_view(torch.ones(1, HIDDEN)))),
+    "another device": (Network(), layer(up=torch.ones(EXPERTS, 2 * INNER, HIDDEN, device="meta"))),
 }  # fmt: skip
+WITHOUT_MEANING: dict[str, Any] = {"glu_limit": -1.0, "glu_layout": "nonsense", "glu_beta": float("nan")}
 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_network, "kernels_for", lambda x, kernels: kernels())
+    monkeypatch.setattr(few_tokens, "kernels_for", lambda x, kernels: kernels())
 
 
 @pytest.mark.parametrize("case", LEFT_TO_PRODUCTS)
 def test_layers_that_are_left_to_products(case: str, as_on_a_gpu: None) -> None:
-    assert decodes(Network(), *layer())
-    assert decodes(Network(backend="triton"), *layer(2))
+    assert takes_few_tokens(Network(), *layer())
+    assert takes_few_tokens(Network(backend="triton"), *layer(2))
     net, given = LEFT_TO_PRODUCTS[case]
-    assert not decodes(net, *given)
+    assert not takes_few_tokens(net, *given)
+
+
+def test_gates_without_a_meaning_are_refused(as_on_a_gpu: None) -> None:
+    for name, value in WITHOUT_MEANING.items():
+        for _ in range(2):
+            with pytest.raises(mg.InvalidProblem):
+                takes_few_tokens(Network(**{name: value}), *layer())
+
+
+def test_calls_that_others_look_at_are_left_to_products(as_on_a_gpu: None) -> None:
+    """Gradients, tangents and transforms; autocast has cast the operands before."""
+    x, *rest = layer()
+    assert not takes_few_tokens(Network(), x.clone().requires_grad_(), *rest)
+    with torch.no_grad():
+        assert takes_few_tokens(Network(), x.clone().requires_grad_(), *rest)
+    with forward_ad.dual_level():
+        dual: torch.Tensor = forward_ad.make_dual(x, torch.ones_like(x))  # type: ignore[no-untyped-call]
+        assert not takes_few_tokens(Network(), dual, *rest)
+    asked: list[bool] = []
+
+    def one(x: torch.Tensor) -> torch.Tensor:
+        asked.append(takes_few_tokens(Network(), x, *rest))
+        return x
+
+    torch.func.vmap(one)(x.expand(3, 1, HIDDEN))
+    assert asked == [False]
+
+
+def test_a_graph_does_not_depend_on_the_number_of_tokens() -> None:
+    experts, compiled = Experts(EXPERTS, HIDDEN, INNER, backend="cpu"), CompileCounter()
+    step = torch.compile(experts, backend=compiled, dynamic=True)
+    with torch.no_grad():
+        for tokens in (8, 40, 7, 2):
+            step(*layer(tokens)[:3])
+    assert compiled.frame_count == 1
 
 
 def test_without_a_gpu_products_run() -> None:
-    assert not decodes(Network(), *layer())
+    assert not takes_few_tokens(Network(), *layer())
 
 
 def test_layers_whose_way_is_not_told_use_them(as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +209,7 @@ def test_a_layer_for_few_tokens_is_the_loop_over_pairs(
         x = torch.randn(tokens, hidden, device="cuda").to(dtype)
         index, weights = torch.zeros(tokens, 4, dtype=torch.int64, device="cuda"), torch.rand(tokens, 4, device="cuda")
         with torch.no_grad():
-            assert decodes(net, x, index, weights, *parameters)
+            assert takes_few_tokens(net, x, index, weights, *parameters)
             graph = torch.cuda.CUDAGraph()
             run_experts(net, x, index, weights, *parameters)
             with torch.cuda.graph(graph):

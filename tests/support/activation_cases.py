@@ -46,7 +46,7 @@ def gate_verdict(dtype: torch.dtype) -> Any:
 
     x = thinned(points("gelu", dtype))
     out = torch.empty(len(x), 1, dtype=dtype)
-    kernel, grid, _, values = gate_step(Gate("geglu"), torch.stack([x, torch.ones_like(x)], 1), out)  # type: ignore[no-untyped-call]
+    kernel, grid, _, values, _ = gate_step(Gate("geglu"), torch.stack([x, torch.ones_like(x)], 1), out)  # type: ignore[no-untyped-call]
     kernel[grid](**values)
     return mg.verify(problem_of(x, "gelu"), out[None])
 

@@ -75,8 +75,10 @@ def main() -> None:
         weights = torch.rand(tokens, TOP_K).to(torch.float32 if number == 1 else dtype)
         index = torch.randint(-2, EXPERTS + 2, (tokens, TOP_K))
         index[-1] = torch.tensor([EXPERTS - 1, 2**31 + 1, EXPERTS - 1])  # one twice, and one that lies
+        if number == 2:  # one expert for each token
+            index, weights = index[:, :1].to(torch.uint8), weights[:, :1]
         parameters = parameters_of(bias, dtype, "cpu", (EXPERTS, HIDDEN, INNER))
-        kernels.LEAST_COLUMNS = 8 - 4 * (number % 2)
+        kernels.FEW_COLUMNS = 8 - 4 * (number % 2)
         kernels.SUMMED_BYTES, kernels.WHOLE_BYTES, kernels.GATED_BYTES = 512, 512 * (number % 3), 128  # several pieces
         got = kernels.decode(net, x, index, weights, *parameters)
         want = by_pairs(net, x, index, weights, *parameters)

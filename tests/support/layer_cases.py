@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigemm.integrations import bound_layer, expert_network, layer_ops
+from multigemm.integrations import bound_layer, few_tokens, layer_ops
 from multigemm.integrations.bound_layer import run_bound
 from multigemm.integrations.expert_network import Network, through_experts
 from multigemm.integrations.fused_experts import run_experts
@@ -82,7 +82,7 @@ def _without_a_gpu() -> None:
         return found
 
     stand_ins.copies_rows = as_on_a_gpu
-    for_few: Any = expert_network
+    for_few: Any = few_tokens
     for_few.kernels_for = lambda x, kernels: kernels()
     decode_kernels.run_steps = lambda x, *steps: [step.kernel[step.grid](**step.values) for step in steps]
     stand_ins.empty_cuda = lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype)

@@ -270,5 +270,5 @@ def test_what_a_bind_must_look_at_is_bound(fake: Fake, make: Callable[[], Any], 
     a, b = make()
     problem = mg.GroupedGemmProblem(a, b, **{"sizes": [8, 16, 8, 0, 24, 8]} | more)
     recipe = launch.plan(problem.spec, Config(), CUDA)
-    if recipe.bind_sizes is not None:
-        assert recipe.bind_sizes(stage(problem, problem.spec, allocate(problem)).ops) is None
+    assert recipe.bind_sizes is not None
+    assert recipe.bind_sizes(stage(problem, problem.spec, allocate(problem)).ops) is None
