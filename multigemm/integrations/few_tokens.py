@@ -21,6 +21,8 @@ EXPERTS_FOR_PAIR = 4
 """Experts for each pair from which on few pairs share one. Time over that of products, H200, 2026-11-23: Qwen3-30B (128
 experts) with 2 and 4 tokens 0.87 and 0.90, DeepSeek-V3 (256) with 8 tokens 0.97; Mixtral (8) with 2 tokens 1.00, with 4
 tokens 1.3."""
+MOST_EACH = 1024
+"""The most pairs of a token: a program holds their experts and weights, and where hidden numbers lie has 31 bits."""
 MOST_WIDTH = 1 << 16
 """The largest extent of weights: a grid has 65535 blocks of at least two columns."""
 
@@ -30,7 +32,7 @@ def are_few(index: Tensor, up: Tensor) -> bool:
     if index.dim() != 2 or up.dim() != 3:
         return False
     pairs = index.numel()
-    return pairs > 0 and (len(index) == 1 or pairs * EXPERTS_FOR_PAIR <= len(up))
+    return 0 < pairs <= MOST_EACH * len(index) and (len(index) == 1 or pairs * EXPERTS_FOR_PAIR <= len(up))
 
 
 def takes_few_tokens(

@@ -58,6 +58,9 @@ LEFT_TO_PRODUCTS: dict[str, tuple[Network, tuple[Any, ...]]] = {
     "a single number as an index": (Network(), layer(index=torch.tensor(0))),
     "weights of another shape": (Network(), layer(weights=torch.ones(1, TOP_K - 1))),
     "no experts for a token": (Network(), layer(index=torch.zeros(1, 0, dtype=torch.int64), weights=torch.ones(1, 0))),
+    "very many experts for a token": (
+        Network(), layer(index=torch.zeros(1, 1025, dtype=torch.int64), weights=torch.ones(1, 1025))
+    ),
     "no width": (
         Network(),
         layer(x=torch.ones(1, 0), up=torch.ones(EXPERTS, 96, 0), down=torch.ones(EXPERTS, 0, 48), down_bias=None),

@@ -469,6 +469,7 @@ FP8_KINDS = [
     pytest.param({"scale_b": torch.ones(3, 4, 520)}, id="columns-in-blocks"),
     pytest.param({"out_dtype": torch.float32}, id="any-epilogue"),
 ]
+KINDS_OF_LOW_TILES = {64: ("mxfp4", "float8-groups"), 8: ("mxfp4", "int4-blocks", "any-epilogue")}
 
 
 @pytest.mark.slow
@@ -504,6 +505,7 @@ WEIGHT_KINDS = [
     pytest.param({"scale_b": torch.ones(3, 4, 5), "b_format": None, "codes": torch.float8_e4m3fn}, id="float8-blocks"),
     pytest.param({"out_dtype": torch.float32}, id="any-epilogue"),
 ]
+KINDS_OF_LOW_TILES = {64: ("mxfp4", "float8-groups"), 8: ("mxfp4", "int4-blocks", "any-epilogue")}
 
 
 @pytest.mark.slow
@@ -511,7 +513,7 @@ WEIGHT_KINDS = [
     ("config", "changes"),
     [pytest.param(config, *kind.values, id=f"{config.rows}x{config.cluster}-{kind.id}")
      for config in configs.WEIGHTS for kind in WEIGHT_KINDS
-     if config.rows > 64 or kind.id in (("mxfp4", "float8-groups") if config.rows == 64 else ("mxfp4", "int4-blocks"))],
+     if kind.id in KINDS_OF_LOW_TILES.get(config.rows, (kind.id,))],
 )  # fmt: skip
 def test_codes_become_numbers_in_registers(changes: dict[str, Any], config: configs.Config) -> None:
     """No sums in memory, and no product waited for by itself. The lowest tile, whose sums leave most registers free,
