@@ -27,9 +27,17 @@ Bind = Callable[[Operands], Launch]
 Tell = Callable[[Operands], str]
 """Says in words what `bind` would run for these sizes. Reads no memory of the device and waits for nothing."""
 
-WithSizes = Callable[[Tensor, Tensor, "array[int]", Tensor | None], Tensor]
-"""Computes a call, on the current stream, from its a, its b, offsets on the host (int32, rising, within the extent) and
-memory for the result, if any. Returns the result."""
+
+class WithSizes(Protocol):
+    """A launch for any sizes on the host."""
+
+    def __call__(self, a: Tensor, b: Tensor, offsets: array[int]) -> Tensor:
+        """Computes a call on the current stream. `offsets` are int32, rising, within the extent; returns the result."""
+
+    def workspace_bytes(self) -> int:
+        """The device memory that it owns."""
+
+
 BindSizes = Callable[[Operands], WithSizes | None]
 """Makes what serves all calls that differ from these operands in addresses, tokens and sizes on the host alone."""
 

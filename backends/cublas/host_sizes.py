@@ -28,6 +28,8 @@ from multigemm.backends.cublas.run import FEW_ZEROS, Calls, zero_lines
 from multigemm.cuda.device import STAGED_BYTES, Upload, index_of, to_device
 from multigemm.planning.operands import Operands, Packed, packed
 
+BYTES_EACH = 28
+"""Bytes of device memory for each group: three addresses and an end."""
 BOUND = Config("auto")
 """In place of what a bind chooses among separate and batched calls."""
 
@@ -38,8 +40,20 @@ class GroupedCut:
     Rows of positions are those of b, a and the result, in bytes from where they begin; rows of addresses likewise.
     """
 
-    __slots__ = ("_addresses", "_bases", "_call", "_count", "_cuts", "_device", "_extents", "_members", "_one",
-                 "_positions", "_steps", "_upload")  # fmt: skip
+    __slots__ = (
+        "_addresses",
+        "_bases",
+        "_call",
+        "_count",
+        "_cuts",
+        "_device",
+        "_extents",
+        "_members",
+        "_positions",
+        "_steps",
+        "_upload",
+        "_work_of_token",
+    )  # fmt: skip
 
     def __init__(self, p: Packed, whole: Shape, size: Bytes, types: Types, device: torch.device) -> None:
         groups, rows = p.groups, p.jagged == "m"
@@ -54,7 +68,7 @@ class GroupedCut:
         self._call, self._count = Calls(blas, batch), arguments[-3]
         self._extents = np.frombuffer(arguments[3 if rows else 4], np.int64)
         self._members = np.frombuffer(arguments[-2], np.int64)
-        self._one = whole.m * (whole.k if rows else whole.n)
+        self._work_of_token = whole.m * (whole.k if rows else whole.n)
         group = p.b.group * size.operand if rows else p.out.group * size.out
         self._positions = np.tile(np.arange(groups, dtype=np.int64) * group, (3, 1))
         self._cuts = self._positions[1:] if rows else self._positions[:2]
@@ -80,7 +94,7 @@ class GroupedCut:
         falling = lengths[order]
         (last,) = (falling[1:] != falling[:-1]).nonzero()  # the last product of each length
         kinds = len(last)
-        if kinds > 1 and count <= MIXED_GROUPS and self._one * tokens > LONG:
+        if kinds > 1 and count <= MIXED_GROUPS and self._work_of_token * tokens > LONG:
             self._extents[:count], self._members[:count], self._count.value = lengths[owned], 1, count
             return owned
         self._extents[:kinds], self._members[0], self._count.value = falling[last], last[0] + 1, kinds
@@ -109,7 +123,7 @@ class HostSizes:
         self._upload = Upload(on_device.data_ptr(), self._ends.ctypes.data, self._ends.nbytes, self._index)
         self._from_host = FromHost(ops.spec, on_device, 0, 0, clears=True)
 
-    def __call__(self, a: Tensor, b: Tensor, offsets: array[int], out: Tensor | None) -> Tensor:
+    def __call__(self, a: Tensor, b: Tensor, offsets: array[int]) -> Tensor:
         cut = self._cut
         cut[:-1], cut[-1] = offsets, offsets[-1]
         lengths = cut[1:] - cut[:-1]  # and a 0
@@ -117,9 +131,8 @@ class HostSizes:
         tokens = offsets[-1] - offsets[0]
         chosen = self._chosen(lengths[owned], tokens)
         if chosen is GROUPED_MM:
-            return self._by_grouped_mm(a, b, offsets, out)
-        if out is None:
-            out = self._result(a)
+            return self._by_grouped_mm(a, b, offsets)
+        out = self._result(a)
         if chosen is BOUND:
             self._by_bind(a, b, offsets, out)
             return out
@@ -133,6 +146,9 @@ class HostSizes:
             for group in (lengths[:-1] == 0).nonzero()[0].tolist():
                 self._clear(out, stream, group, group + 1)
         return out
+
+    def workspace_bytes(self) -> int:
+        return BYTES_EACH * self._spec.groups
 
     def _chosen(self, lengths: Ints, tokens: int) -> Config:
         """What a bind chooses for groups of these lengths, none of them empty, as `choice.choose` does."""
@@ -149,12 +165,12 @@ class HostSizes:
             return GROUPED if self._rows or self._spec.groups - count <= FEW_ZEROS else BOUND
         return GROUPED_MM if config.variant == "grouped_mm" else BOUND
 
-    def _by_grouped_mm(self, a: Tensor, b: Tensor, offsets: array[int], out: Tensor | None) -> Tensor:
+    def _by_grouped_mm(self, a: Tensor, b: Tensor, offsets: array[int]) -> Tensor:
         call, start = self._from_host, offsets[0]
         call.start, call.end = start, offsets[-1]
         np.subtract(self._cut[1:-1], start, out=self._ends, casting="unsafe")
         self._upload(torch_internals.current_raw_stream(self._index))
-        return call(a, b, None, out)
+        return call(a, b, None, None)
 
     def _by_bind(self, a: Tensor, b: Tensor, offsets: array[int], out: Tensor) -> None:
         ends, host = to_device(np.frombuffer(offsets, np.int32), self._device)[1:], self._cut[:-1].copy()

@@ -68,9 +68,10 @@ class Given(NamedTuple):
 
 def run_bound(
     net: Network, fused: bool, x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor,
-    up_bias: Tensor | None, down_bias: Tensor | None,
+    up_bias: Tensor | None, down_bias: Tensor | None, *, few_alone: bool = False,
 ) -> Tensor | None:  # fmt: skip
     """The layer's result [tokens, H], by fused products or in steps; None where it has to run operator by operator.
+    `few_alone`: by the kernels for few tokens, or not at all.
 
     The first call of some layouts runs operator by operator, which chooses how each product runs; the second binds.
     """
@@ -96,14 +97,14 @@ def run_bound(
         layouts += (t.shape, t.stride(), t.dtype, address & GPU_BITS)
         at.append(address)
     stream = current_raw_stream(device)
-    key = ("layer", device, *layouts, net, fused, id(known_settings), stream, get_ident())
+    key = ("layer", device, *layouts, net, fused, few_alone, id(known_settings), stream, get_ident())
     known: _BoundLayer | None = LAUNCHES.find(key)
     if known is not None:
         return known.run(given, at)
     if not LAUNCHES.comes_again(key):
         return None
     operands = Given(*given)
-    parts = _parts_of(net, fused, operands)
+    parts = _parts_of(net, fused, operands, few_alone)
     if parts is None:
         return None
     made = _BoundLayer(net, fused, operands, parts, stream)
@@ -222,7 +223,7 @@ def _workspace_of(launch: Any) -> int:
 # --- the memory between the launches ------------------------------------------------------------------
 
 
-def _parts_of(net: Network, fused: bool, given: Given) -> list[Views] | None:
+def _parts_of(net: Network, fused: bool, given: Given, few_alone: bool = False) -> list[Views] | None:
     """The memory between the launches; None if the operators have to cast, copy or refuse something."""
     if not _plain(given):
         return None
@@ -238,10 +239,10 @@ def _parts_of(net: Network, fused: bool, given: Given) -> list[Views] | None:
     if given.down.shape != wanted or width != (2 * inner if gated else inner):
         return None
     kernels, dtype = triton_kernels(), given.x.dtype
-    if not kernels.can_sort(pairs, experts) or not given.x.numel():
-        return None
     if fused and takes_few_tokens(net, *given):
         return [{"hidden": (dtype, (pairs, inner))}]
+    if few_alone or not kernels.can_sort(pairs, experts) or not given.x.numel():
+        return None
     counts = kernels.sort_scratch(pairs, experts)
     sorting: list[Views] = [{"ends": (torch.int32, (experts,))}, {"counts": (torch.int32, (counts // 4,))}]
     if fused:
@@ -291,11 +292,11 @@ def _cut(work: Tensor, parts: Sequence[Views]) -> dict[str, Tensor]:
 def _bind(net: Network, fused: bool, parts: Sequence[Views], given: Given, out: Tensor, work: Tensor) -> Launches:
     """Binds all launches to borrowed memory, so that none keeps an operand alive."""
     between = _cut(_borrowed(work), parts)
-    if "ends" in between:
-        between["ends"].zero_()  # a problem is made of them before the launches write them
     lent = Given(*(None if t is None else _borrowed(t.detach()) for t in given))  # type: ignore[arg-type]
-    bind_all = (_bind_fused if "ends" in between else _bind_decode) if fused else _bind_steps
-    return bind_all(net, lent, _borrowed(out), between)
+    if "ends" not in between:
+        return _bind_decode(net, lent, _borrowed(out), between)
+    between["ends"].zero_()  # a problem is made of them before the launches write them
+    return (_bind_fused if fused else _bind_steps)(net, lent, _borrowed(out), between)
 
 
 def _bind_steps(net: Network, given: Given, out: Tensor, between: dict[str, Tensor]) -> Launches:
@@ -313,6 +314,12 @@ def _bind_steps(net: Network, given: Given, out: Tensor, between: dict[str, Tens
         *launches,
         _step(device, kernels.sum_step(last, inverse, given.top_k_weights, out, given.top_k_index.shape[1])),
     ]
+
+
+def _bind_decode(net: Network, given: Given, out: Tensor, between: dict[str, Tensor]) -> Launches:
+    """Binds the launches for few tokens."""
+    steps = decode_kernels().decode_steps(net, *given, between["hidden"], out)
+    return [_step(out.get_device(), step) for step in steps]
 
 
 def _bind_fused(net: Network, given: Given, out: Tensor, between: dict[str, Tensor]) -> Launches:
@@ -368,12 +375,6 @@ def _product(
     operands = {"a": rows, "b": weight, "out": out, "bias": bias, "ends": ends, "a_rows": keywords.get("a_rows"),
                 "index": index, "weights": numbers}  # fmt: skip
     return bind(choice, problem, out).launch, operands
-
-
-def _bind_decode(net: Network, given: Given, out: Tensor, between: dict[str, Tensor]) -> Launches:
-    """Binds the launches for few tokens."""
-    steps = decode_kernels().decode_steps(net, *given, between["hidden"], out)
-    return [_step(out.get_device(), step) for step in steps]
 
 
 # --- a kernel of Triton, bound ------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from multigemm.integrations.expert_network import Network
 from multigemm.integrations.layer_ops import decode_kernels, kernels_for
 from multigemm.planning.launch_key import PLAIN
 from multigemm.problem.spec import FLOAT_DTYPES
-from multigemm.torch_internals import only_result_wanted, without_autocast
+from multigemm.torch_internals import only_result_wanted
 
 EXPERTS_FOR_PAIR = 4
 """Experts for each pair from which on few pairs share one. Time over that of products, H200, 2026-11-23: Qwen3-30B (128
@@ -27,12 +27,30 @@ MOST_WIDTH = 1 << 16
 """The largest extent of weights: a grid has 65535 blocks of at least two columns."""
 
 
-def are_few(index: Tensor, up: Tensor) -> bool:
-    """Whether the pairs of index [tokens, k] are of one token, or few of them share an expert of up [E, W, H]."""
+@lru_cache(maxsize=256)
+def _has_kernels(net: Network) -> bool:
+    """Whether there are such kernels for a network; looks at the numbers of its gate if so."""
+    found = net.backend in ("auto", "triton") and net.gate is not None and not net.stacked
+    if found:
+        net.check()
+    return found
+
+
+def may_take_few_tokens(net: Network, index: Tensor, up: Tensor) -> bool:
+    """Whether the kernels for few tokens serve a network, and the pairs of index [tokens, k] are of one token, or few
+    of them share an expert of up [E, W, H]. A quick test; `takes_few_tokens` tests everything.
+
+    The backends "auto" and "triton" have the kernels. Batch-invariant layers do not use them, nor those with stacked
+    weights.
+
+    Raises:
+        InvalidProblem: a number of the gate has no meaning.
+    """
     if index.dim() != 2 or up.dim() != 3:
         return False
-    pairs = index.numel()
-    return 0 < pairs <= MOST_EACH * len(index) and (len(index) == 1 or pairs * EXPERTS_FOR_PAIR <= len(up))
+    tokens, pairs = len(index), index.numel()
+    few = 0 < pairs <= MOST_EACH * tokens and (tokens == 1 or pairs * EXPERTS_FOR_PAIR <= len(up))
+    return few and _has_kernels(net) and not net.invariant
 
 
 def takes_few_tokens(
@@ -41,15 +59,13 @@ def takes_few_tokens(
 ) -> bool:  # fmt: skip
     """Whether a layer whose result alone is wanted runs by the kernels for few tokens.
 
-    The backends "auto" and "triton" have them. Batch-invariant layers do not use them, nor those with stacked weights.
-
     Raises:
         InvalidProblem: a number of the gate has no meaning.
     """
-    if net.backend not in ("auto", "triton") or net.gate is None or net.stacked or net.invariant:
-        return False
     given = (x, index, weights, up, down, up_bias, down_bias)
-    if not are_few(index, up) or not only_result_wanted(*given) or kernels_for(x, decode_kernels) is None:
+    if not may_take_few_tokens(net, index, up) or not only_result_wanted(*given):
+        return False
+    if kernels_for(x, decode_kernels) is None or index.dtype not in (torch.int64, torch.int32):
         return False
     if not all(t is None or (type(t) in PLAIN and not t.is_neg() and t.device == x.device) for t in given):
         return False
@@ -58,10 +74,7 @@ def takes_few_tokens(
     biases = [bias for bias in (up_bias, down_bias) if bias is not None]
     if any(t.dtype is not x.dtype for t in (up, down, *biases)) or not all(t.is_contiguous() for t in biases):
         return False
-    if not _have_shapes(*given) or up.stride(2) != 1 or down.stride(2) != 1:
-        return False
-    _check(net)
-    return True
+    return _have_shapes(*given) and up.stride(2) == down.stride(2) == 1
 
 
 def _have_shapes(
@@ -78,22 +91,11 @@ def _have_shapes(
     return all(t is None or t.shape == shape for t, shape in wanted)
 
 
-@lru_cache(maxsize=256)
-def _check(net: Network) -> None:
-    """Refuses gate numbers that no problem takes, each network once."""
-    net.check()
-
-
 def result_of_few_tokens(
     net: Network, x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None,
     down_bias: Tensor | None,
 ) -> Tensor | None:  # fmt: skip
-    """The layer's result [tokens, H] without gradients; None if products have to compute it."""
-    if not are_few(index, up):
-        return None
+    """The layer's result [tokens, H]; None if gradients are wanted, or products have to compute it."""
     given = (x, index, weights, up, down, up_bias, down_bias)
-    with torch.no_grad(), without_autocast():  # operands are cast already
-        if not takes_few_tokens(net, *given):
-            return None
-        found: Tensor = decode_kernels().decode(net, *given)
+    found: Tensor | None = decode_kernels().decode(net, *given) if takes_few_tokens(net, *given) else None
     return found

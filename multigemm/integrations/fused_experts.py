@@ -1,6 +1,5 @@
 """The experts of a layer as fused products, which pick, gate, weight and sum rows themselves. Many tokens are copied to
-their pairs first (`layer_ops.copies_rows`); one token or a few go through kernels of their own
-(few_tokens.py).
+their pairs first (`layer_ops.copies_rows`); one token or a few go through kernels of their own (few_tokens.py).
 
 Forward: a sort, h = gate(x[rows] @ up), out = the weighted sums of h @ down. For backward only g and u are kept (the
 columns that the gate joins), besides the inputs and two numbers for each pair of token and expert:
@@ -35,7 +34,7 @@ from multigemm.integrations.expert_network import (
     has_fast_fused_products,
     through_experts,
 )
-from multigemm.integrations.few_tokens import are_few, result_of_few_tokens, takes_few_tokens
+from multigemm.integrations.few_tokens import may_take_few_tokens, result_of_few_tokens
 from multigemm.integrations.gradients import differentiated, gate_by_torch
 from multigemm.integrations.layer_ops import (
     Pairs,
@@ -47,7 +46,7 @@ from multigemm.integrations.layer_ops import (
     sum_by_expert,
     tokens_of_pairs,
 )
-from multigemm.torch_internals import any_requires_grad
+from multigemm.torch_internals import any_requires_grad, without_autocast
 
 
 def experts_forward(
@@ -113,7 +112,8 @@ def run_experts(
         return _in_graph(net, x, index, weights, up, down, up_bias, down_bias)
     if not (torch.is_grad_enabled() and any_requires_grad(x, weights, up, down, up_bias, down_bias)):
         with torch.no_grad():
-            few = result_of_few_tokens(net, x, index, weights, up, down, up_bias, down_bias)
+            with without_autocast():  # operands are cast already
+                few = result_of_few_tokens(net, x, index, weights, up, down, up_bias, down_bias)
             if few is not None:
                 return few
             return _forward(net, _pairs_of(net, index, up, False), x, weights, up, down, up_bias, down_bias, False)[0]
@@ -127,10 +127,12 @@ def run_few_tokens(
 ) -> Tensor | None:  # fmt: skip
     """The result of a layer that would run in steps, by the kernels for few tokens; None where those do not serve, were
     not measured, or gradients are wanted. A compiled graph must not depend on the number of tokens."""
-    if torch.compiler.is_compiling() or not are_few(index, up) or not has_fast_fused_products(x, net.backend):
+    compiling = torch.compiler.is_compiling()
+    if compiling or not may_take_few_tokens(net, index, up) or not has_fast_fused_products(x, net.backend):
         return None
     given = (x, index, weights, up, down, up_bias, down_bias)
-    return run_experts(net, *given) if takes_few_tokens(net, *given) else None
+    bound = run_bound(net, True, *given, few_alone=True)
+    return result_of_few_tokens(net, *given) if bound is None else bound
 
 
 def in_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -352,7 +354,8 @@ def _experts(
     """The operator on real tensors: the result, the input of the gate (if it is kept), and the pairs."""
     net = _network(options)
     given = (x, index, weights, up, down, up_bias, down_bias)
-    few = None if keep or net.recompute else result_of_few_tokens(net, *given)
+    with torch.no_grad(), without_autocast():  # an operator's kernel; without `keep` no gradients are wanted
+        few = None if keep or net.recompute else result_of_few_tokens(net, *given)
     if few is not None:
         return few, *_experts_like(*given, keep=False, **options)[1:]
     pairs = _pairs_of(net, index, up, True)

@@ -180,8 +180,8 @@ def _move_kernel(pairs, starts, order, inverse, rows, total, experts, K: tl.cons
         tl.store(rows + to, (first + lane) // K, mask=live)
 
 
-def one_block(total):
-    """The size of the block of so few pairs."""
+def single_block(total):
+    """The size of a block that holds all pairs."""
     return max(LEAST_SORT_BLOCK, bucket(total))
 
 
@@ -190,7 +190,7 @@ def sort_blocks(total, experts):
     its bins costs their number."""
     bins = max(16, bucket(experts + 1))
     if total <= SORT_BLOCK:
-        return 1, bins, one_block(total)
+        return 1, bins, single_block(total)
     size = SORT_BLOCK if tiles_of(total, SORT_BLOCK) * bins <= MOST_COUNTS else WIDE_SORT_BLOCK
     return tiles_of(total, size), bins, size
 
@@ -369,7 +369,7 @@ def arrival_steps(index, x, rows, inverse, ends, counts):
     block = columns_at_once(width, 16, MOST_COLUMNS)
     grid, common = (pairs, tiles_of(width, block)), {"width": width, "stride": x.stride(0), "K": top_k, "BLOCK": block}
     if pairs <= SORT_BLOCK:
-        known = {"total": pairs, "experts": experts, "SIZE": one_block(pairs), "BINS": max(16, bucket(experts + 1))}
+        known = {"total": pairs, "experts": experts, "SIZE": single_block(pairs), "BINS": max(16, bucket(experts + 1))}
         memory = {"pairs": index, "x": x, "rows": rows, "inverse": inverse, "ends": ends}
         return [Step(_place_kernel, grid, 4, {**memory, **known, **common})]
     return [*sort_steps(index, None, inverse, ends, counts), spread_step(x, inverse.view(index.shape), rows)]

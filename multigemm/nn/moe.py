@@ -214,8 +214,8 @@ class Experts(nn.Module):
         return self.network.in_steps(rows, ends, *self._weights(), *map(self._scales, (self.first, "down_proj")))
 
     def _fuses(self, x: Tensor) -> bool:
-        """Whether a layer with fused=None and a gate that steps have no kernel for runs fused, with few tokens and with
-        many."""
+        """Whether a layer with fused=None runs fused because steps have no kernel for its gate. The number of tokens
+        does not decide."""
         if self.weight_format is not None or torch.compiler.is_compiling():
             return False
         if not has_fast_fused_products(x, self.backend):

@@ -6,8 +6,8 @@ being captured. This module checks whether a given `out` shares memory with an i
 
 An entry belongs to one thread and one stream, so that its workspace is never used twice at once, and holds no operand.
 It is made when a key comes for the second time. A `_MovingEntry` has a launch that follows its operands; a
-`_TensorEntry` has one that takes the caller's tensors, and may take sizes from the host; a `_BindingEntry` binds anew
-if the backend has no such launch.
+`_TensorEntry` has one that takes the caller's tensors, and a `_SizesEntry` one that takes sizes from the host, too; a
+`_BindingEntry` binds anew if the backend has no such launch.
 
 Token counts and sizes on the host that occur once would never get an entry. So for rows and inner extents that are cut
 on a GPU, one entry serves a class of calls that differ in nothing else and whose token counts lie within half an
@@ -67,8 +67,6 @@ WORKSPACE = 64 << 20
 """Bytes of device memory that all entries may own together; one entry a sixteenth of it."""
 _PREACT = QUANTISED_LENGTH + FUSED_OPERANDS.index("preact")
 """The position of `preact_out` in a call."""
-SIZES_BYTES = 28
-"""Bytes of device memory for each group that a launch of any sizes owns: three addresses and an end."""
 BROKEN = -1
 """The token count of an entry whose resizing was interrupted, so that nothing is known of it. Another entry replaces
 it."""
@@ -357,34 +355,46 @@ class _BindingEntry(_Entry):
 
 
 class _TensorEntry(_Entry):
-    """A launch that is a function of the caller's tensors, for library operations that take and return tensors; and, if
-    there is a `host`, of offsets on the host, for libraries whose calls depend on sizes."""
+    """A launch that is a function of the caller's tensors, for library operations that take and return tensors."""
 
-    __slots__ = ("_host", "_on_tensors")
+    __slots__ = ("_on_tensors",)
 
-    def __init__(
-        self, problem: GroupedGemmProblem, choice: Choice, on_tensors: Any, counted: bool, host: _HostCut | None = None
-    ) -> None:
+    def __init__(self, problem: GroupedGemmProblem, choice: Choice, on_tensors: Any, counted: bool) -> None:
         super().__init__(problem, choice, counted)
-        self._on_tensors, self._host = on_tensors, host
-        self.workspace = (16 if host is None else SIZES_BYTES) * choice.spec.groups
+        self._on_tensors = on_tensors
+        self.workspace = 16 * choice.spec.groups
 
     def run(self, call: Call) -> Tensor | None:
         if self._given_out or self._busy:
             return super().run(call)
         self._busy = True
         try:
-            a, cut = call[1], call[4]
-            if self._host is not None and (cut := self._host.offsets(cut, a.shape[self._inner])) is None:
-                return None
-            found: Tensor = self._on_tensors(a, call[2], cut, None)
-            return found
+            return self._result(call)
         finally:
             self._busy = False
+
+    def _result(self, call: Call) -> Tensor | None:
+        found: Tensor = self._on_tensors(call[1], call[2], call[4], None)
+        return found
 
     def launch(self, call: Call, out: Tensor) -> bool:
         self._on_tensors(call[1], call[2], call[4], out)
         return True
+
+
+class _SizesEntry(_TensorEntry):
+    """A launch that is a function of tensors and of sizes on the host, for libraries whose calls depend on these. Calls
+    with an `out` of the caller have no such entry (`launch_key.class_key_of`)."""
+
+    __slots__ = ("_host",)
+
+    def __init__(self, problem: GroupedGemmProblem, choice: Choice, with_sizes: WithSizes, host: _HostCut) -> None:
+        super().__init__(problem, choice, with_sizes, True)
+        self._host, self.workspace = host, with_sizes.workspace_bytes()
+
+    def _result(self, call: Call) -> Tensor | None:
+        offsets = self._host.offsets(call[4], call[1].shape[self._inner])
+        return None if offsets is None else self._on_tensors(call[1], call[2], offsets)
 
 
 class LaunchCache:
@@ -503,7 +513,7 @@ def _entry_of(problem: GroupedGemmProblem, bound: Bound, choice: Choice, kind: s
         return None
     if counted and cut is not None and cut.live is None and (with_sizes := _with_sizes(problem, bound, choice)):
         index = problem.device.index if problem.device.type == "cuda" else -1
-        return _TensorEntry(problem, choice, with_sizes, counted, _HostCut(kind, ops, index))
+        return _SizesEntry(problem, choice, with_sizes, _HostCut(kind, ops, index))
     on_tensors = _on_tensors(problem, bound, kind, counted)
     if on_tensors is not None:
         return _TensorEntry(problem, choice, on_tensors, counted)

@@ -78,7 +78,7 @@ def test_the_launches_in_an_interpreter_are_the_steps() -> None:
     pytest.importorskip("triton")
     environment = {"TRITON_INTERPRET": "1", "MULTIGEMM_BIND_LAYERS": "1"}
     done = run_python("-m", "tests.support.layer_cases", environment=environment)
-    assert done.stdout.split() == ["129", "1", "9", "129", "fused", "9", "fused", "1", "fused", "129", "fused", "9"]
+    assert " ".join(done.stdout.split()) == "129 1 9 129 fused 9 fused 1 few fused 129 fused 9"
 
 
 @pytest.mark.slow

@@ -54,6 +54,7 @@ LEFT_TO_PRODUCTS: dict[str, tuple[Network, tuple[Any, ...]]] = {
     "up of another width": (Network(), layer(up=torch.ones(EXPERTS, 2 * INNER - 2, HIDDEN))),
     "down of fewer experts": (Network(), layer(down=torch.ones(EXPERTS - 1, HIDDEN, INNER))),
     "a short bias": (Network(), layer(up_bias=torch.ones(EXPERTS, INNER))),
+    "an index that is no integer": (Network(), layer(index=torch.zeros(1, TOP_K))),
     "an index of one row": (Network(), layer(index=torch.zeros(TOP_K, dtype=torch.int64))),
     "a single number as an index": (Network(), layer(index=torch.tensor(0))),
     "weights of another shape": (Network(), layer(weights=torch.ones(1, TOP_K - 1))),
@@ -130,11 +131,13 @@ def test_layers_whose_way_is_not_told_use_them(as_on_a_gpu: None, monkeypatch: p
     ran: list[int] = []
     monkeypatch.setattr(fused_experts, "has_fast_fused_products", lambda x, backend: True)
 
-    def noted(net: Network, x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        ran.append(len(x))
-        return torch.zeros_like(x)
+    def noted(net: Network, x: torch.Tensor, *rest: Any) -> torch.Tensor | None:
+        if takes_few_tokens(net, x, *rest):
+            ran.append(len(x))
+            return torch.zeros_like(x)
+        return None
 
-    monkeypatch.setattr(fused_experts, "run_experts", noted)
+    monkeypatch.setattr(fused_experts, "result_of_few_tokens", noted)
 
     def uses(tokens: int, *, gradients: bool = False, **options: Any) -> bool:
         del ran[:]

@@ -293,6 +293,11 @@ def _on_meta(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
+def ints(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Small whole numbers, whose sums are exact."""
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path | None = None) -> Fake:
     """A fake in the places of the library, the driver, torch's handle and grouped_mm. Without a folder to compile them
     in, kernels do nothing."""

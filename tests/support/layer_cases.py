@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigemm.integrations import bound_layer, few_tokens, layer_ops
+from multigemm.integrations import bound_layer, few_tokens, fused_experts, layer_ops
 from multigemm.integrations.bound_layer import run_bound
 from multigemm.integrations.expert_network import Network, through_experts
 from multigemm.integrations.fused_experts import run_experts
@@ -109,6 +109,7 @@ def main() -> None:
         fused_as_in_steps(net, parameters, 129 if net.stacked else 9)
         if net.gate is not None and not net.stacked:
             fused_as_in_steps(net, parameters, 1)
+            few_as_in_steps(net, parameters)
 
 
 def fused_as_in_steps(net: Network, parameters: Parameters, tokens: int) -> None:
@@ -131,6 +132,34 @@ def fused_as_in_steps(net: Network, parameters: Parameters, tokens: int) -> None
     assert parts is not None and any("rows" in views for views in parts) == (tokens == 129)
     assert (len(parts) == 1) == (tokens == 1), "one token needs no sort"
     print("fused", tokens)
+
+
+def few_as_in_steps(net: Network, parameters: Parameters) -> None:
+    """A layer whose way is not told, with one token: the first two calls look at all operands, later ones at a key."""
+    layers: Any = fused_experts
+    layers.has_fast_fused_products = lambda x, backend: True
+    asked: list[int] = []
+    takes = few_tokens.takes_few_tokens
+
+    def counted(*given: Any) -> bool:
+        asked.append(0)
+        return takes(*given)
+
+    for module in (few_tokens, bound_layer):
+        looked: Any = module
+        looked.takes_few_tokens = counted
+    x, index, weights = torch.randn(1, parameters[1].shape[1]), torch.tensor([[4, 0]]), torch.rand(1, 2)
+    with torch.no_grad():
+        want, seen = in_steps(net, x, index, weights, *parameters), list[int]()
+        for _ in range(4):
+            got = fused_experts.run_few_tokens(net, x, index, weights, *parameters)
+            assert got is not None
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+            seen.append(len(asked))
+        assert seen[1] > seen[0] > 0 and seen[1:] == [seen[1]] * 3, seen
+        told = fused_experts.run_few_tokens(net._replace(stacked=True), x, index, weights, *parameters)
+    assert told is None
+    print("few")
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ import gc
 import random
 import weakref
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -27,21 +26,10 @@ from multigemm.planning import launch_cache, launch_key
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.operands import Operands, packed
 from multigemm.planning.staging import allocate, stage
-from tests.support.cublas_fake import CUDA, Fake, HostCublas, install, products_of
+from tests.support.cublas_fake import CUDA, Fake, HostCublas, ints, products_of
 from tests.support.python_calls import python_calls
 
 GROUPS, K, N = 6, 32, 24
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Fake]:
-    yield install(monkeypatch, folder)
-    launch_cache.clear()
 
 
 @pytest.fixture
@@ -56,10 +44,6 @@ def passed(monkeypatch: pytest.MonkeyPatch, fake: Fake) -> list[Any]:
 
     monkeypatch.setattr(fake, "grouped", noted)
     return found
-
-
-def ints(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def operands(form: str, tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -114,7 +98,7 @@ def test_the_library_gets_what_a_bind_passes(
         bound_calls, bound_passed = [x[:2] for x in fake.log if x[0] != "kernel"], passed[:]
         fake.log.clear()
         passed.clear()
-        got = launched(a, b, array("i", offsets), torch.empty_like(want) if tokens == 90 else None)
+        got = launched(a, b, array("i", offsets))
         assert torch.equal(got, want)
         assert [x[:2] for x in fake.log if x[0] != "kernel"] == bound_calls
         assert [at_distance(x, got) for x in passed] == [at_distance(x, want) for x in bound_passed]
@@ -245,7 +229,8 @@ def test_a_call_with_new_sizes_enters_few_functions(install: Callable[..., None]
 def test_a_launch_of_any_sizes_keeps_no_operand(fake: Fake) -> None:
     a, b, more = operands("rows", 72)
     launched = with_sizes(a, b, [0, 8, 24, 24, 48, 56, 72], more)
-    out = launched(a, b, array("i", [0, 8, 16, 40, 40, 56, 64]), None)
+    assert launched.workspace_bytes() == 28 * GROUPS
+    out = launched(a, b, array("i", [0, 8, 16, 40, 40, 56, 64]))
     alive = [weakref.ref(x) for x in (a, b, out)]
     del a, b, out
     gc.collect()

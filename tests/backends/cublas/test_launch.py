@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,11 +22,10 @@ import multigemm as mg
 from multigemm import torch_internals
 from multigemm.backends.cublas import grouped_mm, launch, library
 from multigemm.backends.cublas.config import Config
-from multigemm.planning import launch_cache
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.operands import Operands
 from multigemm.planning.staging import allocate, stage
-from tests.support.cublas_fake import CUDA, Fake, HostCublas, install
+from tests.support.cublas_fake import CUDA, Fake, HostCublas, ints
 
 ROOT = Path(__file__).resolve().parents[3]
 PRODUCT = tuple(f"{ROOT / folder}/" for folder in ("multigemm", "backends"))
@@ -34,21 +33,6 @@ SIZES = [10, 0, 16, 30, 4, 1]
 FULL = [10, 2, 16, 28, 8, 8]
 GROUPS, ROWS, K, N = len(SIZES), 72, 32, 24
 LIES = ([0, 40, 20, 30, 64, 64], [-5, 4, 900, 3, 70, 2], [2**31 - 1] * 6, [0] * 6)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Fake]:
-    yield install(monkeypatch, folder)
-    launch_cache.clear()
-
-
-def ints(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def offsets_of(head: int = 0) -> Tensor:

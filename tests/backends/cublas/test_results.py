@@ -38,16 +38,6 @@ TYPES: dict[str, dict[str, Any]] = {
 LIMITS = Limits(work=1 << 14, longest=70, groups=40)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Fake:
-    return install(monkeypatch, folder)
-
-
 def _case(seed: int, types: str) -> Case:
     """A random case with the types of one compiled epilogue, so that few are compiled."""
     case = random_case(seed, LIMITS)

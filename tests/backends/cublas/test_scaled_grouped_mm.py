@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,22 +16,12 @@ from multigemm.planning import launch_cache
 from multigemm.planning.binding import Choice
 from multigemm.planning.plan import Plan
 from multigemm.quantize import quantize
-from tests.support.cublas_fake import CUDA, Fake, HostCublas, install
+from tests.support.cublas_fake import CUDA, Fake, HostCublas
 
 T, K, N, G = 72, 64, 48, 4
 SIZES = [10, 0, 30, 20]
 HEADED = [7, 17, 17, 47, 67]
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Fake:
-    return install(monkeypatch, folder)
 
 
 def whole(*shape: int) -> Tensor:
