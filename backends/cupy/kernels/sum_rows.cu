@@ -13,7 +13,7 @@ typedef float Acc;
 #endif
 constexpr int SIZE = size_of(Y_TYPE), MOST_THREADS = 128;
 // Blocks of a multiprocessor: a block waits for its indices and then for its rows, and others have to fill that time.
-constexpr int RESIDENT = SIZE != 2 || !WIDE ? 5 : AHEAD > 4 ? 8 : 12;
+constexpr int RESIDENT = SIZE != 2 || !WIDE ? 5 : AHEAD > 4 ? 8 : INDEX64 ? 10 : 12;
 constexpr int VECTOR = WIDE ? 16 / SIZE : 1;
 
 // Field by field as `SUM` in fused.py.
