@@ -333,7 +333,7 @@ def _bind_fused(net: Network, given: Given, out: Tensor, between: dict[str, Tens
     )
     if tokens is None:
         x = between["rows"]
-        steps.append(kernels.spread_step(given.x, place, x, behind_sort=True))
+        steps.append(kernels.spread_step(given.x, place, x))
     else:
         picked["a_rows"] = tokens
     launches = [_step(out.get_device(), step) for step in steps]
