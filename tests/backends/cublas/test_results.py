@@ -58,8 +58,9 @@ def _case(seed: int, types: str) -> Case:
 
 
 @pytest.mark.parametrize("types", TYPES)
-@pytest.mark.parametrize("variant", ["loop", "batched", "streams"])
+@pytest.mark.parametrize("variant", ["loop", "batched", "streams", "grouped"])
 def test_random_problems(fake: Fake, types: str, variant: str) -> None:
+    """The fake library's grouped call takes any alignment and type."""
     subject, ran = Subject(HostCublas(variant)), 0
     for seed in range(24):
         case = _case(seed, types)
