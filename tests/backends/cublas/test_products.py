@@ -158,13 +158,16 @@ def test_equal_groups_become_one_strided_call() -> None:
     assert _solve(problem, out, "batched") == ["cublasGemmStridedBatchedEx"]
 
 
-def test_scattered_equal_products_go_by_address() -> None:
+@pytest.mark.parametrize(
+    ("second", "calls"), [(8, ["cublasGemmBatchedEx"]), (9, ["cublasGemmEx"] * 3)], ids=["aligned", "unaligned"]
+)
+def test_scattered_equal_products_go_by_address_where_that_is_aligned(second: int, calls: list[str]) -> None:
     store = torch.zeros(100, dtype=torch.float64)
-    out = [store[at : at + 4].view(2, 2) for at in (0, 8, 40)]
+    out = [store[at : at + 4].view(2, 2) for at in (0, second, 40)]
     a = [_laid((2, 3), "row", i) for i in range(3)]
     problem = GroupedGemmProblem(a, [_laid((3, 2), "row", 9)] * 3, out=out)
-    assert _solve(problem, out, "batched") == ["cublasGemmBatchedEx"]
-    assert torch.equal(out[2], a[2] @ _laid((3, 2), "row", 9))
+    assert _solve(problem, out, "batched") == calls
+    assert all(torch.equal(z, x @ _laid((3, 2), "row", 9)) for x, z in zip(a, out, strict=True))
 
 
 def test_a_plan_lays_equal_results_at_even_distances() -> None:
@@ -187,15 +190,6 @@ def test_products_in_another_order_than_in_memory_are_strided() -> None:
     problem = GroupedGemmProblem(a_list, b_list, out=out_list)
     assert _solve(problem, out_list, "batched") == ["cublasGemmStridedBatchedEx"]
     assert torch.equal(out, a @ b)
-
-
-def test_unaligned_scattered_products_go_one_by_one() -> None:
-    store = torch.zeros(100, dtype=torch.float64)
-    out = [store[at : at + 4].view(2, 2) for at in (0, 9, 40)]
-    a = [_laid((2, 3), "row", i) for i in range(3)]
-    problem = GroupedGemmProblem(a, [_laid((3, 2), "row", 9)] * 3, out=out)
-    assert _solve(problem, out, "batched") == ["cublasGemmEx"] * 3
-    assert torch.equal(out[1], a[1] @ _laid((3, 2), "row", 9))
 
 
 def test_a_batch_above_the_grid_limit_is_split() -> None:
