@@ -21,7 +21,7 @@ from multigemm.problem.spec import FORMS, Form
 from multigemm.testing import DeviceCase, Layout, Limits, random_case
 from multigemm.testing.deep_oracles import ORACLES, run_oracles, threads
 from multigemm.testing.oracles import bind, inspect
-from multigemm.testing.strategies import DTYPES
+from multigemm.testing.strategies import DTYPES, legal
 from tests.model_mutants.faults import FUSED_HUNTING
 from tests.support.cpu_cases import CPU, case_of, each_config, examine
 
@@ -49,11 +49,12 @@ def test_it_is_a_backend_that_refuses_other_devices() -> None:
 # --- forms, dtypes, epilogues, layouts -------------------------------------------------------------------
 
 
-def look_further(count: int, limits: Limits) -> None:
-    """Runs so many generated problems under each config, and each then under one of the costlier oracles."""
+def look_further(count: int, limits: Limits, **changes: Any) -> None:
+    """Runs so many generated problems, with these changes, under each config, and each then under one of the costlier
+    oracles."""
     oracles, met = list(ORACLES.values()), set[int]()
     for seed in range(count):
-        case, chosen = random_case(seed, limits), seed % len(oracles)
+        case, chosen = legal(replace(random_case(seed, limits), **changes)), seed % len(oracles)
         for device_case, subject, outcome in examine(case):
             if run_oracles([oracles[chosen]], device_case, subject, outcome, seed):
                 met.add(chosen)
@@ -67,6 +68,15 @@ def look_further(count: int, limits: Limits) -> None:
 def test_generated_problems(form: Form, sort: str) -> None:
     """Any layout, epilogue, result dtype and sizes; sizes and contents that change or lie; the edge of memory."""
     look_further(COUNT, replace(LIMITS, forms=(form,), **SORTS[sort]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_generated_products_of_bfloat16(form: Form) -> None:
+    """Without an epilogue, as the config bmm takes them."""
+    plain = {"alpha": 1.0, "beta": 0.0, "c_dtype": "", "bias": "", "activation": None, "out_dtype": "", "alias": False}
+    limits = replace(LIMITS, forms=(form,), dtypes=("bfloat16",))
+    look_further(COUNT, limits, **plain, bias_dtype="", batch_invariant=False)
 
 
 @pytest.mark.slow
