@@ -15,6 +15,7 @@ import torch
 
 from multigemm.backend import Bind, Launch, Recipe
 from multigemm.backends.numba.arguments import (
+    ANY_K,
     Call,
     MapEncoder,
     Table,
@@ -26,6 +27,8 @@ from multigemm.backends.numba.build import OVERLAP_MINIMUM, image
 from multigemm.backends.numba.choice import problem_with, why
 from multigemm.backends.numba.config import (
     COLUMNS,
+    FAST_MEMORY,
+    LONG_K,
     Config,
     Float8Config,
     GenericConfig,
@@ -50,7 +53,7 @@ from multigemm.backends.numba.quantised import (
 from multigemm.backends.numba.support import capability_of
 from multigemm.cuda import driver
 from multigemm.cuda.arguments import DeviceFields, Fields, join, words
-from multigemm.cuda.device import index_of, processors, to_device
+from multigemm.cuda.device import index_of, memory_rate, processors, to_device
 from multigemm.cuda.launch import NOTHING, Kernel, without_move
 from multigemm.errors import InvalidSetting
 from multigemm.planning.fused_steps import plan_in_steps, product_spec, taken_in_steps
@@ -111,13 +114,15 @@ def bind_for(config: Config, spec: ProblemSpec, index: int) -> Bind:
     The Hopper kernel's tensor maps are uploaded in front of a launch that may overlap with the kernel before it. An
     upload is no kernel, so what overlaps is the kernel behind it at most, and the maps of a copy never change.
     """
-    style, shared, cluster, maps = epilogue_words(spec), 0, 1, None
+    style, shared, cluster, maps, longest_k = epilogue_words(spec), 0, 1, None, ANY_K
     signature = kernel_signature(config, spec)
     codes = signature if isinstance(signature, QuantisedSignature) else None
     if isinstance(config, HopperConfig):
         assert isinstance(signature, Signature)
         shared, cluster, maps = Layout(config, signature).bytes, config.cluster, MapEncoder(config, signature)
         rows, columns = config.n_max, COLUMNS * cluster
+        if memory_rate(index) < FAST_MEMORY:
+            longest_k = LONG_K
     else:
         rows, columns = config.bm, config.bn
         shared = shared_bytes(config) if isinstance(config, MmaConfig) else 0
@@ -130,7 +135,8 @@ def bind_for(config: Config, spec: ProblemSpec, index: int) -> Bind:
     def bind(ops: Operands) -> Launch:
         table, view = list_table(ops) if spec.form == "per_group" else None, view_of(ops)
         on_device = None if table is None else to_device(table, ops.device)
-        call, most_tiles = call_of(ops, view, style, on_device), most_tiles_by_rows(ops, view, rows, columns)
+        call = call_of(ops, view, style, on_device, longest_k)
+        most_tiles = most_tiles_by_rows(ops, view, rows, columns)
 
         def grid_for(m: int) -> int:
             blocks = min(max(most_tiles(m) * cluster, zeroing_blocks(call, m)), most_blocks)
