@@ -372,32 +372,37 @@ LOADERS = 2
 
 
 @cache
-def make_kernel(config, signature, make_consumer=None):
-    """The kernel for one pipeline shape and one set of dtypes and layouts."""
-    less, more = ptx.make_setmaxnreg(REGISTERS[0], False), ptx.make_setmaxnreg(REGISTERS[1], True)
+def make_barriers(config, signature):
+    """init(base): sets the barriers of a block up."""
     at, cluster = Layout(config, signature), config.cluster
-    places, full, empty, tile_full, tile_empty, ask = (
-        at.places, at.full, at.empty, at.tile_full, at.tile_empty, at.ask
-    )
-    load_weights, load_rows = make_load_weights(config, signature), make_load_rows(config, signature)
-    count_all, announce_tiles = make_finder(config, signature)[0], make_announce(config, signature)
-    consume = (make_consumer or (make_sending_consumer if signature.sent else make_storing_consumer))(config, signature)
-    zero_unowned = make_zero_lines(ptx.store_global_u32x4, ptx.unforeseen_wide)
+    places, full, empty, tile_full, tile_empty, ask = at.places, at.full, at.empty, at.tile_full, at.tile_empty, at.ask
 
     @synchronising
-    def make_barriers(base):
+    def init(base):
         for place in range(places):
             ptx.mbarrier_init(int32(base + full + place * 8), LOADERS)
             ptx.mbarrier_init(int32(base + empty + place * 8), CONSUMER_WARPS * cluster)
         for slot in range(SLOTS):
             ptx.mbarrier_init(int32(base + tile_full + slot * 8), 1)
             # All warps that multiply or load, and the threads that announce in other blocks.
-            ptx.mbarrier_init(
-                int32(base + tile_empty + slot * 8), (CONSUMER_WARPS + LOADERS) * cluster + (cluster - 1)
-            )
+            readers = (CONSUMER_WARPS + LOADERS) * cluster + (cluster - 1)
+            ptx.mbarrier_init(int32(base + tile_empty + slot * 8), readers)
         ptx.mbarrier_init(int32(base + ask), 1)
         ptx.fence_mbarrier_init()
         ptx.fence_async()
+
+    return init
+
+
+@cache
+def make_kernel(config, signature, make_consumer=None):
+    """The kernel for one pipeline shape and one set of dtypes and layouts."""
+    less, more = ptx.make_setmaxnreg(REGISTERS[0], False), ptx.make_setmaxnreg(REGISTERS[1], True)
+    cluster, init = config.cluster, make_barriers(config, signature)
+    load_weights, load_rows = make_load_weights(config, signature), make_load_rows(config, signature)
+    count_all, announce_tiles = make_finder(config, signature)[0], make_announce(config, signature)
+    consume = (make_consumer or (make_sending_consumer if signature.sent else make_storing_consumer))(config, signature)
+    zero_unowned = make_zero_lines(ptx.store_global_u32x4, ptx.unforeseen_wide)
 
     @synchronising
     def produce(p, maps, counters, base, rank, all_tiles, warp, lane):
@@ -420,7 +425,7 @@ def make_kernel(config, signature, make_consumer=None):
             rank = ptx.cluster_rank()
         if warp == WARPS - 1:
             if ptx.elected():
-                make_barriers(base)
+                init(base)
         cuda.syncwarp()
         ptx.grid_dependents_launch()
         ptx.grid_dependency_wait()

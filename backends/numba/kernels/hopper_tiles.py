@@ -99,16 +99,10 @@ def running_sum(value, lane):
 
 
 @cache
-def make_finder(config, signature):
-    """(count_all, find): count_all(p, base, thread) -> tiles of both queues; find(p, base, number, all_tiles) -> Tile.
-
-    Counts are pairs: of the busy queue in the upper half of a word, of the other one in the lower. Each thread of the
-    first `runs` counts a run of groups, and leaves in shared memory how many tiles come before it.
-    """
-    at, cluster, n_max = Layout(config, signature), config.cluster, config.n_max
-    runs, runs_at, sums_at, columns = at.runs, at.counts, at.sums, COLUMNS * config.cluster
-    halves, ragged_k = config.halves, signature.ragged_k
-    count_of, piece = make_pieces(n_max, columns, config.even)
+def make_count(config, signature):
+    """count(p, g) -> the tiles of a group, in the half of a word that is its queue's: the upper one is the busy queue's."""
+    count_of, _ = make_pieces(config.n_max, COLUMNS * config.cluster, config.even)
+    ragged_k = signature.ragged_k
 
     @synchronising
     def count(p, g):
@@ -117,6 +111,20 @@ def make_finder(config, signature):
         if (k >= BUSY_K) if ragged_k else (m >= BUSY_ROWS):
             tiles = tiles << 32
         return tiles
+
+    return count
+
+
+@cache
+def make_finder(config, signature):
+    """(count_all, find): count_all(p, base, thread) -> tiles of both queues; find(p, base, number, all_tiles) -> Tile.
+
+    Counts are pairs, as `make_count` has them. Each thread of the first `runs` counts a run of groups, and leaves in shared
+    memory how many tiles come before it.
+    """
+    at, cluster, n_max = Layout(config, signature), config.cluster, config.n_max
+    runs, runs_at, sums_at, columns = at.runs, at.counts, at.sums, COLUMNS * config.cluster
+    halves, count, (_, piece) = config.halves, make_count(config, signature), make_pieces(n_max, columns, config.even)
 
     @synchronising
     def run_of(p):
