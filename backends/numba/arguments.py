@@ -79,7 +79,6 @@ class Call(NamedTuple):
     activation: int
     plain: int
     zeroes: int
-    longest_k: int
 
 
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
@@ -90,20 +89,14 @@ GRANULE = 16
 """Bytes that a stride of a tensor map is a multiple of."""
 EDGE = 0x7FFF0000
 """The extent of a dimension of a map in which nothing ends."""
-ANY_K = 2**31 - 1
 
 
 def _wide(index: Tensor | None) -> int:
     return int(index is not None and index.dtype == torch.int64)
 
 
-def call_of(
-    ops: Operands, view: Packed, style: tuple[int, ...], table: Tensor | None = None, longest_k: int = ANY_K
-) -> Call:
-    """The words of one problem. `style` is the epilogue style of its spec, `table` a list's table on the device.
-
-    `longest_k`: up to which k the Hopper kernel's stages are as large as the rows of their tile need.
-    """
+def call_of(ops: Operands, view: Packed, style: tuple[int, ...], table: Tensor | None = None) -> Call:
+    """The words of one problem. `style` is the epilogue style of its spec, `table` a list's table on the device."""
     bias = view.bias or ABSENT
     k = 0 if ops.spec.alpha == "zero" else view.k
     return Call(
@@ -112,7 +105,7 @@ def call_of(
         address_of(ops.valid_rows, "valid_rows"), _wide(ops.valid_rows),
         0 if table is None else table.data_ptr(),
         *view.a, *view.b, *view.out, *(view.c or ABSENT),
-        bias.ptr, bias.group, bias.col, *style, longest_k,
+        bias.ptr, bias.group, bias.col, *style,
     )  # fmt: skip
 
 
@@ -144,7 +137,8 @@ def box_rows(rows: int, config: HopperConfig) -> int:
     height = -(-rows // pieces)
     if pieces > 1:
         height = -(-height // config.even) * config.even
-    return -(-(-(-height // BOX_STEP)) // config.cluster) * BOX_STEP
+    steps = -(-height // BOX_STEP)
+    return -(-steps // config.cluster) * BOX_STEP
 
 
 class MapEncoder:
@@ -155,8 +149,9 @@ class MapEncoder:
     stage's k.
 
     Two kinds of maps count back from an end, in dims (rows, back, end, wrap): back = FAR - left lies inside the extent
-    FAR while `left` > 0, and outside after it. There nothing is stored, and zeros are loaded: so a jagged k ends in zeros
-    although the next group's follow in memory, and results end at any row. The address, base + wrap * FAR + (back + end)
+    FAR while `left` > 0, and outside after it. There nothing is stored, and zeros are loaded: so a jagged k ends in
+    zeros although the next group's follow in memory, and results end at any row. The address, base + wrap * FAR + (back
+    + end)
     * step, is brought back by `wrap`, whose stride times FAR is -FAR * step modulo 2^64.
     """
 

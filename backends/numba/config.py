@@ -359,9 +359,10 @@ LISTED_MAPS = 3
 FAR = 1 << 30
 """In maps that count back from an end: the position of the end, behind which nothing is read or written."""
 FAST_MEMORY = 4e12
-"""Bytes per second of memory from which low tiles have more stages in flight whatever their k, else up to LONG_K: cupy's
-kernel, 27 workloads with K above 5120, took 0.975 of the time on an H200 (4.8e12) and 1.012 on an H100 (3.4e12)."""
-LONG_K = 5120
+"""Bytes per second of memory from which low tiles have more stages in flight whatever their k, else up to LONG_K:
+cupy's kernel, 27 workloads with K above 5120, took 0.975 of the time on an H200 (4.8e12) and 1.012 on an H100
+(3.4e12)."""
+LONG_K, ANY_K = 5120, 2**31 - 1
 
 
 class Layout:

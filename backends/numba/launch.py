@@ -15,7 +15,6 @@ import torch
 
 from multigemm.backend import Bind, Launch, Recipe
 from multigemm.backends.numba.arguments import (
-    ANY_K,
     Call,
     MapEncoder,
     Table,
@@ -26,6 +25,7 @@ from multigemm.backends.numba.arguments import (
 from multigemm.backends.numba.build import OVERLAP_MINIMUM, image
 from multigemm.backends.numba.choice import problem_with, why
 from multigemm.backends.numba.config import (
+    ANY_K,
     COLUMNS,
     FAST_MEMORY,
     LONG_K,
@@ -135,8 +135,7 @@ def bind_for(config: Config, spec: ProblemSpec, index: int) -> Bind:
     def bind(ops: Operands) -> Launch:
         table, view = list_table(ops) if spec.form == "per_group" else None, view_of(ops)
         on_device = None if table is None else to_device(table, ops.device)
-        call = call_of(ops, view, style, on_device, longest_k)
-        most_tiles = most_tiles_by_rows(ops, view, rows, columns)
+        call, most_tiles = call_of(ops, view, style, on_device), most_tiles_by_rows(ops, view, rows, columns)
 
         def grid_for(m: int) -> int:
             blocks = min(max(most_tiles(m) * cluster, zeroing_blocks(call, m)), most_blocks)
@@ -154,7 +153,8 @@ def bind_for(config: Config, spec: ProblemSpec, index: int) -> Bind:
         if maps is not None:
             content = _maps(maps, call, table, index)
             uploaded = DeviceFields(content, ops.device)
-            places = uploaded.address, uploaded.address.at(uploaded.address + len(content) - len(COUNTERS))
+            at = uploaded.address
+            places = longest_k, at, at.at(at + len(content) - len(COUNTERS))
         # Strides of scales may be the number of tokens: such a launch is for one number of them.
         launch = kernel.bound(
             words(*call, *scales, float(ops.alpha), float(ops.beta), *places), grid=grid, threads=config.threads,

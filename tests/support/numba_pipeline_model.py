@@ -1,9 +1,10 @@
 """A grid of the numba backend's Hopper kernel in plain Python: one thread for each warp, in a random order.
 
-The roles of the kernel run as they are written; `Machine` stands in for the modules `ptx` and `cuda` of their source. It
-has barriers, shared memory, clusters, and a copy engine and tensor cores that work when they like: a copy is done at any
-time after it was asked for, and products read their operands until they are waited for. What a wait forgot, a parity that
-is wrong, a barrier that expects too much, a block that ends too early: all become an `AssertionError` or a wrong result.
+The roles of the kernel run as they are written; `Machine` stands in for the modules `ptx` and `cuda` of their source.
+It has barriers, shared memory, clusters, and a copy engine and tensor cores that work when they like: a copy is done at
+any time after it was asked for, and products read their operands until they are waited for. What a wait forgot, a
+parity that is wrong, a barrier that expects too much, a block that ends too early: all become an `AssertionError` or a
+wrong result.
 
 A warp's sums are an array of [16 columns, rows]; how lanes share them is tested elsewhere.
 """
@@ -165,7 +166,8 @@ class Machine:
     def gather(self, at: Array) -> Array:
         """16-bit numbers of the operands."""
         place, data, _ = self._place(at, ("a", "b"))
-        return data[place].astype(np.uint16) | data[place + 1].astype(np.uint16) << 8
+        found: Array = data[place].astype(np.uint16) | data[place + 1].astype(np.uint16) << 8
+        return found
 
     def scatter(self, at: Array, values: Array) -> None:
         """Results, each of which is written once."""
@@ -569,11 +571,11 @@ class Machine:
     # What it calls in `cuda`.
 
     @property
-    def gridDim(self) -> Any:  # noqa: N802
+    def gridDim(self) -> Any:
         return _Extent(len(self.blocks))
 
     @property
-    def blockIdx(self) -> Any:  # noqa: N802
+    def blockIdx(self) -> Any:
         return _Extent(self.block.number)
 
     def shfl_sync(self, _mask: int, value: Any, _lane: int) -> Any:

@@ -4,12 +4,12 @@ C^T = B^T A^T: the columns of C (weights) lie on the side of wgmma that is alway
 (tokens) on the side that comes in steps of 8. So a ragged group wastes at most a few rows, and the
 tile height is chosen for each group: every height that is a multiple of `step` has main loops of its own.
 
-Three warpgroups. The first one's warps load weights, load rows (`hopper_load`), find tiles (`hopper_tiles`), and zero the
-rows that no group owns. The other two multiply: each 64 columns by all rows of a tile.
+Three warpgroups. The first one's warps load weights, load rows (`hopper_load`), find tiles (`hopper_tiles`), and zero
+the rows that no group owns. The other two multiply: each 64 columns by all rows of a tile.
 
-Shared memory, from a multiple of 1024: the ring of stages of [128 columns | rows] x 128 bytes of k, staging for results,
-tile records, counts of tiles, barriers. An operand that is contiguous along k lies as rows of 128 bytes; one that is not
-lies as boxes of 64 elements x the k of a stage. Both are swizzled.
+Shared memory, from a multiple of 1024: the ring of stages of [128 columns | rows] x 128 bytes of k, staging for
+results, tile records, counts of tiles, barriers. An operand that is contiguous along k lies as rows of 128 bytes; one
+that is not lies as boxes of 64 elements x the k of a stage. Both are swizzled.
 """
 
 # mypy: ignore-errors
@@ -22,7 +22,7 @@ import numpy as np
 from numba import cuda
 from numba.cuda import types
 
-from multigemm.backends.numba.arguments import JAGGED_M, JAGGED_N
+from multigemm.backends.numba.arguments import JAGGED_M
 from multigemm.backends.numba.config import (
     COLUMNS,
     FAR,
@@ -89,7 +89,8 @@ def make_targets(signature):
 
 @cache
 def make_release(config, signature):
-    """release(base, place): tells all blocks that load into a stage that this warp is through with it; -1: with none."""
+    """release(base, place): tells all blocks that load into a stage that this warp is through with it; -1: with
+    none."""
     arrive, empty = ptx.make_arrive_at_each(config.cluster), Layout(config, signature).empty
 
     @synchronising
@@ -128,7 +129,8 @@ def make_block(config, signature, n):
 
 
 class Results(NamedTuple):
-    """Packed results of a tile that are still to be stored: the `rows` before row `end`, 64 columns from `column` on."""
+    """Packed results of a tile that are still to be stored: the `rows` before row `end`, 64 columns from `column`
+    on."""
 
     column: int
     end: int
@@ -176,13 +178,17 @@ def results_of(p, tile, rank, warpgroup):
 def make_multiply_and_send(config, signature, n):
     """multiply(words, to, maps, base, ring, size, blocks, warpgroup, thread) -> (words, ring).
 
-    All blocks of a tile. While the first ones are multiplied, the results of the tile before leave; those of this one are
-    kept in their place.
+    All blocks of a tile. While the first ones are multiplied, the results of the tile before leave; those of this one
+    are kept in their place.
     """
     most = config.n_max // 2
     zeros, result = make_zeros(n // 2, within=most), ptx.make_wgmma_result(n, within=most)
-    block, send, advance = make_block(config, signature, n), make_send(config, signature), make_ring(config, signature)[2]
-    pack, release = make_late(config.n_max, signature.compute)[1](n), make_release(config, signature)
+    block, send, release = (
+        make_block(config, signature, n),
+        make_send(config, signature),
+        make_release(config, signature),
+    )
+    advance, pack = make_ring(config, signature)[2], make_late(config.n_max, signature.compute)[1](n)
 
     @synchronising
     def multiply(words, to, maps, base, ring, size, blocks, warpgroup, thread):
@@ -234,7 +240,8 @@ def make_multiply(config, signature, n):
 
 
 def _by_height(config, make_leaf, make_choice):
-    """dispatch(height, ...): the function of make_leaf(n) for the least n that covers so many rows, found by halving."""
+    """dispatch(height, ...): the function of make_leaf(n) for the least n that covers so many rows, found by
+    halving."""
 
     def build(heights):
         if len(heights) == 1:
@@ -301,17 +308,17 @@ def make_dispatch(config, signature):
 
 @cache
 def make_sending_consumer(config, signature):
-    """consume(p, q, alpha, beta, maps, base, rank, warpgroup, thread): the whole life of a consumer thread.
+    """consume(p, q, alpha, beta, longest_k, maps, base, rank, warpgroup, thread): the whole life of a consumer thread.
 
     Results wait in registers and leave while the next tile is multiplied. `q` is what a kernel is launched with beside
-    `p`; this one has nothing.
+    `p`; this one has nothing. `longest_k`: up to which k stages are as large as the rows of their tile need.
     """
     bk, take, half = Layout(config, signature).bk, make_take(config, signature), make_half(config)
     (bytes_of, fit, _), send = make_ring(config, signature), make_send(config, signature)
     nothing, dispatch = make_late(config.n_max, signature.compute)[0], make_dispatch_and_send(config, signature)
 
     @synchronising
-    def consume(p, q, alpha, beta, maps, base, rank, warpgroup, thread):
+    def consume(p, q, alpha, beta, longest_k, maps, base, rank, warpgroup, thread):
         ring, number, words, none = first_place(), int32(0), nothing(), int32(0)
         to = Results(none, none, none, none)
         if thread == 0:
@@ -320,7 +327,7 @@ def make_sending_consumer(config, signature):
             tile = half(take(base, number), rank)
             if tile.height == STOP:
                 break
-            size, blocks = bytes_of(p, tile), int32((tile.k + (bk - 1)) // bk)
+            size, blocks = bytes_of(p, longest_k, tile), int32((tile.k + (bk - 1)) // bk)
             if blocks > 0:
                 ring = fit(ring, size)
             while to.rows > blocks * LATE_ROWS:  # fewer blocks than there are rows to store
@@ -344,14 +351,14 @@ def make_storing_consumer(config, signature):
     write = make_write(config.n_max, signature.compute, make_targets(signature)[1])
 
     @synchronising
-    def consume(p, q, alpha, beta, maps, base, rank, warpgroup, thread):
+    def consume(p, q, alpha, beta, longest_k, maps, base, rank, warpgroup, thread):
         ring, number = first_place(), int32(0)
         staging = int32(base + staging_at + warpgroup * staging_bytes)
         while True:
             tile = half(take(base, number), rank)
             if tile.height == STOP:
                 break
-            size, blocks = bytes_of(p, tile), int32((tile.k + (bk - 1)) // bk)
+            size, blocks = bytes_of(p, longest_k, tile), int32((tile.k + (bk - 1)) // bk)
             if blocks > 0:
                 ring = fit(ring, size)
             acc, out, ring = dispatch(tile.height, p, tile, base, ring, size, blocks, rank, warpgroup, thread)
@@ -405,11 +412,11 @@ def make_kernel(config, signature, make_consumer=None):
     zero_unowned = make_zero_lines(ptx.store_global_u32x4, ptx.unforeseen_wide)
 
     @synchronising
-    def produce(p, maps, counters, base, rank, all_tiles, warp, lane):
+    def produce(p, longest_k, maps, counters, base, rank, all_tiles, warp, lane):
         if warp == 0:
-            load_weights(p, maps, base, rank)
+            load_weights(p, longest_k, maps, base, rank)
         elif warp == 1:
-            load_rows(p, maps, base, rank)
+            load_rows(p, longest_k, maps, base, rank)
         elif warp == 2:
             if lane == 0:
                 announce_tiles(p, counters, base, rank, all_tiles)
@@ -417,15 +424,14 @@ def make_kernel(config, signature, make_consumer=None):
             zero_unowned(p, lane, cuda.blockIdx.x, cuda.gridDim.x)
 
     @synchronising
-    def run(p, q, alpha, beta, maps, counters):
+    def run(p, q, alpha, beta, longest_k, maps, counters):
         base = (shared_address(cuda.shared.array(0, np.uint8)) + int32(1023)) & int32(~1023)
         thread = int32(cuda.threadIdx.x)
         warp, rank = cuda.shfl_sync(ALL, int32(thread >> 5), 0), int32(0)  # known to be the same for a whole warp
         if cluster > 1:
             rank = ptx.cluster_rank()
-        if warp == WARPS - 1:
-            if ptx.elected():
-                init(base)
+        if warp == WARPS - 1 and ptx.elected():
+            init(base)
         cuda.syncwarp()
         ptx.grid_dependents_launch()
         ptx.grid_dependency_wait()
@@ -437,18 +443,19 @@ def make_kernel(config, signature, make_consumer=None):
             ptx.cluster_wait()
         if warp < 4:
             less()
-            produce(p, maps, counters, base, rank, all_tiles, warp, int32(thread & 31))
+            produce(p, longest_k, maps, counters, base, rank, all_tiles, warp, int32(thread & 31))
         else:
             more()
             warpgroup = int32((warp >> 2) - 1)
-            consume(p, q, types.float32(alpha), types.float32(beta), maps, base, rank, warpgroup, int32(thread & 127))
+            of_sums, of_c = types.float32(alpha), types.float32(beta)
+            consume(p, q, of_sums, of_c, longest_k, maps, base, rank, warpgroup, int32(thread & 127))
 
     @kernel
-    def hopper(p, alpha, beta, maps, counters):
-        run(p, 0, alpha, beta, maps, counters)
+    def hopper(p, alpha, beta, longest_k, maps, counters):
+        run(p, 0, alpha, beta, longest_k, maps, counters)
 
     @kernel
-    def hopper_float8(p, q, alpha, beta, maps, counters):
-        run(p, q, alpha, beta, maps, counters)
+    def hopper_float8(p, q, alpha, beta, longest_k, maps, counters):
+        run(p, q, alpha, beta, longest_k, maps, counters)
 
     return hopper_float8 if isinstance(signature, Float8Signature) else hopper

@@ -126,9 +126,7 @@ def read_part(record):
     """(group, its start, first row and first column in it, rows, columns) of this warpgroup's part of a tile."""
     tile = read_tile(record)
     first = int32(tile.column + ptx.cluster_rank() * COLUMNS)
-    row, column, rows, columns, _ = share_of(
-        tile.rows, int32(tile.width - first), int32((ptx.thread_again() >> 7) - 1)
-    )
+    row, column, rows, columns, _ = share_of(tile.rows, int32(tile.width - first), int32((ptx.thread_again() >> 7) - 1))
     return group_of(tile), tile.start, int32(tile.row + row), int32(first + column), rows, columns
 
 
@@ -410,7 +408,7 @@ def make_consumer(config, signature):
     prefetch, whole, leave = make_prefetch(signature), signature.scales == "whole", ptx.make_arrive_at_each(1)
 
     @synchronising
-    def consume(p, q, alpha, beta, maps, base, rank, warpgroup, thread):
+    def consume(p, q, alpha, beta, longest_k, maps, base, rank, warpgroup, thread):
         stage, phase, number = int32(0), int32(0), int32(0)
         while True:
             slot = int32(number & (SLOTS - 1))

@@ -74,7 +74,8 @@ def maps_of(p, maps, g):
 
 @cache
 def make_load_weights(config, signature):
-    """load_weights(p, maps, base, rank): a warp's whole life; of a cluster's first block it asks for the next tile."""
+    """load_weights(p, longest_k, maps, base, rank): a warp's whole life; of a cluster's first block it asks for the
+    next tile."""
     at = Layout(config, signature)
     bk, full, ask, begins, cluster = at.bk, at.full, at.ask, at.begins, config.cluster
     across, ragged = signature.b_order == "row", signature.ragged_k
@@ -94,13 +95,13 @@ def make_load_weights(config, signature):
             _load_3(stage, map_at, barrier, (k, j, g), hint)
 
     @synchronising
-    def load_weights(p, maps, base, rank):
+    def load_weights(p, longest_k, maps, base, rank):
         ring, room, number, fenced = first_place(), all_room(), int32(0), int32(-1)
         while True:
             tile = half(same_in_all_lanes(take(base, number)), rank)
             if tile.height == STOP:
                 break
-            g, size = group_of(tile), bytes_of(p, tile)
+            g, size = group_of(tile), bytes_of(p, longest_k, tile)
             blocks = int32((tile.k + (bk - 1)) // bk)
             map_at = maps_of(p, maps, g) + B_MAP * MAP_BYTES
             hint = int64(ptx.EVICT_NORMAL)
@@ -143,7 +144,7 @@ def make_load_weights(config, signature):
 
 @cache
 def make_load_rows(config, signature):
-    """load_rows(p, maps, base, rank): a warp's whole life."""
+    """load_rows(p, longest_k, maps, base, rank): a warp's whole life."""
     at, cluster = Layout(config, signature), config.cluster
     bk, full, places, everyone = at.bk, at.full, at.places, (1 << config.cluster) - 1
     begins = at.begins + (places * 4 if config.variable else 0)
@@ -211,7 +212,7 @@ def make_load_rows(config, signature):
         return int32((int32(1) << (max(rows, int32(BOX_STEP)) // BOX_STEP)) >> 1) if rows > 0 else int32(0)
 
     @synchronising
-    def load_rows(p, maps, base, rank):
+    def load_rows(p, longest_k, maps, base, rank):
         ring, room, number, fenced, group = first_place(), all_room(), int32(0), int32(0), int32(-1)
         hint = int64(ptx.EVICT_NORMAL)
         if p.n > keep and p.jagged != JAGGED_N:
@@ -220,7 +221,7 @@ def make_load_rows(config, signature):
             tile = half(same_in_all_lanes(take(base, number)), rank)
             if tile.height == STOP:
                 break
-            g, size = group_of(tile), bytes_of(p, tile)
+            g, size = group_of(tile), bytes_of(p, longest_k, tile)
             blocks = int32((tile.k + (bk - 1)) // bk)
             alone = cluster == 1 or (tile.group & HALVES) != 0
             receivers = int32(everyone)
@@ -264,9 +265,7 @@ def make_load_rows(config, signature):
                     if across:
                         load_across(stage, barrier, map_at, k, i, of_a, end, tile.height, row, step, receivers, hint)
                     else:
-                        load_along(
-                            stage, barrier, map_at, k, i, of_a, first, upper, lower, second_at, receivers, hint
-                        )
+                        load_along(stage, barrier, map_at, k, i, of_a, first, upper, lower, second_at, receivers, hint)
                 k, block = int32(k + bk), ptx.unforeseen(int32(block + 1))
                 ring = advance(ring, size)
             number = int32(number + 1)

@@ -1,16 +1,16 @@
 """What the warps of a Hopper kernel agree on: which tile comes next, and where its stages lie.
 
-When a launch starts, all threads of a block count the tiles of its groups. One thread of each block then finds tiles: in
-the first block of a cluster it draws their numbers from a counter in device memory, since ragged tiles take unequal
-times, and announces them to all warps of the cluster by a record in a ring of `SLOTS`. Which block computes a tile never
-changes its bits.
+When a launch starts, all threads of a block count the tiles of its groups. One thread of each block then finds tiles:
+in the first block of a cluster it draws their numbers from a counter in device memory, since ragged tiles take unequal
+times, and announces them to all warps of the cluster by a record in a ring of `SLOTS`. Which block computes a tile
+never changes its bits.
 
 Groups are in one of two queues: those with so many rows that arithmetic bounds them, and those that memory bounds. The
-order mixes both, so that at any time some clusters stream weights while others keep the tensor cores busy, and ends with
-the short ones.
+order mixes both, so that at any time some clusters stream weights while others keep the tensor cores busy, and ends
+with the short ones.
 
-Stages lie one behind the other in a ring of bytes. In the tallest tiles they are as large as a tile's rows need: a lower
-tile has more of them in flight, as what a stage holds is multiplied sooner, but memory answers just as late.
+Stages lie one behind the other in a ring of bytes. In the tallest tiles they are as large as a tile's rows need: a
+lower tile has more of them in flight, as what a stage holds is multiplied sooner, but memory answers just as late.
 """
 
 # mypy: ignore-errors
@@ -22,7 +22,6 @@ from typing import NamedTuple
 from numba import cuda
 from numba.cuda import types
 
-from multigemm.backends.numba.arguments import JAGGED_K
 from multigemm.backends.numba.config import COLUMNS, RECORD_BYTES, ROW_BYTES, SLOTS, WEIGHT_BYTES, Layout
 from multigemm.backends.numba.kernels import ptx
 from multigemm.backends.numba.kernels.runtime import synchronising
@@ -47,14 +46,16 @@ class Tile(NamedTuple):
     """The first column of the cluster's, within the group."""
     k: int
     start: int
-    """Where the group begins in the jagged direction. Of a list: the rows that each block of a cluster loads at once."""
+    """Where the group begins in the jagged direction. Of a list: the rows that each block of a cluster loads at
+    once."""
     width: int
     """The columns of the group."""
 
 
 STOP = -1
 ONCE, HALVES = 1 << 30, 1 << 29
-"""No other tile reads the same weights; its columns are one block's, so each block of a cluster takes half of its rows."""
+"""No other tile reads the same weights; its columns are one block's, so each block of a cluster takes half of its
+rows."""
 GROUP = HALVES - 1
 BUSY_ROWS = 208
 """Rows from which a group keeps the tensor cores as busy as its weights keep the memory."""
@@ -100,7 +101,8 @@ def running_sum(value, lane):
 
 @cache
 def make_count(config, signature):
-    """count(p, g) -> the tiles of a group, in the half of a word that is its queue's: the upper one is the busy queue's."""
+    """count(p, g) -> the tiles of a group, in the half of a word that is its queue's: the upper one is the busy
+    queue's."""
     count_of, _ = make_pieces(config.n_max, COLUMNS * config.cluster, config.even)
     ragged_k = signature.ragged_k
 
@@ -119,8 +121,8 @@ def make_count(config, signature):
 def make_finder(config, signature):
     """(count_all, find): count_all(p, base, thread) -> tiles of both queues; find(p, base, number, all_tiles) -> Tile.
 
-    Counts are pairs, as `make_count` has them. Each thread of the first `runs` counts a run of groups, and leaves in shared
-    memory how many tiles come before it.
+    Counts are pairs, as `make_count` has them. Each thread of the first `runs` counts a run of groups, and leaves in
+    shared memory how many tiles come before it.
     """
     at, cluster, n_max = Layout(config, signature), config.cluster, config.n_max
     runs, runs_at, sums_at, columns = at.runs, at.counts, at.sums, COLUMNS * config.cluster
@@ -159,8 +161,8 @@ def make_finder(config, signature):
 
     @synchronising
     def place_of(number, busy, lean, clusters):
-        """(whether tile `number` is in the lean queue, its place there): where there are both kinds, lean ones are spread
-        evenly, but as many as run at once are kept for the end, so that clusters stop at about the same time."""
+        """(whether tile `number` is in the lean queue, its place there): where there are both kinds, lean ones are
+        spread evenly, but as many as run at once are kept for the end, so that clusters stop at about the same time."""
         in_lean, place = busy == 0, number
         if busy > 0 and lean > 0:
             kept = min(lean, clusters)
@@ -264,8 +266,8 @@ def same_in_all_lanes(tile):
 def make_announce(config, signature):
     """announce_tiles(p, counters, base, rank, all_tiles): the life of the thread of each block that finds tiles.
 
-    The counter's answer and the search take as long as several blocks of k. In the other block of a cluster it tells each
-    slot what is to come. The first tile follows from the cluster's number, and each block finds it itself.
+    The counter's answer and the search take as long as several blocks of k. In the other block of a cluster it tells
+    each slot what is to come. The first tile follows from the cluster's number, and each block finds it itself.
     """
     at, cluster = Layout(config, signature), config.cluster
     full, empty, records, ask = at.tile_full, at.tile_empty, at.records, at.ask
@@ -385,16 +387,16 @@ def all_room():
 def make_ring(config, signature):
     """(bytes_of, fit, advance): the way that all warps go through the ring.
 
-    bytes_of(p, tile) are those of each of a tile's stages; fit(ring, bytes) comes before its first one, and
+    bytes_of(p, longest_k, tile) are those of each of a tile's stages; fit(ring, bytes) comes before its first one, and
     advance(ring, bytes) after each. A stage that would reach past the end begins at the start.
     """
     at, variable, step, cluster = Layout(config, signature), config.variable, config.step, config.cluster
     most, ring_bytes, places, across = at.stage_bytes, at.ring_bytes, at.places, signature.a_order == "col"
 
     @synchronising
-    def bytes_of(p, tile):
+    def bytes_of(p, longest_k, tile):
         found = int32(most)
-        if variable and tile.k <= p.longest_k:
+        if variable and tile.k <= longest_k:
             rows = tile.height
             if across:
                 rows = int32((rows + 63) & ~63)
@@ -428,8 +430,9 @@ def make_ring(config, signature):
 
 @cache
 def make_room(config, signature):
-    """(take, drain): take(base, begins, ring, room, bytes) -> Room waits until the next stage can be filled; drain(base,
-    ring, room) until all have been handed back. `begins` are words of the warp's own, one for each place."""
+    """(take, drain): take(base, begins, ring, room, bytes) -> Room waits until the next stage can be filled;
+    drain(base, ring, room) until all have been handed back. `begins` are words of the warp's own, one for each
+    place."""
     at, variable, places = Layout(config, signature), config.variable, Layout(config, signature).places
     empty, ring_bytes = at.empty, at.ring_bytes
 

@@ -268,7 +268,8 @@ store_async_u32x4 = instruction(
 )  # fmt: skip
 """(shared address, barrier, rank, words): stores in that block of the cluster, and counts 16 bytes on its barrier."""
 elected = instruction("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 $0, 1, 0, p; }", I32)
-"""Whether this is the one lane of a whole warp that shall do what follows, which the compiler then knows to run once."""
+"""Whether this is the one lane of a whole warp that shall do what follows, which the compiler then knows to run
+once."""
 cluster_rank = instruction("mov.u32 $0, %cluster_ctarank;", I32, effects=False)
 cluster_arrive = instruction("barrier.cluster.arrive.relaxed.aligned;")
 """Orders no memory, which `fence_mbarrier_init` has done for the barriers: a release would wait for all of the GPU."""

@@ -199,8 +199,8 @@ def make_stage(acc, kept, turned_a, turned_b):
 # column per register pair. Three ways out:
 #
 # * `sent`: nothing but one rounding to a 16-bit type, in lines that the copy engine (TMA) stores; see `make_late`;
-# * `fast`: the same for any lines of 16 bytes; `stmatrix` transposes into rows of 128 bytes, ROWS_16 at a time, and each
-#   thread moves 16 bytes;
+# * `fast`: the same for any lines of 16 bytes; `stmatrix` transposes into rows of 128 bytes, ROWS_16 at a time, and
+#   each thread moves 16 bytes;
 # * `general`: float32 rows of 256 bytes, ROWS_32 at a time, which `flush` brings to memory.
 
 WARPGROUP = 128
@@ -243,9 +243,9 @@ def _pack_and_store(builder, acc, first, kind, address, at=0, transposed=""):
 def make_late(n_max, kind):
     """(nothing, packs, put, drop) for results that wait in registers, packed, while the next tile is multiplied.
 
-    nothing() -> no results; packs[n](acc) -> the 64 x n sums of a warpgroup as words of two neighbouring rows, those of 64
-    rows after each other; put(words, lane's address) transposes the first 64 rows into rows of 128 bytes in shared memory;
-    drop(words) -> the other ones, as the first.
+    nothing() -> no results; packs[n](acc) -> the 64 x n sums of a warpgroup as words of two neighbouring rows, those of
+    64 rows after each other; put(words, lane's address) transposes the first 64 rows into rows of 128 bytes in shared
+    memory; drop(words) -> the other ones, as the first.
     """
     fragment, each = ptx.words(n_max // 4), LATE_ROWS // 4
 

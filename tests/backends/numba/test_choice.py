@@ -244,7 +244,7 @@ def test_every_candidate_can_run(changes: dict[str, object]) -> None:
         (MMA_SMALL, {"compute": torch.float32}, "tensor=False"),
         (HOPPER, {"compute": torch.float64}, "does not run on these tensor cores"),
         (HopperConfig(n_max=100), {}, "the kernel is made for HopperConfig(n_max=256"),
-        (HopperConfig(64, 8, 8, cluster=2), {}, "the kernel is made for"),
+        (HopperConfig(64, 8, 8, cluster=4), {}, "the kernel is made for"),
         (HOPPER, {"a": replace(BF16, align=8)}, "TMA needs 16"),
     ],
 )

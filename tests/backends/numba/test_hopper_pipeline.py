@@ -1,4 +1,5 @@
-"""The Hopper kernel of numba, all of its warps and clusters, in a model whose copies and products take any time they like.
+"""The Hopper kernel of numba, all of its warps and clusters, in a model whose copies and products take any time they
+like.
 
 Each problem is of whole numbers, so its result is exact. The faults below show what the model would notice.
 """
@@ -9,8 +10,10 @@ import ctypes
 import importlib
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -31,9 +34,10 @@ if settings().emulate:
 
 from multigemm.backends.numba import arguments
 from multigemm.backends.numba.arguments import Call, MapEncoder, call_of, epilogue_words, list_table
-from multigemm.backends.numba.config import HopperConfig, Layout, Signature, effective, signature_of
+from multigemm.backends.numba.config import ANY_K, HopperConfig, Layout, Signature, effective, signature_of
+from multigemm.cuda import tensor_map
 from multigemm.cuda.arguments import fields
-from multigemm.planning.operands import Operands, view_of
+from multigemm.planning.operands import view_of
 from tests.support.numba_lane_model import plain
 from tests.support.numba_pipeline_model import BASE, COUNTERS_AT, LINE, MAPS_AT, Machine, Map, Warp
 from tests.support.small_problems import staged
@@ -227,16 +231,15 @@ class Run:
         spec = self.ops.spec
         self.signature: Signature = effective(config, signature_of(spec))
         self.layout, self.made = Layout(config, self.signature), list[Map]()
-        monkeypatch.setattr(arguments.tensor_map, "encode_together", self.encode)
+        monkeypatch.setattr(tensor_map, "encode_together", self.encode)
         self.table = torch.from_numpy(list_table(self.ops)) if spec.form == "per_group" else None
         call = call_of(self.ops, view_of(self.ops), epilogue_words(spec), self.table)
-        self.call = Call(*map(np.int64, call))  # as a kernel has them
+        words: Any = map(np.int64, call)  # as a kernel has them
+        self.call = Call(*words)
         encoder = MapEncoder(config, self.signature)
         self.maps = b"".join(encoder.of_call(call) if self.table is None else encoder.of_list(self.table.numpy()))
 
-    def encode(
-        self, dtype: Any, address: int, extents: Any, strides: Any, boxes: Any, **_: Any
-    ) -> bytes:
+    def encode(self, dtype: Any, address: int, extents: Any, strides: Any, boxes: Any, **_: Any) -> bytes:
         """As `tensor_map.encode_together`: a map holds a number, under which it is kept."""
         parts = []
         for box in boxes:
@@ -267,17 +270,17 @@ class Run:
             machine.here.warp = Warp(block, 11, lambda: None)
             init(BASE)
             rank, base = np.int32(block.rank), np.int32(BASE)
-            roles = [
-                (0, plain(load.make_load_weights(config, signature)), (call, MAPS_AT, base, rank)),
-                (1, plain(load.make_load_rows(config, signature)), (call, MAPS_AT, base, rank)),
+            roles: list[tuple[int, Any, tuple[Any, ...]]] = [
+                (0, plain(load.make_load_weights(config, signature)), (call, ANY_K, MAPS_AT, base, rank)),
+                (1, plain(load.make_load_rows(config, signature)), (call, ANY_K, MAPS_AT, base, rank)),
                 (2, plain(tiles.make_announce(config, signature)), (call, COUNTERS_AT, base, rank, all_tiles)),
             ]
             consume = plain(make_consumer(config, signature))
             for number in range(8):
                 group, thread = np.int32(number // 4), np.int32(number % 4 * 32)
-                roles.append((number + 4, consume, (call, 0, 1.0, 0.0, MAPS_AT, base, rank, group, thread)))
+                roles.append((number + 4, consume, (call, 0, 1.0, 0.0, ANY_K, MAPS_AT, base, rank, group, thread)))
             for number, work, given in roles:
-                machine.start(block, number, lambda work=work, given=given: work(*given))
+                machine.start(block, number, partial(work, *given))
         machine.run()
 
     def counts(self, modules: Any, machine: Machine) -> tuple[int, bytes]:
@@ -326,98 +329,210 @@ def test_results_are_exact_in_any_order(case: str, seed: int, kernel: Any, monke
 UNEVEN, LONG, SHORT = "uneven groups, three blocks of columns", "many blocks of k", "one block of k"
 FAULTS = {
     "a stage too many is filled": Fault(
-        "hopper_tiles", "while int32(begin + size - ring_bytes - oldest) > 0:",
-        "while int32(begin - ring_bytes - oldest) > 0:", LONG,
+        "hopper_tiles",
+        "while int32(begin + size - ring_bytes - oldest) > 0:",
+        "while int32(begin - ring_bytes - oldest) > 0:",
+        LONG,
     ),
     "stages of one size are not waited for": Fault(
-        "hopper_tiles", "int32(ring.parity ^ 1))\n            return room", "int32(ring.parity))\n            return room",
+        "hopper_tiles",
+        ("int32(ring.parity ^ 1))\n            return room"),
+        ("int32(ring.parity))\n            return room"),
         "tiles of 128 rows",
     ),
     "the oldest stage is forgotten": Fault(
-        "hopper_tiles", "oldest = ptx.load_shared_u32(int32(begins + place * 4))", "oldest = begin", LONG
+        "hopper_tiles",
+        "oldest = ptx.load_shared_u32(int32(begins + place * 4))",
+        "oldest = begin",
+        LONG,
     ),
     "a stage reaches past the end of the ring": Fault(
-        "hopper_tiles", "        where = ring.at\n        if variable and int32(where + size) > ring_bytes:",
-        "        where = ring.at\n        if variable and int32(where) > ring_bytes:", UNEVEN,
+        "hopper_tiles",
+        ("        where = ring.at\n        if variable and int32(where + size) > ring_bytes:"),
+        ("        where = ring.at\n        if variable and int32(where) > ring_bytes:"),
+        UNEVEN,
     ),
     "the parity stays": Fault(
-        "hopper_tiles", "place, parity = int32(0), int32(parity ^ 1)\n            if not variable:",
-        "place, parity = int32(0), int32(parity)\n            if not variable:", LONG,
+        "hopper_tiles",
+        ("place, parity = int32(0), int32(parity ^ 1)\n            if not variable:"),
+        ("place, parity = int32(0), int32(parity)\n            if not variable:"),
+        LONG,
     ),
     "a record is written over": Fault(
-        "hopper_tiles", "int32(((number // SLOTS) & 1) ^ 1))\n        a, b", "int32(1))\n        a, b", UNEVEN
+        "hopper_tiles",
+        ("int32(((number // SLOTS) & 1) ^ 1))\n        a, b"),
+        ("int32(1))\n        a, b"),
+        UNEVEN,
     ),
     "the other block does not expect a tile": Fault(
-        "hopper_tiles", "ptx.mbarrier_expect_tx(int32(base + full + (number & (SLOTS - 1)) * 8), RECORD_BYTES)", "pass",
+        "hopper_tiles",
+        "ptx.mbarrier_expect_tx(int32(base + full + (number & (SLOTS - 1)) * 8), RECORD_BYTES)",
+        "pass",
         UNEVEN,
     ),
     "a block ends before the other one has read its last tile": Fault(
-        "hopper_tiles", "if cluster > 1:  # warps of other blocks still arrive", "if cluster > 9:  #", UNEVEN
+        "hopper_tiles",
+        "if cluster > 1:  # warps of other blocks still arrive",
+        "if cluster > 9:  #",
+        UNEVEN,
     ),
     "a block ends before its stages are handed back": Fault(
-        "hopper_load", "if cluster > 1:  # a block must not end", "if cluster > 9:  #", UNEVEN
+        "hopper_load",
+        "if cluster > 1:  # a block must not end",
+        "if cluster > 9:  #",
+        UNEVEN,
     ),
-    "the counters stay": Fault("hopper_tiles", "                finish(counters, clusters)", "                pass", UNEVEN),
+    "the counters stay": Fault(
+        "hopper_tiles",
+        "                finish(counters, clusters)",
+        "                pass",
+        UNEVEN,
+    ),
     "the next tile is not asked for": Fault(
-        "hopper_load", "                if rank == 0 and ptx.elected():", "                if rank == 9:", "no k"
+        "hopper_load",
+        "                if rank == 0 and ptx.elected():",
+        "                if rank == 9:",
+        "no k",
     ),
     "lean tiles come twice": Fault(
-        "hopper_tiles", "place = int32(lean - (busy + lean - number))", "place = int32(lean - (busy + lean - number) - 1)",
+        "hopper_tiles",
+        "place = int32(lean - (busy + lean - number))",
+        "place = int32(lean - (busy + lean - number) - 1)",
         UNEVEN,
     ),
     "a block takes all of a tile that is shared by its rows": Fault(
-        "hopper_tiles", "if not halves or (tile.group & HALVES) == 0:", "if True:", UNEVEN
+        "hopper_tiles",
+        "if not halves or (tile.group & HALVES) == 0:",
+        "if True:",
+        UNEVEN,
     ),
     "a half begins at the first row": Fault(
-        "hopper_tiles", "int32(tile.row + before), column, tile.k", "tile.row, column, tile.k", UNEVEN
+        "hopper_tiles",
+        "int32(tile.row + before), column, tile.k",
+        "tile.row, column, tile.k",
+        UNEVEN,
     ),
-    "the second block's rows are the first's": Fault("hopper_load", "first = int32(rank * part)", "first = int32(0)", LONG),
+    "the second block's rows are the first's": Fault(
+        "hopper_load",
+        "first = int32(rank * part)",
+        "first = int32(0)",
+        LONG,
+    ),
     "a stage expects the rows that are multiplied": Fault(
-        "hopper_load", "expected = int32(tile.height * ROW_BYTES)", "expected = int32((tile.height + 15) // 16 * 2048)",
+        "hopper_load",
+        "expected = int32(tile.height * ROW_BYTES)",
+        "expected = int32((tile.height + 15) // 16 * 2048)",
         UNEVEN,
     ),
     "a map is used before its fence": Fault(
-        "hopper_load", "if (used & ~fenced) != 0:", "if fenced == 0:", UNEVEN
+        "hopper_load",
+        "if (used & ~fenced) != 0:",
+        "if fenced == 0:",
+        UNEVEN,
     ),
     "a list's map is used before its fence": Fault(
-        "hopper_load", "fenced, group = int32(0), g", "group = g", "a list"
+        "hopper_load",
+        "fenced, group = int32(0), g",
+        "group = g",
+        "a list",
     ),
-    "jagged k does not end": Fault("hopper_load", "k = int32(FAR - tile.k)", "k = int32(FAR - 64)", "jagged k"),
+    "jagged k does not end": Fault(
+        "hopper_load",
+        "k = int32(FAR - tile.k)",
+        "k = int32(FAR - 64)",
+        "jagged k",
+    ),
     "a stage is handed back too early": Fault(
-        "hopper", "            words, to = send(words, to, base, maps, warpgroup, thread)\n            _wait_one()\n"
-        "            release(base, before)", "            words, to = send(words, to, base, maps, warpgroup, thread)\n"
-        "            _wait_one()\n            release(base, ring.place)", UNEVEN,
+        "hopper",
+        (
+            "            words, to = send(words, to, base, maps, warpgroup, thread)\n"
+            "            _wait_one()\n"
+            "            release(base, before)"
+        ),
+        (
+            "            words, to = send(words, to, base, maps, warpgroup, thread)\n"
+            "            _wait_one()\n"
+            "            release(base, ring.place)"
+        ),
+        UNEVEN,
     ),
     "products are not waited for": Fault(
-        "hopper", "        acc = result(acc)\n        release(base, before)\n        return pack(acc), ring",
-        "        return pack(acc), ring", UNEVEN,
+        "hopper",
+        ("        acc = result(acc)\n        release(base, before)\n        return pack(acc), ring"),
+        "        return pack(acc), ring",
+        UNEVEN,
     ),
     "the last stage is not handed back": Fault(
-        "hopper", "        release(base, before)\n        return pack(acc), ring", "        return pack(acc), ring", LONG
+        "hopper",
+        ("        release(base, before)\n        return pack(acc), ring"),
+        "        return pack(acc), ring",
+        LONG,
     ),
-    "staging is written over": Fault("hopper", "        ptx.tma_store_read(sender)", "        pass", LONG),
+    "staging is written over": Fault(
+        "hopper",
+        "        ptx.tma_store_read(sender)",
+        "        pass",
+        LONG,
+    ),
     "staging is written over by other warps": Fault(
-        "hopper", "        ptx.named_barrier(int32(warpgroup + 1), WARPGROUP)\n        put(", "        put(", LONG
+        "hopper",
+        ("        ptx.named_barrier(int32(warpgroup + 1), WARPGROUP)\n        put("),
+        "        put(",
+        LONG,
     ),
-    "the copy engine does not see the staging": Fault("hopper", "        ptx.fence_async()\n        ptx.named", "        ptx.named", UNEVEN),
+    "the copy engine does not see the staging": Fault(
+        "hopper",
+        ("        ptx.fence_async()\n        ptx.named"),
+        "        ptx.named",
+        UNEVEN,
+    ),
     "other warps' results are not waited for": Fault(
-        "hopper", "        ptx.fence_async()\n        ptx.named_barrier(int32(warpgroup + 1), WARPGROUP)",
-        "        ptx.fence_async()", UNEVEN,
+        "hopper",
+        ("        ptx.fence_async()\n        ptx.named_barrier(int32(warpgroup + 1), WARPGROUP)"),
+        "        ptx.fence_async()",
+        UNEVEN,
     ),
-    "stores are not waited for": Fault("hopper", "        ptx.tma_store_wait()", "        pass", UNEVEN),
+    "stores are not waited for": Fault(
+        "hopper",
+        "        ptx.tma_store_wait()",
+        "        pass",
+        UNEVEN,
+    ),
     "the last tile is never stored": Fault(
-        "hopper", "        while to.rows > 0:\n            words, to = send(words, to, base, maps, warpgroup, thread)\n        ptx.",
-        "        ptx.", UNEVEN,
+        "hopper",
+        (
+            "        while to.rows > 0:\n"
+            "            words, to = send(words, to, base, maps, warpgroup, thread)\n"
+            "        ptx."
+        ),
+        "        ptx.",
+        UNEVEN,
     ),
     "a tile has fewer blocks than rows to store": Fault(
-        "hopper", "while to.rows > blocks * LATE_ROWS:", "while to.rows > 9999:", SHORT
+        "hopper",
+        "while to.rows > blocks * LATE_ROWS:",
+        "while to.rows > 9999:",
+        SHORT,
     ),
-    "results end at the group's own row": Fault("hopper", "int32(end + tile.start)", "int32(end)", UNEVEN),
-    "a barrier expects too few": Fault("hopper", "full + place * 8), LOADERS)", "full + place * 8), 1)", UNEVEN),
+    "results end at the group's own row": Fault(
+        "hopper",
+        "int32(end + tile.start)",
+        "int32(end)",
+        UNEVEN,
+    ),
+    "a barrier expects too few": Fault(
+        "hopper",
+        "full + place * 8), LOADERS)",
+        "full + place * 8), 1)",
+        UNEVEN,
+    ),
     "a barrier waits for one block's warps": Fault(
-        "hopper", "empty + place * 8), CONSUMER_WARPS * cluster)", "empty + place * 8), CONSUMER_WARPS)", LONG
+        "hopper",
+        "empty + place * 8), CONSUMER_WARPS * cluster)",
+        "empty + place * 8), CONSUMER_WARPS)",
+        LONG,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
@@ -434,6 +549,115 @@ def test_a_fault_is_noticed(name: str, kernel: Any, monkeypatch: pytest.MonkeyPa
     pytest.fail("nothing was noticed")
 
 
+# --- how tiles are counted and found -------------------------------------------------------------------
+
+
+class Counting:
+    """A block of threads that meet where lanes shuffle, and at its barrier; stands in for `ptx` and `cuda`."""
+
+    def __init__(self, threads: int, shared: int) -> None:
+        self.shared, self.here = np.zeros(shared, np.uint8), threading.local()
+        self.all, self.warps = threading.Barrier(threads), [threading.Barrier(32) for _ in range(threads // 32)]
+        self.told = [0] * threads
+        self.gridDim = SimpleNamespace(x=8)
+
+    def run(self, function: Callable[[int], Any]) -> list[Any]:
+        found: list[Any] = [None] * len(self.told)
+
+        def one(thread: int) -> None:
+            self.here.thread = thread
+            found[thread] = function(thread)
+
+        threads = [threading.Thread(target=one, args=(thread,)) for thread in range(len(self.told))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    def _told(self, value: int, other: Callable[[int], int]) -> int:
+        me = self.here.thread
+        self.warps[me // 32].wait()
+        self.told[me] = value
+        self.warps[me // 32].wait()
+        return int(self.told[me // 32 * 32 + other(me % 32)])
+
+    def shfl_sync(self, _mask: int, value: int, lane: int) -> int:
+        return self._told(value, lambda _: int(lane))
+
+    def shfl_up_sync(self, _mask: int, value: int, distance: int) -> int:
+        return self._told(value, lambda me: max(me - int(distance), 0))
+
+    def syncthreads(self) -> None:
+        self.all.wait()
+
+    def unforeseen(self, value: Any) -> Any:
+        return value
+
+    def load_shared_i64(self, at: int) -> np.int64:
+        return np.int64(self.shared[int(at) : int(at) + 8].view(np.int64)[0])
+
+    def load_shared_u32(self, at: int) -> np.int32:
+        return np.int32(self.shared[int(at) : int(at) + 4].view(np.int32)[0])
+
+    def store_shared_i64(self, at: int, value: int) -> None:
+        self.shared[int(at) : int(at) + 8] = np.array([value], np.int64).view(np.uint8)
+
+
+COUNTED: dict[str, tuple[HopperConfig, Problem]] = {
+    "both queues": (TALL, jagged_m([300, 0, 5, 70, 256, 17, 513, 0, 208, 207], 320, 8)),
+    "one queue": (TALL, jagged_m([3, 0, 5, 0], 600, 8)),
+    "nothing": (TALL, jagged_m([0, 0], 600, 8)),
+    "runs of three groups": (LOW, jagged_m([0, 3, 66, 0, 300, 1] * 160, 8, 8)),
+    "jagged k": (TALL, jagged_k([100, 0, 37, 300], 264, 328)),
+    "masked": (TALL, masked([5, 0, 300, 128], 300, 264, 8)),
+    "a list": (LOW, a_list([(300, 136, 8), (5, 264, 8), (64, 8, 8)])),
+}
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_every_tile_is_found_once(case: str, kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted by all threads of a block; the tiles of each group cover its results, and the short ones come last."""
+    config, make = COUNTED[case]
+    made = Run(config, make(), monkeypatch)
+    machine: Any = Counting(384, made.layout.end + BASE)
+    tiles = kernel(made.machine(0, 1))[2]
+    for name in ("ptx", "cuda"):
+        monkeypatch.setattr(tiles, name, machine)
+    count_all, find = (plain(x) for x in tiles.make_finder.__wrapped__(config, made.signature))
+    totals = set(machine.run(lambda thread: int(count_all(made.call, BASE, np.int32(thread)))))
+    assert len(totals) == 1
+    both = totals.pop()
+    busy, lean = both >> 32, both & 0xFFFFFFFF
+    ops: Any = made.ops
+    columns = 128 * config.cluster
+    found = [find(made.call, np.int32(BASE), np.int32(i), np.int64(both)) for i in range(busy + lean)]
+    outs = ops.out if isinstance(ops.out, list) else [ops.out]
+    extents, starts = [(x.shape[-2], x.shape[-1]) for x in outs], [0] * made.call.groups
+    if made.problem.spec.form == "jagged_m":
+        ends = [int(x) for x in ops.ends.tolist()]
+        starts = [0, *ends[:-1]]
+        extents = [(end - start, extents[0][1]) for start, end in zip(starts, ends, strict=True)]
+    elif ops.valid_rows is not None:
+        extents = [(int(rows), extents[0][1]) for rows in ops.valid_rows]
+    elif len(extents) == 1:
+        extents *= int(made.call.groups)
+    seen = [np.zeros((m, -(-n // columns)), int) for m, n in extents]
+    for tile in found:
+        g = int(tile.group) & tiles.GROUP
+        m, n = extents[g]
+        assert 0 < tile.rows <= config.n_max and tile.height == -(-tile.rows // 8) * 8 and tile.width == n
+        assert made.call.table or tile.start == starts[g] or made.problem.spec.form == "jagged_k"
+        seen[g][tile.row : tile.row + tile.rows, tile.column // columns] += 1
+        once, halves = bool(tile.group & tiles.ONCE), bool(tile.group & tiles.HALVES)
+        assert halves == (config.cluster == 2 and not made.call.table and n - tile.column <= 128)
+        assert once == (m <= config.n_max and not halves)
+    assert all((x == 1).all() for x in seen)
+    if busy and lean:
+        last = [extents[int(tile.group) & tiles.GROUP][0] for tile in found[-min(lean, 4) :]]
+        assert made.problem.spec.form == "jagged_k" or max(last) < tiles.BUSY_ROWS
+
+
 # --- what lanes hold ----------------------------------------------------------------------------------
 
 
@@ -441,7 +665,7 @@ def test_a_fault_is_noticed(name: str, kernel: Any, monkeypatch: pytest.MonkeyPa
 def test_packed_sums_turn_into_rows_of_the_staging(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each lane of wgmma has two neighbouring rows of two columns; the copy engine takes 64 rows x 64 columns."""
     from multigemm.backends.numba.kernels import tensor_epilogue as epilogue
-    from tests.support.numba_warp_model import Builder, emitted
+    from tests.support.numba_warp_model import emitted
 
     n_max, stored = 256, list[tuple[int, int, list[Any]]]()
 
@@ -462,7 +686,7 @@ def test_packed_sums_turn_into_rows_of_the_staging(n: int, monkeypatch: pytest.M
         monkeypatch.setattr(epilogue, name, value)
     nothing, pack, put, drop = epilogue.make_late.__wrapped__(n_max, "bf16")
     address, sums = plain(epilogue.lane_address_16), np.arange(64 * n_max).reshape(64, n_max)
-    staging, left = np.full((n_max, 64), -1), n
+    staging = np.full((n_max, 64), -1)
     for first in range(0, n, 64):
         memory = np.full(64 * 64, -1)
         for warp in range(4):
@@ -485,7 +709,7 @@ def test_packed_sums_turn_into_rows_of_the_staging(n: int, monkeypatch: pytest.M
                         for i, pair in enumerate(line):
                             if pair is not None:
                                 memory[(at + offset) // 2 + i] = pair[row % 2]
-        row, column = np.indices((64, 64))
-        staging[first : first + 64] = memory[row * 64 + (column // 8 ^ row % 8) * 8 + column % 8]
-    assert np.array_equal(staging[:n], sums[:, :n].T) and left == n
+        rows, columns = np.indices((64, 64))
+        staging[first : first + 64] = memory[rows * 64 + (columns // 8 ^ rows % 8) * 8 + columns % 8]
+    assert np.array_equal(staging[:n], sums[:, :n].T)
     assert len(nothing()) == n_max // 4
