@@ -42,13 +42,15 @@ class Map:
     extents: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
+    size: int = SIZE
+    """Bytes of an element."""
 
     def addresses(self, start: Sequence[int]) -> tuple[Array, Array]:
         """([..., inner] addresses of a box, the outermost dimension first; which of them lie inside)."""
         ranges = [np.arange(x, x + n, dtype=np.int64) for x, n in zip(map(int, start), self.box, strict=True)]
         places = np.meshgrid(*reversed(ranges), indexing="ij")[::-1]
         inside = np.logical_and.reduce([(x >= 0) & (x < n) for x, n in zip(places, self.extents, strict=True)])
-        steps, at = (SIZE, *self.strides), np.full(places[0].shape, self.address % WORD, np.uint64)
+        steps, at = (self.size, *self.strides), np.full(places[0].shape, self.address % WORD, np.uint64)
         for place, step in zip(places, steps, strict=True):
             at += place.astype(np.uint64) * np.uint64(step % WORD)
         return at.astype(np.int64), inside
@@ -157,17 +159,17 @@ class Machine:
             self.memory.append((storage.data_ptr(), storage.numpy(), name))
             self.written[storage.data_ptr()] = np.zeros(storage.numel(), np.int32)
 
-    def _place(self, at: Array, names: tuple[str, ...]) -> tuple[Array, Array, int]:
+    def _place(self, at: Array, names: tuple[str, ...], size: int = SIZE) -> tuple[Array, Array, int]:
         for start, data, name in self.memory:
-            if name in names and at.min() >= start and at.max() + SIZE <= start + data.size:
+            if name in names and at.min() >= start and at.max() + size <= start + data.size:
                 return at - start, data, start
         raise AssertionError(f"{int(at.min()):#x} to {int(at.max()):#x} is not in {names}")
 
-    def gather(self, at: Array) -> Array:
-        """16-bit numbers of the operands."""
-        place, data, _ = self._place(at, ("a", "b"))
-        found: Array = data[place].astype(np.uint16) | data[place + 1].astype(np.uint16) << 8
-        return found
+    def gather(self, at: Array, size: int) -> Array:
+        """Elements of the operands."""
+        place, data, _ = self._place(at, ("a", "b"), size)
+        found: Array = data[place].astype(np.uint16 if size == SIZE else np.uint8)
+        return found | data[place + 1].astype(np.uint16) << 8 if size == SIZE else found
 
     def scatter(self, at: Array, values: Array) -> None:
         """Results, each of which is written once."""
@@ -309,6 +311,12 @@ class Machine:
     def unforeseen(self, value: Any) -> Any:
         return value
 
+    def thread_again(self) -> np.int32:
+        return np.int32(self.warp.number * 32)
+
+    def cluster_rank(self) -> np.int32:
+        return np.int32(self.block.rank)
+
     def fence_mbarrier_init(self) -> None:
         pass
 
@@ -388,19 +396,18 @@ class Machine:
         self.pause()
         described, start = self.map_at(at), int(to)
         assert start % 1024 == 0, "a box begins at a multiple of 1024"
-        assert int(where[0]) * SIZE % 16 == 0, "a box begins at a multiple of 16 bytes"
+        assert int(where[0]) * described.size % 16 == 0, "a box begins at a multiple of 16 bytes"
         places, inside = described.addresses(where)
-        data = np.zeros(places.shape, np.uint16)
-        lines = data.reshape(-1, LINE // SIZE)
-        flat = start - BASE + np.arange(lines.size * SIZE)
+        data = np.zeros(places.shape, np.uint16 if described.size == SIZE else np.uint8)
+        count = data.nbytes
+        flat = start - BASE + np.arange(count)
         swizzled = BASE + (flat ^ (flat >> 7 & 7) << 4)
-        count = lines.size * SIZE
         for block in receivers:
             self.check_write(block.number, start, start + count)
 
         def land() -> None:
             if inside.any():
-                data[inside] = self.gather(places[inside])
+                data[inside] = self.gather(places[inside], described.size)
             for block in receivers:
                 assert block.alive > 0, "a block has ended that others still write to"
                 block.shared[swizzled] = data.reshape(-1).view(np.uint8)

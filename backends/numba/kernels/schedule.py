@@ -1,8 +1,8 @@
 """The device schedulers: from a tile number to a group and a tile in it, without a walk over all groups.
 
-`make_schedule` is that of the plain-core kernel, by blocks; `make_warp_schedule` that of the
-tensor-core kernels, by warps. Within a group, tiles go through bands of `BAND` row tiles, columns
-next, so that neighbouring blocks share both operands in the L2 cache.
+`make_schedule` is that of the plain-core kernel, by blocks; `make_warp_schedule` that of the sm_80
+kernel, by warps; that of the Hopper kernels is in `hopper_tiles`. Within a group, tiles go through
+bands of `BAND` row tiles, columns next, so that neighbouring blocks share both operands in the L2 cache.
 """
 
 # mypy: ignore-errors
