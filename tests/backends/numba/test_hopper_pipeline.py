@@ -149,8 +149,10 @@ class Fault(NamedTuple):
 def modules_with(fault: Fault | None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The modules of the kernel, made anew with a fault."""
     made = []
+    # all at once: one that were imported later, beside a changed one, would keep functions of that one for good
+    real = {name: importlib.import_module(f"{KERNELS}.{name}") for name in (*ROLES, "hopper_float8")}
     for name in ROLES:
-        found = importlib.import_module(f"{KERNELS}.{name}")
+        found = real[name]
         if fault is not None:
             text = (Path(arguments.__file__).parent / "kernels" / f"{name}.py").read_text()
             if name == fault.module:
