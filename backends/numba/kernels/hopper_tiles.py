@@ -22,7 +22,7 @@ from typing import NamedTuple
 from numba import cuda
 from numba.cuda import types
 
-from multigemm.backends.numba.config import COLUMNS, RECORD_BYTES, ROW_BYTES, SLOTS, WEIGHT_BYTES, Layout
+from multigemm.backends.numba.config import COLUMNS, MOST_GROUPS, RECORD_BYTES, ROW_BYTES, SLOTS, WEIGHT_BYTES, Layout
 from multigemm.backends.numba.kernels import ptx
 from multigemm.backends.numba.kernels.runtime import synchronising
 from multigemm.backends.numba.kernels.schedule import ALL, LANES, extent, make_pieces
@@ -53,10 +53,11 @@ class Tile(NamedTuple):
 
 
 STOP = -1
-ONCE, HALVES = 1 << 30, 1 << 29
-"""No other tile reads the same weights; its columns are one block's, so each block of a cluster takes half of its
-rows."""
-GROUP = HALVES - 1
+ONCE, HALVES = 2 * MOST_GROUPS, MOST_GROUPS
+"""Marks of a tile. `ONCE`: no other tile reads the same weights. `HALVES`: its columns are one block's, so each block
+of a cluster takes half of its rows."""
+GROUP = MOST_GROUPS - 1
+"""The bits of a group's number."""
 BUSY_ROWS = 208
 """Rows from which a group keeps the tensor cores as busy as its weights keep the memory."""
 BUSY_K = 288
