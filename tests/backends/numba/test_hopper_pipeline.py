@@ -146,6 +146,11 @@ class Fault(NamedTuple):
     case: str
 
 
+def source_of(module: str) -> str:
+    """The text of one of the modules."""
+    return (Path(arguments.__file__).parent / "kernels" / f"{module}.py").read_text()
+
+
 def modules_with(fault: Fault | None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The modules of the kernel, made anew with a fault."""
     made = []
@@ -154,9 +159,8 @@ def modules_with(fault: Fault | None, monkeypatch: pytest.MonkeyPatch) -> list[A
     for name in ROLES:
         found = real[name]
         if fault is not None:
-            text = (Path(arguments.__file__).parent / "kernels" / f"{name}.py").read_text()
+            text = source_of(name)
             if name == fault.module:
-                assert text.count(fault.line) == 1, f"{text.count(fault.line)} times: {fault.line}"
                 text = text.replace(fault.line, fault.changed)
             found = ModuleType(found.__name__)
             monkeypatch.setitem(sys.modules, found.__name__, found)
@@ -558,6 +562,8 @@ FAULTS = {
 def test_a_fault_is_noticed(name: str, kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one of some orders: as a race, as warps that all wait, or in the result."""
     fault = FAULTS[name]
+    if source_of(fault.module).count(fault.line) != 1:
+        pytest.fail(f"not one line of {fault.module}.py: {fault.line}")
     for seed in range(12):
         try:
             with monkeypatch.context() as patch:
