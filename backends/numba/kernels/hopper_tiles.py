@@ -9,8 +9,9 @@ Groups are in one of two queues: those with so many rows that arithmetic bounds 
 order mixes both, so that at any time some clusters stream weights while others keep the tensor cores busy, and ends
 with the short ones.
 
-Stages lie one behind the other in a ring of bytes. In the tallest tiles they are as large as a tile's rows need: a
-lower tile has more of them in flight, as what a stage holds is multiplied sooner, but memory answers just as late.
+Stages lie one behind the other in a ring of bytes. In a kernel for tiles of 256 rows they are as large as a tile's rows
+need: a lower tile has more of them in flight, as what a stage holds is multiplied sooner, but memory answers just as
+late.
 """
 
 # mypy: ignore-errors
