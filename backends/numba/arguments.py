@@ -131,8 +131,8 @@ def list_table(ops: Operands) -> Table:
     return table
 
 
-def box_rows(rows: int, config: HopperConfig) -> int:
-    """The rows that each block of a cluster loads at once from a list's matrix (kernels/hopper_tiles.py)."""
+def list_box(rows: int, config: HopperConfig) -> int:
+    """The rows that each block of a cluster loads at once from a list's matrix; as in kernels/hopper_tiles.py."""
     pieces = max(-(-rows // config.n_max), 1)
     height = -(-rows // pieces)
     if pieces > 1:
@@ -177,7 +177,7 @@ class MapEncoder:
             a = Strided(row[TABLE.A], 0, row[TABLE.A_ROW], row[TABLE.A_COL])
             b = Strided(row[TABLE.B], 0, row[TABLE.B_ROW], row[TABLE.B_COL])
             out = Strided(row[TABLE.OUT], 0, row[TABLE.OUT_ROW], row[TABLE.OUT_COL])
-            height = box_rows(row[TABLE.M], self._config)
+            height = list_box(row[TABLE.M], self._config)
             made = self._maps(row[TABLE.M], row[TABLE.N], row[TABLE.K], 1, a, b, out, (height,))
             parts += [*made, bytes(LISTED_MAPS * tensor_map.SIZE - sum(map(len, made)))]
         return parts

@@ -205,8 +205,8 @@ def make_finder(config, signature):
         return g, first
 
     @synchronising
-    def share_of(m):
-        """Rows that each block of a cluster loads at once of a list's matrix; as arguments.list_box."""
+    def list_box(m):
+        """Rows that each block of a cluster loads at once from a list's matrix; as arguments.list_box."""
         _, rows, _ = piece(m, 1, int32(0))
         return int32(((rows + 7) // 8 + (cluster - 1)) // cluster * 8)
 
@@ -224,7 +224,7 @@ def make_finder(config, signature):
         elif m <= n_max:
             marked = int32(marked | ONCE)
         if p.table != 0:
-            start = share_of(m)
+            start = list_box(m)
         return Tile(marked, height, rows, row, column, int32(k), int32(start), int32(n))
 
     return count_all, find
