@@ -56,6 +56,7 @@ def main() -> None:
         losses.append(loss.item())
     print(f"rank {rank}: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {STEPS} steps", flush=True)
     assert losses[-1] < 0.7 * losses[0]
+    dist.barrier()
     dist.destroy_process_group()
 
 

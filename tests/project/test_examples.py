@@ -22,10 +22,13 @@ SHOWS = {
     "moe_language_model.py": ["apart: fused from plain", "another seed"],
     "moe_training.py": ["one network", "columns: inputs that each expert got", "times smaller"],
     "transformers_switch.py": ["logits: largest difference", "generated tokens equal: True", "one training step"],
-    "expert_parallel.py": ["rank 0 of 2", "rank 1 of 2", "loss"],
+    "expert_parallel.py": ["rank 0 of 2", "rank 1 of 2", "rank 0: loss", "rank 1: loss"],
     "own_backend/run.py": ["null, padded", "one padded bmm", "there is no epilogue here"],
 }
 LIMIT = 60
+ABORT_AT_EXIT = "terminate called without an active exception"
+"""What PyTorch 2.13 says in one of a dozen runs on a busy machine: after `DTensor.from_local` a gloo group outlives
+`destroy_process_group`, and the end of its process may abort (pytorch issue 190489)."""
 
 
 @pytest.mark.slow
@@ -68,7 +71,9 @@ def test_example_of_several_processes_or_plugins(script: str) -> None:
         pytest.skip("transformers is not installed: pip install transformers")
     start = time.perf_counter()
     launcher = TORCHRUN if script == "expert_parallel.py" else ()
-    done = run_python(*launcher, f"examples/{script}", timeout=4 * LIMIT, environment=NO_GPU)
+    code = None if launcher else 0
+    done = run_python(*launcher, f"examples/{script}", timeout=4 * LIMIT, environment=NO_GPU, code=code)
+    assert done.returncode == 0 or ABORT_AT_EXIT in done.stderr, done.stderr[-3000:]
     for words in SHOWS[script]:
         assert words in done.stdout, done.stdout[-2000:]
     assert time.perf_counter() - start < LIMIT
