@@ -23,7 +23,7 @@ from multigemm.problem.fused import PICKED, Fused
 from multigemm.problem.spec import FusedSpec, ProblemSpec
 
 FUSED = struct.Struct("<10q3d8i")
-SUM = struct.Struct("<15qd9i4x")
+SUM = struct.Struct("<15qd7i4x")
 PREACT = 17
 """The first of three columns of a list's table that its products leave free: address and strides of `preact_out`."""
 LAYOUT_CODES = {"interleaved": 1, "halves": 2, "halves_up_first": 2}
@@ -105,10 +105,13 @@ def _vector(spec: ProblemSpec) -> int:
 
 def sum_source(spec: ProblemSpec) -> Source:
     """The kernel that sums rows of products."""
-    terms = cast(FusedSpec, spec.fused).terms
-    ahead = min((n for n in SUM_AHEAD if n >= terms > 0), default=SUM_AHEAD[-1])
-    rows = TYPES[products_spec(spec).out.dtype]
-    defines = (("Y_TYPE", rows), ("WIDE", int(_vector(spec) > 1)), ("AHEAD", ahead))
+    fused = cast(FusedSpec, spec.fused)
+    ahead = min((n for n in SUM_AHEAD if n >= fused.terms > 0), default=SUM_AHEAD[-1])
+    defines = (
+        ("Y_TYPE", TYPES[products_spec(spec).out.dtype]), ("WIDE", int(_vector(spec) > 1)), ("AHEAD", ahead),
+        ("SORTED", int(fused.out_rows is not None)), ("WEIGHTS", TYPES[fused.weights]),
+        ("INDEX64", int((fused.combine or fused.out_rows) is torch.int64)),
+    )  # fmt: skip
     return Source("sum_rows.cu", "sum_rows", defines)
 
 
@@ -136,8 +139,7 @@ class SumOfRows:
             SUM, address_of(y, "out", y), of_c.ptr, to.ptr, address_of(ops.ends, "ends"), at, sorted_at,
             address_of(weights, "weights"),
             y.shape[0], columns, rows, terms, to.row, to.col, of_c.row, of_c.col, float(ops.beta), ops.spec.groups,
-            ops.head, _is_wide(ops.ends), _is_wide(index), TYPES[None if weights is None else weights.dtype],
-            TYPES[out.dtype], TYPES[None if c is None else c.dtype], lies_whole, across,
+            ops.head, _is_wide(ops.ends), TYPES[out.dtype], TYPES[None if c is None else c.dtype], lies_whole, across,
         )  # fmt: skip
         threads, kept = -(-units // (32 * across)) * 32, () if order is None else (index, order)
         return self._kernel.bound([argument], grid=rows * across, threads=threads, overlap=True, keep=kept)

@@ -14,14 +14,18 @@ import torch
 from torch import Tensor
 
 from multigemm.backends.numba.config import (
+    BOX_STEP,
+    COLUMNS,
+    FAR,
+    LISTED_MAPS,
     MAPS,
+    MOST_BOX_ROWS,
     NAMES,
     ROW_BYTES,
     SIZE,
     HopperConfig,
     Signature,
     is_plain,
-    token_boxes,
     zeroes,
 )
 from multigemm.cuda import tensor_map
@@ -83,6 +87,8 @@ ACROSS = 64
 """Elements of one box across k: 128 bytes of a 16-bit type."""
 GRANULE = 16
 """Bytes that a stride of a tensor map is a multiple of."""
+EDGE = 0x7FFF0000
+"""The extent of a dimension of a map in which nothing ends."""
 
 
 def _wide(index: Tensor | None) -> int:
@@ -125,23 +131,44 @@ def list_table(ops: Operands) -> Table:
     return table
 
 
+def box_rows(rows: int, config: HopperConfig) -> int:
+    """The rows that each block of a cluster loads at once from a list's matrix (kernels/hopper_tiles.py)."""
+    pieces = max(-(-rows // config.n_max), 1)
+    height = -(-rows // pieces)
+    if pieces > 1:
+        height = -(-height // config.even) * config.even
+    steps = -(-height // BOX_STEP)
+    return -(-steps // config.cluster) * BOX_STEP
+
+
 class MapEncoder:
-    """Encodes the MAPS tensor maps of each group with maps of its own: B, then A. Blank ones are never used."""
+    """Encodes the tensor maps of a packed form, or of each product of a list: B, the results, and A.
+
+    A box is 128 bytes along the contiguous direction. An operand that is contiguous along k has dims (k, rows, group)
+    and boxes of 128 columns, or of rows of every height; one that lies across k (rows, k, group) and boxes of 64 by a
+    stage's k.
+
+    Two kinds of maps count back from an end, in dims (rows, back, end, wrap): back = FAR - left lies inside the extent
+    FAR while `left` > 0, and outside after it. There nothing is stored, and zeros are loaded: so a jagged k ends in
+    zeros although the next group's follow in memory, and results end at any row. The address, base + wrap * FAR + (back
+    + end)
+    * step, is brought back by `wrap`, whose stride times FAR is -FAR * step modulo 2^64.
+    """
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         self._dtype, self._size = _DTYPES[signature.compute], SIZE[signature.compute]
+        self._config, self._sent, self._ragged = config, signature.sent, signature.ragged_k
         self._a_across, self._b_across = signature.a_order == "col", signature.b_order == "row"
-        bk = ROW_BYTES // self._size
-        across = ((ACROSS, bk, 1),)
-        self._b_boxes = across if self._b_across else ((bk, ACROSS, 1),)
-        self._a_boxes = across if self._a_across else tuple((bk, height, 1) for height in token_boxes(config))
-        self._blank = bytes((MAPS - 1 - len(self._a_boxes)) * tensor_map.SIZE)
+        self._bk = ROW_BYTES // self._size
+        self._heights = tuple(range(BOX_STEP, MOST_BOX_ROWS + 1, BOX_STEP))
 
     def of_call(self, call: Call) -> list[bytes]:
         """The maps of the operands of a packed form, in parts."""
         a = Strided(call.a, call.a_group, call.a_row, call.a_col)
         b = Strided(call.b, call.b_group, call.b_row, call.b_col)
-        return self._maps(call.m, call.n, call.k, call.groups, a, b)
+        out = Strided(call.out, call.out_group, call.out_row, call.out_col)
+        parts = self._maps(call.m, call.n, call.k, call.groups, a, b, out, self._heights)
+        return [*parts, bytes(MAPS * tensor_map.SIZE - sum(map(len, parts)))]
 
     def of_list(self, table: Table) -> list[bytes]:
         """The maps of every product of a list."""
@@ -149,18 +176,29 @@ class MapEncoder:
         for row in table.tolist():
             a = Strided(row[TABLE.A], 0, row[TABLE.A_ROW], row[TABLE.A_COL])
             b = Strided(row[TABLE.B], 0, row[TABLE.B_ROW], row[TABLE.B_COL])
-            parts += self._maps(row[TABLE.M], row[TABLE.N], row[TABLE.K], 1, a, b)
+            out = Strided(row[TABLE.OUT], 0, row[TABLE.OUT_ROW], row[TABLE.OUT_COL])
+            height = box_rows(row[TABLE.M], self._config)
+            made = self._maps(row[TABLE.M], row[TABLE.N], row[TABLE.K], 1, a, b, out, (height,))
+            parts += [*made, bytes(LISTED_MAPS * tensor_map.SIZE - sum(map(len, made)))]
         return parts
 
-    def _maps(self, m: int, n: int, k: int, groups: int, a: Strided, b: Strided) -> list[bytes]:
-        """The maps of one A and B; blank ones if the product has no terms, since nothing is loaded then."""
+    def _maps(
+        self, m: int, n: int, k: int, groups: int, a: Strided, b: Strided, out: Strided, heights: tuple[int, ...]
+    ) -> list[bytes]:
+        """The maps of one A, B and result; blank ones through which nothing will go."""
+        results = self._results(m, n, groups, out) if self._sent and min(m, n, groups) > 0 else tensor_map.BLANK
         if min(m, n, k, groups) <= 0:
-            return [bytes(MAPS * tensor_map.SIZE)]
+            return [tensor_map.BLANK, results]
         b_pitch, a_pitch = (b.row if self._b_across else b.col), (a.col if self._a_across else a.row)
+        if self._ragged:
+            return [self._counted(b, n, b_pitch), results, self._counted(a, m, a_pitch)]
+        across = ((ACROSS, self._bk, 1),)
+        b_boxes = across if self._b_across else ((self._bk, COLUMNS, 1),)
+        a_boxes = across if self._a_across else tuple((self._bk, height, 1) for height in heights)
         return [
-            self._encode(b, n, k, groups, b_pitch, self._b_boxes, self._b_across),
-            self._encode(a, m, k, groups, a_pitch, self._a_boxes, self._a_across),
-            self._blank,
+            self._encode(b, n, k, groups, b_pitch, b_boxes, self._b_across),
+            results,
+            self._encode(a, m, k, groups, a_pitch, a_boxes, self._a_across),
         ]
 
     def _encode(
@@ -184,3 +222,16 @@ class MapEncoder:
         promotion = tensor_map.PROMOTION_128B if across else tensor_map.PROMOTION_256B
         layout = (inner, outer, groups), (step, group), boxes
         return tensor_map.encode_together(self._dtype, x.ptr, *layout, promotion=promotion)
+
+    def _counted(self, x: Strided, mn: int, pitch: int) -> Fields:
+        """A map of a jagged k, which counts it back from a group's end."""
+        step = max(pitch * self._size, GRANULE)
+        extents, strides = (mn, FAR, EDGE, EDGE), (step, step, 2**35 - step)
+        return tensor_map.encode_together(self._dtype, x.ptr, extents, strides, ((ACROSS, self._bk, 1, 1),))
+
+    def _results(self, m: int, n: int, groups: int, out: Strided) -> Fields:
+        """A map of results, which counts rows back from a tile's end."""
+        step, groups = max(out.row * self._size, GRANULE), groups if out.group else 1
+        group = out.group * self._size if groups > 1 else GRANULE
+        extents, strides = (n, FAR, EDGE, EDGE, groups), (step, step, 2**35 - step, group)
+        return tensor_map.encode_together(self._dtype, out.ptr, extents, strides, ((ACROSS, ACROSS, 1, 1, 1),))

@@ -132,7 +132,7 @@ def _compile(config: Config, signature: Signature, capability: Capability, outpu
     words = types.NamedUniTuple(types.int64, len(Call._fields), Call)
     scaled = isinstance(config, QuantisedConfig | Float8Config)
     scales = (types.NamedUniTuple(types.int64, len(Grids._fields), Grids),) if scaled else ()
-    more = (types.int64, types.int64) if isinstance(config, HopperConfig) else ()
+    more = (types.int64,) * 3 if isinstance(config, HopperConfig) else ()
     arguments = types.void(words, *scales, types.float64, types.float64, *more)
     major, minor = capability
     cc = (major, minor, "a") if major == 9 else (major, minor)

@@ -54,8 +54,14 @@ FLOAT8_SIZES = (FLOAT8_TALL, FLOAT8_MEDIUM, FLOAT8_LOW)
 
 FEW_ROWS = 64
 """Rows per group up to which the small tile of mma.sync comes first."""
-SOME_ROWS = 128
-"""Rows per group up to which the tallest tile of the Hopper kernel does not come first."""
+SPARSE_ROWS, SOME_ROWS = 32, 64
+"""Rows per group up to which the tallest tile of the Hopper kernel does not come first, and blocks need no cluster; and
+up to which it does not if k is below LONG_K: with a longer one, a large group's weights are read once."""
+LONG_K = 2048
+THIN_K = 128
+"""k per group of jagged k up to which storing is most of the work: clusters would share rows that cost nothing."""
+FEW_COLUMNS = 15
+"""Odd numbers of blocks of columns up to which clusters of two would waste too much."""
 SHALLOW = 512
 """k up to which small problems are better off without TMA and wgmma."""
 ROW_ALIGN = 16
@@ -167,10 +173,22 @@ def _briefest_first(costs: Mapping[T, TileCost], spec: ProblemSpec, k: int) -> l
 
 
 def _hopper(spec: ProblemSpec, device: torch.device) -> list[Config]:
-    """The configs for Hopper: first the tallest tile that groups fill and that leaves no multiprocessor idle."""
+    """The configs for Hopper: first the tallest tile that groups fill and that leaves no multiprocessor idle.
+
+    As cupy's kernel, which is built alike, takes them (docs/notes/cupy-hopper.md).
+    """
     if hopper_obstacle(spec, device):
         return []
-    return _finer_if_idle(spec, HOPPER_SIZES, 0 if rows_per_group(spec) > SOME_ROWS else 1)
+    rows, k = rows_per_group(spec), spec.k if spec.k is not None else spec.largest
+    low = spec.form != "jagged_k" and (rows <= SPARSE_ROWS or (rows <= SOME_ROWS and k < LONG_K))
+    order = _finer_if_idle(spec, HOPPER_SIZES, int(low))
+    alone = rows <= SPARSE_ROWS or order[0] is not HOPPER_SIZES[int(low)]
+    if spec.form == "jagged_k":
+        alone = alone or spec.total <= THIN_K * spec.groups
+    elif spec.form != "per_group":
+        blocks = -(-_columns(spec) // COLUMNS)
+        alone = alone or (blocks % 2 == 1 and blocks <= FEW_COLUMNS)
+    return [replace(config, cluster=1) for config in order] if alone else [*order]
 
 
 def _float8(spec: ProblemSpec, device: torch.device) -> list[Config]:
@@ -178,7 +196,7 @@ def _float8(spec: ProblemSpec, device: torch.device) -> list[Config]:
     if float8_obstacle(spec, device):
         return []
     sizes, rows = _float8_sizes(spec), rows_per_group(spec)
-    return _finer_if_idle(spec, sizes, sum(rows <= config.n_max for config in sizes[1:]))
+    return [*_finer_if_idle(spec, sizes, sum(rows <= config.n_max for config in sizes[1:]))]
 
 
 def _float8_sizes(spec: ProblemSpec) -> tuple[Float8Config, ...]:
@@ -186,7 +204,7 @@ def _float8_sizes(spec: ProblemSpec) -> tuple[Float8Config, ...]:
     return FLOAT8_SIZES[1:] if float8_signature_of(spec).scales == "columns" else FLOAT8_SIZES
 
 
-def _finer_if_idle(spec: ProblemSpec, sizes: Sequence[HopperConfig], first: int) -> list[Config]:
+def _finer_if_idle(spec: ProblemSpec, sizes: Sequence[HopperConfig], first: int) -> list[HopperConfig]:
     """All sizes, from the tallest on, but one in front: that at `first`, or the next one that gives each multiprocessor
     a tile. Narrow results need no cluster."""
     rows = rows_per_group(spec)
@@ -195,7 +213,7 @@ def _finer_if_idle(spec: ProblemSpec, sizes: Sequence[HopperConfig], first: int)
     order = [sizes[first], *sizes[:first], *sizes[first + 1 :]]
     if spec.n is not None and spec.n <= COLUMNS:
         order = [replace(config, cluster=1) for config in order]
-    return [*order]
+    return order
 
 
 def _tiles(spec: ProblemSpec, rows: int, n_max: int) -> int:

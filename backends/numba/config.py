@@ -28,6 +28,8 @@ STAGE_BYTES = 128
 """Bytes of k in a stage. Kernels that copy stages pad K to a multiple of it; equal to `ROW_BYTES`."""
 VECTOR = 16
 """Bytes of the widest copy, to which fast operands are aligned."""
+MOST_SENT_ROWS = 1 << 30
+"""Rows of a result that the copy engine can tell apart (`FAR`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class Signature:
     ragged_k: bool = False
     a_aligned: bool = True
     b_aligned: bool = True
+    sent: bool = False
+    """Whether the copy engine stores the results (`is_sent`)."""
 
 
 def result_and_orders(spec: ProblemSpec) -> dict[str, Any]:
@@ -70,6 +74,7 @@ def signature_of(spec: ProblemSpec) -> Signature:
         ragged_k=spec.form == "jagged_k",
         a_aligned=_aligned(spec.a) and not a_inner_jagged(spec),
         b_aligned=_aligned(spec.b) and not b_inner_jagged(spec),
+        sent=is_sent(spec),
     )
 
 
@@ -106,6 +111,15 @@ def _aligned(operand: OperandSpec) -> bool:
 def is_plain(spec: ProblemSpec) -> bool:
     """Whether the epilogue only rounds."""
     return spec.alpha == "one" and spec.c is None and spec.bias is None and spec.activation is None
+
+
+def is_sent(spec: ProblemSpec) -> bool:
+    """Whether the Hopper kernel's results leave by the copy engine (TMA): 16 bits in lines of whole 16-byte pieces."""
+    known = spec.form in ("jagged_m", "jagged_k", "batched", "masked") and not (
+        spec.form == "jagged_m" and spec.total > MOST_SENT_ROWS
+    )
+    whole = spec.out.order == "row" and spec.out.align >= VECTOR and (spec.n or 1) % (VECTOR // 2) == 0
+    return known and whole and is_plain(spec) and spec.out.dtype == spec.compute and spec.out.dtype.itemsize == 2
 
 
 def zeroes(spec: ProblemSpec) -> bool:
@@ -191,22 +205,33 @@ class MmaConfig:
 
 @dataclass(frozen=True, slots=True)
 class HopperConfig:
-    """128 columns x up to n_max rows (in steps of `step`), a ring of `stages` stages of 128 bytes of k.
+    """128 columns x up to n_max rows, a ring of `stages` stages of 128 bytes of k, or of more where tiles are lower.
 
-    `cluster` blocks work on neighbouring columns and share the rows: each loads a part for all.
+    A tile's rows are multiplied in steps of `step`. `cluster` blocks work on neighbouring columns and share the rows:
+    each loads a part for all.
     """
 
     kernel: ClassVar[str] = "hopper"
     threads: ClassVar[int] = 384
     n_max: int = 256
     stages: int = 4
-    step: int = 32
+    step: int = 16
     cluster: int = 2
 
     @property
     def even(self) -> int:
         """The rows of the pieces that a taller group is cut into are a multiple of this."""
         return 8
+
+    @property
+    def variable(self) -> bool:
+        """Whether stages are as large as the rows of their tile need."""
+        return self.n_max > 128
+
+    @property
+    def halves(self) -> bool:
+        """Whether the blocks of a cluster take half of a tile's rows each, if its columns are those of one block."""
+        return self.cluster == 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +244,18 @@ class Float8Config(HopperConfig):
     def even(self) -> int:
         return self.n_max
 
+    @property
+    def variable(self) -> bool:
+        return False
+
+    @property
+    def halves(self) -> bool:
+        return False
+
 
 HOPPER = HopperConfig()
-HOPPER_MEDIUM = HopperConfig(128, 6, 16, cluster=1)
-HOPPER_NARROW = HopperConfig(64, 8, 8, cluster=1)
+HOPPER_MEDIUM = HopperConfig(128, 6)
+HOPPER_NARROW = HopperConfig(64, 8, 8)
 MMA = MmaConfig()
 MMA_SMALL = MmaConfig(64, 64, 4)
 MMA_TALL = MmaConfig(128, 64, 4)
@@ -259,14 +292,14 @@ def summation_of(config: Config, spec: ProblemSpec) -> Summation:
 def effective(config: Config, signature: Signature) -> Signature:
     """The signature with everything that this kernel ignores set to one value, so that it is compiled once."""
     if isinstance(config, GenericConfig):
-        return replace(signature, ragged_k=False, plain=True, a_aligned=True, b_aligned=True)
+        return replace(signature, ragged_k=False, plain=True, a_aligned=True, b_aligned=True, sent=False)
     # The tensor-core kernels decide on the epilogue at run time.
     signature = replace(
         signature, out=signature.compute, c=None, bias=None, activation=None, zero_unowned=True, plain=True
     )
     if isinstance(config, HopperConfig):
         return replace(signature, a_aligned=True, b_aligned=True)
-    return replace(signature, ragged_k=False)
+    return replace(signature, ragged_k=False, sent=False)
 
 
 # Where the tensor-core kernels keep what in shared memory; read by the kernels and by their launches.
@@ -309,39 +342,55 @@ def shared_bytes(config: MmaConfig) -> int:
 
 COLUMNS = 128
 WEIGHT_BYTES = COLUMNS * ROW_BYTES
-STAGING_BYTES = 2 * 16384
+STAGING_BYTES = 8192
+"""For the results of each of two warpgroups; twice as many for float8, of which 128 columns leave together."""
 SLOTS = 4
-SLOT_BYTES = 80
+"""Tiles that are announced ahead."""
+RECORD_BYTES = 32
 HOPPER_ALIGNMENT = 1024
-TURNS = 2
-"""The tile numbers that may be on their way from the first block of a cluster to the others."""
-MAPS = 6
-"""Tensor maps per group: B, then A with boxes of different heights (or one, where A lies across k)."""
-
-
-def token_boxes(config: HopperConfig) -> list[int]:
-    """The heights of the boxes of which any block's share of a tile consists, largest first; at most MAPS - 1."""
-    smallest, largest = config.step // config.cluster, config.n_max // config.cluster
-    return [size for size in (256, 128, 64, 32, 16, 8) if smallest <= size <= largest]
+MOST_BOX_ROWS = 128
+BOX_STEP = 8
+"""Of the heights of the boxes that rows come in, up to MOST_BOX_ROWS."""
+B_MAP, OUT_MAP, A_MAP = 0, 1, 2
+"""The order of tensor maps: B, results, and A in boxes of every height (or one, where A lies across k)."""
+MAPS = A_MAP + MOST_BOX_ROWS // BOX_STEP
+"""The maps of a packed form. A group of a list has LISTED_MAPS: all of its tiles take boxes of one height."""
+LISTED_MAPS = 3
+FAR = 1 << 30
+"""In maps that count back from an end: the position of the end, behind which nothing is read or written."""
+FAST_MEMORY = 4e12
+"""Bytes per second of memory from which low tiles have more stages in flight whatever their k, else up to LONG_K:
+cupy's kernel, 27 workloads with K above 5120, took 0.975 of the time on an H200 (4.8e12) and 1.012 on an H100
+(3.4e12)."""
+LONG_K, ANY_K = 5120, 2**31 - 1
 
 
 class Layout:
     """Byte offsets from the aligned base; `bk` elements of k fill one stage."""
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
+        float8 = isinstance(config, Float8Config)
         self.kind = "tf32" if signature.compute == "f32" else signature.compute
         self.bk = ROW_BYTES // SIZE[signature.compute]
         self.stage_bytes = WEIGHT_BYTES + config.n_max * ROW_BYTES
-        self.staging = config.stages * self.stage_bytes
-        self.slots = self.staging + STAGING_BYTES
-        self.full = self.slots + SLOTS * SLOT_BYTES
-        self.empty = self.full + config.stages * 8
-        self.slot_full = self.empty + config.stages * 8
-        self.slot_empty = self.slot_full + SLOTS * 8
-        self.turn = self.slot_empty + SLOTS * 8
-        self.turn_full = self.turn + TURNS * 4
-        self.turn_empty = self.turn_full + TURNS * 8
-        self.end = self.turn_empty + TURNS * 8
+        self.ring_bytes = config.stages * self.stage_bytes
+        lowest = WEIGHT_BYTES + config.step * ROW_BYTES
+        self.places = self.ring_bytes // lowest + 1 if config.variable else config.stages
+        """Stages at most, each with two barriers."""
+        self.runs = 128 if float8 else 384
+        """Runs of groups whose tiles are counted."""
+        self.staging = self.ring_bytes
+        self.staging_bytes = STAGING_BYTES * (2 if float8 else 1)
+        self.records = self.staging + 2 * self.staging_bytes
+        self.counts = self.records + SLOTS * RECORD_BYTES
+        self.sums = self.counts + self.runs * 8
+        self.full = self.sums + 12 * 8
+        self.empty = self.full + self.places * 8
+        self.tile_full = self.empty + self.places * 8
+        self.tile_empty = self.tile_full + SLOTS * 8
+        self.ask = self.tile_empty + SLOTS * 8
+        self.begins = self.ask + 8
+        self.end = self.begins + (2 * self.places * 4 if config.variable else 0)
 
     @property
     def bytes(self) -> int:

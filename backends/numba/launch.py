@@ -25,7 +25,10 @@ from multigemm.backends.numba.arguments import (
 from multigemm.backends.numba.build import OVERLAP_MINIMUM, image
 from multigemm.backends.numba.choice import problem_with, why
 from multigemm.backends.numba.config import (
+    ANY_K,
     COLUMNS,
+    FAST_MEMORY,
+    LONG_K,
     Config,
     Float8Config,
     GenericConfig,
@@ -50,7 +53,7 @@ from multigemm.backends.numba.quantised import (
 from multigemm.backends.numba.support import capability_of
 from multigemm.cuda import driver
 from multigemm.cuda.arguments import DeviceFields, Fields, join, words
-from multigemm.cuda.device import index_of, processors, to_device
+from multigemm.cuda.device import index_of, memory_rate, processors, to_device
 from multigemm.cuda.launch import NOTHING, Kernel, without_move
 from multigemm.errors import InvalidSetting
 from multigemm.planning.fused_steps import plan_in_steps, product_spec, taken_in_steps
@@ -111,13 +114,15 @@ def bind_for(config: Config, spec: ProblemSpec, index: int) -> Bind:
     The Hopper kernel's tensor maps are uploaded in front of a launch that may overlap with the kernel before it. An
     upload is no kernel, so what overlaps is the kernel behind it at most, and the maps of a copy never change.
     """
-    style, shared, cluster, maps = epilogue_words(spec), 0, 1, None
+    style, shared, cluster, maps, longest_k = epilogue_words(spec), 0, 1, None, ANY_K
     signature = kernel_signature(config, spec)
     codes = signature if isinstance(signature, QuantisedSignature) else None
     if isinstance(config, HopperConfig):
         assert isinstance(signature, Signature)
         shared, cluster, maps = Layout(config, signature).bytes, config.cluster, MapEncoder(config, signature)
         rows, columns = config.n_max, COLUMNS * cluster
+        if memory_rate(index) < FAST_MEMORY:
+            longest_k = LONG_K
     else:
         rows, columns = config.bm, config.bn
         shared = shared_bytes(config) if isinstance(config, MmaConfig) else 0
@@ -148,7 +153,8 @@ def bind_for(config: Config, spec: ProblemSpec, index: int) -> Bind:
         if maps is not None:
             content = _maps(maps, call, table, index)
             uploaded = DeviceFields(content, ops.device)
-            places = uploaded.address, uploaded.address.at(uploaded.address + len(content) - len(COUNTERS))
+            at = uploaded.address
+            places = longest_k, at, at.at(at + len(content) - len(COUNTERS))
         # Strides of scales may be the number of tokens: such a launch is for one number of them.
         launch = kernel.bound(
             words(*call, *scales, float(ops.alpha), float(ops.beta), *places), grid=grid, threads=config.threads,

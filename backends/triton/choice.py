@@ -221,6 +221,15 @@ DOUBLE = (
     _timed((16, 64, 32), 4, 4, 2, 0.60, 0.32),
 )
 """float64. Few rows per group waste most of 64, and low tiles read shared memory more often."""
+DOUBLE_ALONG, DOUBLE_ACROSS = (
+    _timed((64, 64, 32), 4, 3, 2, 1.40, 0.73),
+    _timed((128, 128, 16), 8, 3, 1, 1.41, 1.41),
+)
+"""float64 of many rows and a long k on Hopper, where both operands run along k, and otherwise. H100, 2026-11-24, time
+over that of 64x64x16 on 8 groups of 2048 cubed and 128 ragged ones: 0.92 and 0.86; 0.89 and 0.89 (nn), 0.93 and 0.91
+(weight gradient)."""
+LARGE_ROWS, LARGE_K = 256, 512
+"""Rows per group and k from which these are tried: fewer were not measured."""
 ALONG = (
     _timed((128, 128, 32), 8, 3, 1, 0.62, 0.62),
     _timed((64, 64, 32), 4, 5, 2, 0.36, 0.25),
@@ -263,9 +272,13 @@ def ranked(tiles: tuple[Timed, ...], spec: ProblemSpec) -> list[Config]:
     return [timed.config for timed in sorted(tiles, key=lambda timed: busiest_us(timed, spec))]
 
 
-def sixty_four_bit(spec: ProblemSpec) -> list[Config]:
-    found = ranked(DOUBLE, spec)
-    return [replace(x, warps=2 * x.warps) if x.block_m > 16 else x for x in found] if burdened(spec) else found
+def sixty_four_bit(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> list[Config]:
+    if burdened(spec):
+        return [replace(x, warps=2 * x.warps) if x.block_m > 16 else x for x in ranked(DOUBLE, spec)]
+    if capability[0] != 9 or typical_rows(spec) < LARGE_ROWS or shape_of(spec).deep < LARGE_K:
+        return ranked(DOUBLE, spec)
+    along = (spec.a.order, spec.b.order) == ("row", "col")
+    return ranked((*DOUBLE, DOUBLE_ALONG if along else DOUBLE_ACROSS), spec)
 
 
 def burdened(spec: ProblemSpec) -> bool:
@@ -495,7 +508,7 @@ def pointer_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) 
     """Valid configs of the pointer kernel, the best guess first."""
     size = spec.compute.itemsize
     by_size = {1: lambda: _eight_bit(spec), 2: lambda: _sixteen_bit(spec), 4: lambda: thirty_two_bit(spec)}
-    found = by_size.get(size, lambda: sixty_four_bit(spec))()
+    found = by_size.get(size, lambda: sixty_four_bit(spec, capability))()
     found = [shared_out(found[0], spec), *found]
     if capability[0] >= 10:
         # four warps get 128 registers each there, and spill

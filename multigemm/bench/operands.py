@@ -9,11 +9,11 @@ float64 bound is in `multigemm.reference`; this one is for problems of 10^12 ope
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from multigemm import quantize
 from multigemm.bench.workloads import E8M0, RECIPES, Recipe, Workload
-from multigemm.problem.problem import GroupedGemmProblem
-from multigemm.problem.scales import Scale, as_bytes
+from multigemm.problem.problem import GroupedGemmProblem, GroupView
+from multigemm.problem.scales import as_bytes
 from multigemm.problem.spec import BYTE_FORMATS
 from multigemm.reference.verify import Answer, answer, judge
 
@@ -68,6 +68,15 @@ class Tensors:
         out = self.problem.out
         assert out is not None
         return out
+
+    def groups(self) -> Iterator[GroupView]:
+        """The operands of each product, as views on the device."""
+        return self.problem.groups(on_host=False)
+
+    def products(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """A, B and the part of `out` of each group, for peers that loop over groups."""
+        out: Any = self.out
+        return [(group.a, group.b, out[group.where]) for group in self.groups()]
 
     def poison(self) -> None:
         """Overwrites the output with values unlike any answer, so that a kernel that writes nothing is detected."""
@@ -210,27 +219,34 @@ class Truth(Protocol):
     def verdict(self, out: Matrices) -> str: ...
 
 
+class Expected(NamedTuple):
+    """The product of one group: its place in the result, the right values, and a bound for each."""
+
+    where: Any
+    want: Tensor
+    bound: Tensor
+
+    def wrong(self, out: Any) -> Tensor:
+        """Whether each element is beyond its bound, as NaN always is."""
+        got: Tensor = out[self.where]
+        return ~((got.to(self.want.dtype) - self.want).abs() <= self.bound)
+
+
 @dataclass
 class Reference:
-    """The expected groups and their bounds."""
+    """The expected products of all groups."""
 
-    tensors: Tensors
-    expected: list[Tensor]
-    bounds: list[Tensor]
+    groups: list[Expected]
 
     def verdict(self, out: Matrices) -> str:
-        """Describes the worst group; "" if every element is within its bound."""
-        groups = list(zip(group_outputs(self.tensors, out), self.expected, self.bounds, strict=True))
-        counts = [(~((got.to(want.dtype) - want).abs() <= bound)).sum() for got, want, bound in groups]
-        wrong = torch.stack(counts).tolist() if counts else []  # NaN is wrong too; one read for all groups
-        for g, count in enumerate(wrong):
-            if count:
-                return self._worst(g, *groups[g], int(count))
-        return ""
+        """Describes the first wrong group; "" if every element is within its bound."""
+        counts = [group.wrong(out).sum() for group in self.groups]
+        wrong = torch.stack(counts).tolist() if counts else []  # one read for all groups
+        return next((self._described(g, out, int(count)) for g, count in enumerate(wrong) if count), "")
 
-    @staticmethod
-    def _worst(g: int, got: Tensor, want: Tensor, bound: Tensor, count: int) -> str:
-        off = ~((got.to(want.dtype) - want).abs() <= bound)
+    def _described(self, g: int, out: Any, count: int) -> str:
+        where, want, bound = self.groups[g]
+        got, off = out[where], self.groups[g].wrong(out)
         i, j = divmod(int(off.flatten().int().argmax()), want.shape[1])
         return (
             f"wrong answer: group {g} of shape {tuple(want.shape)}, {count} elements off; at [{i},{j}] "
@@ -250,39 +266,6 @@ def is_plain(problem: GroupedGemmProblem) -> bool:
     return not (follows or late) and problem.alpha == 1 and (spec.b.dtype, problem.out_dtype) == (dtype, result)
 
 
-def group_outputs(tensors: Tensors, out: Matrices) -> list[Tensor]:
-    """The part of an output that each group owns."""
-    workload = tensors.workload
-    if isinstance(out, list):
-        return out
-    if workload.form in ("batched", "jagged_k"):
-        return list(out)
-    if workload.form == "masked":
-        return [out[g, : int(rows)] for g, rows in enumerate(workload.sizes)]
-    ends = [int(e) for e in workload.sizes.cumsum()]
-    pairs = list(zip([0, *ends[:-1]], ends, strict=True))
-    return [out[s:e] for s, e in pairs] if workload.form == "jagged_m" else [out[:, s:e] for s, e in pairs]
-
-
-def group_inputs(tensors: Tensors) -> list[tuple[Tensor, Tensor]]:
-    """(A_g, B_g) as views, for peers that loop over groups."""
-    workload, a, b = tensors.workload, tensors.a, tensors.b
-    if isinstance(a, list):
-        return list(zip(a, b, strict=True))
-    assert isinstance(b, Tensor)
-    ends = [int(e) for e in workload.sizes.cumsum()]
-    pairs = list(zip([0, *ends[:-1]], ends, strict=True))
-    weights = [b] * workload.groups if b.dim() == 2 else list(b)
-    if workload.form == "jagged_m":
-        return [(a[s:e], w) for (s, e), w in zip(pairs, weights, strict=True)]
-    if workload.form == "jagged_n":
-        return [(a[g], b[:, s:e]) for g, (s, e) in enumerate(pairs)]
-    if workload.form == "jagged_k":
-        return [(a[:, s:e], b[s:e]) for s, e in pairs]
-    rows = [int(r) for r in workload.sizes] if workload.form == "masked" else [workload.m] * workload.groups
-    return [(a[g, : rows[g]], weights[g]) for g in range(workload.groups)]
-
-
 @dataclass
 class Exact:
     """The exhaustive reference of the package, for a user's problem that is no plain product. Slow."""
@@ -295,29 +278,17 @@ class Exact:
 
 
 def _reference(tensors: Tensors) -> Truth:
-    workload, expected, bounds = tensors.workload, list[Tensor](), list[Tensor]()
+    workload, found = tensors.workload, list[Expected]()
     if workload.recipe is None and not is_plain(tensors.problem):
         return Exact(answer(tensors.problem))
-    pairs = group_inputs(tensors)
     with float32_precision("highest"):
-        for g, ((a, b), bias) in enumerate(zip(pairs, _group_biases(tensors, len(pairs)), strict=True)):
+        for group in tensors.groups():
             if workload.recipe is not None:
-                want, bound = _quantised_product(tensors, g, a, b)
+                want, bound = _quantised_product(group, workload, tensors.problem.spec.b.packed)
             else:
-                want, bound = _product(a, b, bias, workload.dtype, workload.out_dtype)
-            expected.append(want)
-            bounds.append(bound)
-    return Reference(tensors, expected, bounds)
-
-
-def _group_biases(tensors: Tensors, groups: int) -> Sequence[Tensor | None]:
-    """The bias of each column of a group's result; for jagged n, of the group's columns."""
-    bias = tensors.problem.bias
-    if bias is None or isinstance(bias, list):
-        return bias or [None] * groups
-    if tensors.workload.form == "jagged_n":
-        return list(torch.split(bias, tensors.workload.sizes.tolist()))
-    return list(bias) if bias.dim() == 2 else [bias] * groups
+                want, bound = _product(group.a, group.b, group.bias, workload.dtype, workload.out_dtype)
+            found.append(Expected(group.where, want, bound))
+    return Reference(found)
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None, dtype: str, out: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -348,26 +319,15 @@ def float32_precision(level: str) -> Iterator[None]:
 # --- quantised operands ---------------------------------------------------------------------------------
 
 
-def _quantised_product(tensors: Tensors, g: int, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def _quantised_product(group: GroupView, workload: Workload, packed: str) -> tuple[Tensor, Tensor]:
     """The result of a group in float32, and its bounds."""
-    given, workload = tensors.problem, tensors.workload
-    q, jagged_k = given.quantisation, given.form == "jagged_k"
-    assert q is not None
-    left, right = quantize.decode(a), quantize.decode(as_bytes(b), q.b_format)
-    (m, k), n = left.shape, right.shape[1]
-    start = int(workload.sizes[:g].sum())
-    first_row, first_k = start if given.form == "jagged_m" else 0, start if jagged_k else 0
-    ks = slice(first_k, first_k + k)
-    if q.a is not None:
-        left = left * _numbers(q.a, g, slice(first_row, first_row + m), ks, "a", jagged_k)
-    if q.b is not None:
-        right = right * _numbers(q.b, g, slice(0, n), ks, "b", jagged_k)
+    left, right = quantize.decode(group.a), quantize.decode(as_bytes(group.b), packed)
+    if group.scale_a is not None:
+        left = left * quantize.decode_scale(group.scale_a)
+    if group.scale_b is not None:
+        right = right * quantize.decode_scale(group.scale_b)
     want, scale = left @ right, left.abs() @ right.abs()
-    return want, scale * _error_unit(workload, k) + want.abs() * (UNIT[workload.out_dtype] * 1.01) + 1e-30
-
-
-def _numbers(scale: Scale, g: int, rows: slice, ks: slice, side: str, jagged_k: bool) -> Tensor:
-    return quantize.decode_scale(scale.of_group(g, rows, ks, side, jagged_k))
+    return want, scale * _error_unit(workload, group.k) + want.abs() * (UNIT[workload.out_dtype] * 1.01) + 1e-30
 
 
 def _error_unit(workload: Workload, k: int) -> float:

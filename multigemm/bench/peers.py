@@ -20,7 +20,7 @@ from torch import Tensor
 
 from multigemm.bench.entries import Entry, Prepared, Refused
 from multigemm.bench.layers import LayerTensors, hold, is_layer, prepared
-from multigemm.bench.operands import Tensors, group_inputs, group_outputs, is_plain
+from multigemm.bench.operands import Tensors, is_plain
 from multigemm.bench.workloads import Workload
 from multigemm.errors import InvalidSetting, LibraryError
 
@@ -109,14 +109,10 @@ def _loop(tensors: Tensors) -> Prepared:
     without_epilogue(tensors)
     if tensors.workload.dtype == "int8":
         raise Refused("torch.mm has no int8")
-    pairs = [
-        (a, b, out)
-        for (a, b), out in zip(group_inputs(tensors), group_outputs(tensors, tensors.out), strict=True)
-        if out.numel()
-    ]
+    products = [(a, b, out) for a, b, out in tensors.products() if out.numel()]
 
     def loop() -> None:
-        for a, b, out in pairs:
+        for a, b, out in products:
             torch.mm(a, b, out=out)
 
     return Prepared(loop, tensors.out, "torch.mm per group", why="knows the sizes on the host")
@@ -130,22 +126,22 @@ def _bmm(tensors: Tensors) -> Prepared:
     if len(set(workload.extents)) != 1:
         raise Refused("bmm needs equal groups")
     m, n, k = workload.extents[0]
-    pairs = group_inputs(tensors)
+    products = tensors.products()
     if workload.form == "jagged_m" and isinstance(tensors.a, Tensor) and isinstance(tensors.b, Tensor):
         if workload.shared_b or workload.trans_a:
             raise Refused("bmm needs one weight per group and rows in order")
-        a, b = tensors.a.view(len(pairs), m, k), tensors.b
+        a, b = tensors.a.view(len(products), m, k), tensors.b
     elif isinstance(tensors.a, list):
-        a, b = torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
+        a, b = torch.stack([x for x, _, _ in products]), torch.stack([y for _, y, _ in products])
     elif workload.form == "batched":
         a, b = tensors.a, tensors.b  # type: ignore[assignment]
     else:
         raise Refused("bmm would need copies of the operands")
-    out = torch.empty(len(pairs), m, n, dtype=a.dtype, device=a.device)
+    out = torch.empty(len(products), m, n, dtype=a.dtype, device=a.device)
     result = (
         list(out)
         if isinstance(tensors.out, list)
-        else out.view(len(pairs) * m, n)
+        else out.view(len(products) * m, n)
         if workload.form == "jagged_m"
         else out
     )
@@ -219,8 +215,7 @@ def _cublas_grouped(tensors: Tensors) -> Prepared:
     if dtype not in CUDA_TYPES:
         raise Refused(f"cublasGemmGroupedBatchedEx has no {dtype}")
     cublas = cublas_library()
-    inputs, outputs = group_inputs(tensors), group_outputs(tensors, tensors.out)
-    groups = [(a, b, out) for (a, b), out in zip(inputs, outputs, strict=True) if out.numel()]
+    groups = [(a, b, out) for a, b, out in tensors.products() if out.numel()]
     if not groups:
         raise Refused("every group is empty")
     pointers = [

@@ -489,11 +489,13 @@ class GroupedGemmProblem:
         return [tuple(length if d == jagged else e for d, e in zip("mnk", (m, n, k))) for length in lengths]  # type: ignore[misc]
 
     @no_dynamo
-    def groups(self) -> Iterator[GroupView]:
-        """Every product as views on the host, in order. Waits for the device if operands or sizes are there."""
+    def groups(self, on_host: bool = True) -> Iterator[GroupView]:
+        """Every product as views, in order: on the host, or else of the operands where they lie (not of fused
+        problems). Waits for the device if operands or sizes are there."""
         for refresh in self.refreshes:
             refresh()
-        a, b, c, bias = (_on_host(x) for x in (self.a, self.b, self.c, self.bias))
+        place = _on_host if on_host else _detached
+        a, b, c, bias = (None if x is None else place(x) for x in (self.a, self.b, self.c, self.bias))
         q = self.quantisation
         if self.fused is not None:
             q = None if q is None else self.fused.gather_scales(q, a, b)
@@ -509,16 +511,17 @@ class GroupedGemmProblem:
             where = _where(self.form, g, spans["m"], spans["n"])
             x, y = _pick(a, g)[spans["m"], spans["k"]], _pick(b, g)[spans["k"], spans["n"]]
             old, row = None if c is None else c[where], _bias(bias, g, spans["n"])
-            yield GroupView(g, m, n, k, x, y, old, row, where, *self._group_scales(q, g, spans))
+            scales = [None if scale is None else place(scale) for scale in self._group_scales(q, g, spans)]
+            yield GroupView(g, m, n, k, x, y, old, row, where, *scales)
 
     def _group_scales(self, q: Quantisation | None, g: int, spans: dict[str, slice]) -> list[Tensor | None]:
-        """scale_a, scale_b and zero_b of one group, on the host."""
+        """scale_a, scale_b and zero_b of one group."""
         if q is None:
             return []
         jagged_k = self.form == "jagged_k"
         parts = [(q.a, "m", "a"), (q.b, "n", "b"), (q.zero, "n", "b")]
         return [
-            None if scale is None else scale.of_group(g, spans[rows], spans["k"], side, jagged_k).detach().cpu()
+            None if scale is None else scale.of_group(g, spans[rows], spans["k"], side, jagged_k)
             for scale, rows, side in parts
         ]
 
@@ -582,9 +585,11 @@ def _bias(bias: Any, g: int, cols: slice) -> Any:
     return bias[cols] if isinstance(bias, Tensor) and bias.dim() == 1 else bias[g]
 
 
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else [t.detach() for t in x]
+
+
 def _on_host(x: Any) -> Any:
-    if x is None:
-        return None
     return x.detach().cpu() if isinstance(x, Tensor) else [t.detach().cpu() for t in x]
 
 

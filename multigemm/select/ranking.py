@@ -37,7 +37,8 @@ LONG_K, MANY_ROWS = 1024, 128
 
 Of a weight gradient K is that of an average group: Triton's best config takes 0.81 to 0.95 of the time of CuPy's up to
 192, 0.99 in the mean of 512, and 1.02 of 1024 (59 problems, H200, bfloat16, 2026-11-23,
-benchmarks/results/h200/weight-gradients.json).
+benchmarks/results/h200/weight-gradients.json). Of products whose rows are summed, Qwen3-30B's second one (K 768),
+Triton's take 0.92 with 256 rows per group, 0.98 with 1024 and 1.02 with 32 (H200, 2026-11-24).
 """
 FEW_ROWS = 16
 """Up to this many rows per group CuPy's 16-bit kernels are ahead of Triton's: both wait for the weights."""
@@ -161,10 +162,10 @@ def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
         return ("triton", "numba", "cupy") if few_columns or weights_by_rows else by_dtype(c)
     if c.dtype not in ("float16", "bfloat16"):
         return by_dtype(c)
-    if "+combine" in c.precision and _of_hopper(c):
-        return "cupy", "triton"
     k = c.total / max(c.groups, 1) if c.form == "jagged_k" else c.k or 0
-    long = k >= LONG_K and c.rows >= MANY_ROWS
+    many, long = c.rows >= MANY_ROWS, k >= LONG_K and c.rows >= MANY_ROWS
+    if "+combine" in c.precision and _of_hopper(c) and (long or not many or "+epilogue" in c.precision):
+        return "cupy", "triton"
     few = c.form in ("jagged_m", "masked", "batched") and c.rows <= FEW_ROWS
     found = ("cupy", "triton") if (long or few) and not c.unaligned else ("triton", "cupy")
     tiles = c.groups * math.ceil(c.rows / TILE_ROWS) * math.ceil((c.n or c.rows) / TILE_COLUMNS)

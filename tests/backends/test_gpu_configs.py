@@ -4,6 +4,7 @@ oracle: the answer, what no group owns, sizes that change or lie, other streams,
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ from multigemm.testing.placed_case import spec_of
 CUBLAS = (CublasConfig("auto"), CublasConfig("loop"), CublasConfig("batched"), CublasConfig("streams", 3),
           CublasConfig("grouped"), CublasConfig("grouped_mm"))  # fmt: skip
 NUMBA = (numba.GENERIC, numba.GENERIC_LARGE, numba.GENERIC_LOW, numba.MMA, numba.MMA_SMALL, numba.MMA_TALL,
-         numba.FMA_TALL, numba.FMA_SMALL, numba.HOPPER, numba.HOPPER_MEDIUM, numba.HOPPER_NARROW, numba.QUANTISED,
+         numba.FMA_TALL, numba.FMA_SMALL, numba.HOPPER, numba.HOPPER_MEDIUM, numba.HOPPER_NARROW,
+         *(replace(x, cluster=1) for x in (numba.HOPPER, numba.HOPPER_MEDIUM, numba.HOPPER_NARROW)), numba.QUANTISED,
          numba.QUANTISED_FEW, numba.FLOAT8_TALL, numba.FLOAT8_MEDIUM, numba.FLOAT8_LOW)  # fmt: skip
 WAYS = [*(("cublas", config) for config in CUBLAS), *(("numba", config) for config in NUMBA)]
 Problem = Callable[[Any, ProblemSpec, torch.device], str]

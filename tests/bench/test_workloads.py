@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from multigemm.bench import operands, workloads
-from multigemm.bench.operands import group_inputs, group_outputs
 from multigemm.bench.suites import SUITES, suite
 from multigemm.bench.workloads import DTYPES, Rates, Workload, geomean, parse_shape, with_dtype
 from multigemm.errors import InvalidSetting
@@ -220,15 +219,14 @@ def test_the_reference_accepts_the_truth_and_finds_one_wrong_element(case: Workl
     tensors = operands.make(case, "cpu")
     truth = tensors.reference()
     assert "wrong answer" in truth.verdict(tensors.out)  # poisoned
-    parts = group_outputs(tensors, tensors.out)
-    bias = tensors.problem.bias
-    biases = bias if isinstance(bias, list) else [torch.zeros(())] * len(parts)
-    for part, (a, b), bias, (m, n, k) in zip(parts, group_inputs(tensors), biases, case.extents, strict=True):
+    bias, products = tensors.problem.bias, tensors.products()
+    biases = bias if isinstance(bias, list) else [torch.zeros(())] * len(products)
+    for (a, b, out), bias, (m, n, k) in zip(products, biases, case.extents, strict=True):
         assert a.shape == (m, k)
         assert b.shape == (k, n)
-        part.copy_((a.double() @ b.double() + bias).to(part.dtype))
+        out.copy_((a.double() @ b.double() + bias).to(out.dtype))
     assert truth.verdict(tensors.out) == ""
-    last = next(part for part in reversed(parts) if part.numel())
+    last = next(out for _, _, out in reversed(products) if out.numel())
     last[-1, -1] += 1 if case.dtype == "int8" else 1 + last.abs().max() * 0.1
     assert "1 elements off" in truth.verdict(tensors.out)
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, target
 
-from multigemm.backends import registry
 from multigemm.fuzz.shrink import simpler
 from multigemm.problem.spec import FORMS
 from multigemm.testing import (
@@ -29,7 +28,6 @@ from multigemm.testing import (
     classes,
     random_case,
 )
-from multigemm.testing.deep_oracles import ORACLES, run_oracles
 from multigemm.testing.strategies import (
     QUANTISED_MODES,
     REQUIRED,
@@ -41,7 +39,7 @@ from multigemm.testing.strategies import (
 )
 from tests.model_mutants.faults import FUSED_HUNTING, QUANTISED_HUNTING
 from tests.model_mutants.kernel import ModelBackend
-from tests.support.fused_cases import CPU, findings, fused_cases
+from tests.support.fused_cases import CPU
 
 SMALL = Limits(work=1 << 12, groups=20, longest=40)
 DRAWN = {"plain": Limits(), "quantised": QUANTISED_HUNTING, "fused": FUSED_HUNTING}
@@ -182,33 +180,6 @@ def test_the_cpu_backend_on_drawn_cases(case: Case) -> None:
     outcome = check(DeviceCase.from_case(case, CPU), Subject("cpu"))
     target(min(outcome.rho, 50.0), label="rho")
     assert outcome.ok, outcome.findings
-
-
-@pytest.mark.slow
-def test_the_cpu_backend_on_quantised_operands() -> None:
-    for seed in range(300):
-        outcome = check(DeviceCase.from_case(random_case(seed, QUANTISED_HUNTING), CPU), Subject("cpu"))
-        assert outcome.ran and outcome.ok, outcome.findings
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("count", "first", "quantised"), [(100, 0, 0), (300, 1000, 4)])
-def test_the_cpu_backend_on_fused_problems(count: int, first: int, quantised: int) -> None:
-    limits = replace(FUSED_HUNTING, quantised=quantised)
-    assert list(findings(registry.get("cpu"), count, first=first, limits=limits)) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ORACLES)
-def test_the_costlier_oracles_hold_on_fused_problems(name: str) -> None:
-    """Sizes that change or lie, operands at the edge of memory, other contents, rows by number."""
-    subject, met = Subject("cpu"), 0
-    for number, case in enumerate(fused_cases(40)):
-        device_case = DeviceCase.from_case(case, CPU)
-        outcome = check(device_case, subject)
-        met += run_oracles([ORACLES[name]], device_case, subject, outcome, number)
-        assert outcome.ok, (case, outcome.findings)
-    assert met > 5
 
 
 def test_a_backend_that_never_heard_of_scales_refuses() -> None:

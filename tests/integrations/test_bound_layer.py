@@ -445,10 +445,11 @@ def test_the_sort_that_fetches_ahead_compiles(kernels: Any) -> None:
     compiler, target = pytest.importorskip("triton.compiler"), pytest.importorskip("triton.backends.compiler")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("another test's interpreter has replaced the compiler in this process")
-    kernel = kernels._one_block_kernel
-    constants = {"K": 8, "ORDER": False, "SIZE": 256, "BINS": 256, "EARLY": True, "FETCH": kernels.FETCH.format(2048),
-                 "LINES": kernels.AHEAD_LINES}  # fmt: skip
-    pointers = {"pairs": "*i64", "weights": "*bf16"} | dict.fromkeys(("order", "inverse", "ends", "rows"), "*i32")
+    kernel = kernels._sort_kernel
+    constants = {"COUNTED": False, "K": 8, "ORDER": False, "SIZE": 1024, "BINS": 256, "EARLY": True,
+                 "FETCH": kernels.FETCH.format(2048), "LINES": kernels.AHEAD_LINES}  # fmt: skip
+    numbers = dict.fromkeys(("starts", "order", "inverse", "ends", "rows"), "*i32")
+    pointers = {"pairs": "*i64", "weights": "*bf16", **numbers}
     types = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
     at = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = compiler.ASTSource(fn=kernel, signature=types, constexprs=at)

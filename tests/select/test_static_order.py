@@ -135,10 +135,12 @@ def test_weight_gradients_go_to_cupy_where_k_is_long() -> None:
     assert {first for k, first in firsts.items() if k >= 1024} == {"cupy"}
 
 
-def test_products_whose_rows_are_summed_go_to_cupy_where_its_fast_kernel_takes_them() -> None:
-    """The second product of a layer of experts with one token, and with 1024."""
+def test_products_whose_rows_are_summed_go_to_cupy_unless_k_is_short_and_rows_are_many() -> None:
+    """The second product of a layer of experts with one token, with 1024 and with 4096."""
     layer = "jagged_m g128 m* n2048 k768 t{} bfloat16/row bfloat16/{} bfloat16/row {} device-sizes"
     for pairs in (8, 8192):
         assert static_order(class_from(layer.format(pairs, "col", "ieee+combine"))) == ("cupy", "triton")
         assert static_order(class_from(layer.format(pairs, "strided", "ieee+combine"))) == ("triton", "cupy")
+    assert static_order(class_from(layer.format(32768, "col", "ieee+combine"))) == ("triton", "cupy")
+    assert static_order(class_from(layer.format(32768, "col", "ieee+combine+epilogue"))) == ("cupy", "triton")
     assert static_order(class_from(layer.format(8192, "col", "ieee"))) == ("triton", "cupy")

@@ -127,14 +127,6 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ("products.cuh", "u64(g.out_row * size)) &", "u64(g.out_row)) &",
      "elements of aligned rows leave one by one where their pitch is no multiple of two pairs"),
     # Numba
-    *(("hopper.py", "announce(base, slot_step, 0" + ", 0" * 8 + ")",
-       "announce(base, slot_step, 0" + ", 0" * at + ", 1" + ", 0" * (7 - at) + ")",
-       "behind a height of 0 nothing is read") for at in range(8)),
-    ("hopper.py", "ticket = int32(0)", "ticket = int32(1)",
-     "used by one lane only, and there only where it was drawn"),
-    *(("hopper.py", "g, first, end = int32(0), int32(0)", f"g, first, end = {new}",
-       "the first tile lies in no group yet, so it is looked up")
-      for new in ("int32(1), int32(0)", "int32(0), int32(1)")),
     *(("tensor_epilogue.py", f"(rows + int32({rows} - 1)) //", f"(rows + int32({new})) //",
        "one more round, of which no row is stored")
       for rows in ("ROWS_16", "ROWS_32") for new in (rows, f"{rows} + 1")),

@@ -31,6 +31,7 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "epilogue.py": ("generic", "quantised", "mma"), "memory.py": ("generic", "quantised"),
         "mma.py": ("mma",), "mma_fragments.py": ("mma",), "tensor_epilogue.py": ("hopper", "mma", "hopper_float8"),
         "hopper.py": ("hopper", "hopper_float8"), "hopper_float8.py": ("hopper_float8",),
+        "hopper_load.py": ("hopper", "hopper_float8"), "hopper_tiles.py": ("hopper", "hopper_float8"),
     },
 }  # fmt: skip
 """By backend: the source files of kernels, and the kernels that each file is part of. Those of cupy follow from

@@ -9,7 +9,7 @@ import torch
 from multigemm.__main__ import main
 from multigemm.bench import reports
 from multigemm.bench.entries import Entry, Prepared, Refused, ceiling_entry
-from multigemm.bench.operands import Tensors, group_inputs, group_outputs
+from multigemm.bench.operands import Tensors
 from multigemm.bench.reports import Report, Row
 from multigemm.bench.runner import Options, Runner, new_report
 from multigemm.bench.workloads import DTYPES, Rates, Workload
@@ -22,11 +22,10 @@ CASE = Workload("tiny", "own", groups=3, n=8, k=16, total=24, distribution="zipf
 
 def loop(tensors: Tensors, spoil: bool = False) -> Prepared:
     def call() -> None:
-        pairs = zip(group_inputs(tensors), group_outputs(tensors, tensors.out), strict=True)
-        for (a, b), out in pairs:
+        for a, b, out in (products := tensors.products()):
             torch.mm(a, b, out=out)
         if spoil:
-            group_outputs(tensors, tensors.out)[-1][-1, -1] += 100
+            products[-1][2][-1, -1] += 100
 
     return Prepared(call, tensors.out, "loop")
 

@@ -13,7 +13,6 @@ from multigemm.planning.operands import Operands
 from multigemm.planning.staging import stage, staged_spec
 from multigemm.problem.spec import Form
 from multigemm.testing import Case, DeviceCase, Outcome, Subject, check
-from tests.support.subjects import Forced
 
 CPU = torch.device("cpu")
 SIZES = (5, 0, 17, 1, 8)
@@ -50,7 +49,9 @@ def each_config(case: Case) -> Iterator[tuple[DeviceCase, Subject]]:
     """The case for each of its configs, under which the backend runs it."""
     device_case = DeviceCase.from_case(case, CPU)
     for config in configs(device_case):
-        yield device_case, Forced(BACKEND, config)
+        subject = Subject(BACKEND)
+        subject.pin(config)
+        yield device_case, subject
 
 
 def examine(case: Case) -> list[tuple[DeviceCase, Subject, Outcome]]:

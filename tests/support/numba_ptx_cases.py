@@ -21,6 +21,9 @@ with numpy_names():
     from multigemm.backends.numba.kernels import ptx
     from multigemm.backends.numba.kernels.ptx import make_zeros, shared_address
 
+from multigemm.backends.numba.arguments import EDGE
+from multigemm.backends.numba.config import FAR
+
 Arrays = list[np.ndarray[Any, Any]]
 int32 = types.int32
 HALF = {"f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
@@ -267,7 +270,7 @@ def tma_load_case() -> Case:
             ptx.mbarrier_init(barrier, 1)
             ptx.fence_mbarrier_init()
             ptx.mbarrier_expect_tx(barrier, 8192)
-            load(base, address[0], barrier, (int32(8), int32(20), int32(1)))
+            load(base, address[0], barrier, (int32(8), int32(20), int32(1)), ptx.EVICT_FIRST)
         cuda.syncwarp()
         ptx.mbarrier_wait(barrier, 0)
         for i in range(lane, 8192, 32):
@@ -283,6 +286,39 @@ def tma_load_case() -> Case:
         kernel, [source.reshape(-1), np.zeros(8192, np.uint8)], swizzle(box), "cp.async.bulk.tensor.3d.shared",
         hopper=True, tensor_map=described,
     )  # fmt: skip
+
+
+def tma_store_case() -> Case:
+    """Rows counted back from an end: of a box of 64 the first 7 lie before it, and the last columns do not exist."""
+
+    def kernel(address: Any, source: Any, out: Any) -> None:
+        dynamic = cuda.shared.array(0, np.uint8)
+        start = shared_address(dynamic)
+        base = (start + 1023) & ~1023
+        lane = cuda.threadIdx.x
+        for i in range(lane, 8192, 32):
+            dynamic[base - start + i] = source[i]
+        ptx.fence_async()
+        cuda.syncwarp()
+        chosen = ptx.elected()
+        if chosen:
+            ptx.fence_tensormap(address[0])
+        where = (int32(64), int32(FAR - 7), int32(30), int32(FAR), int32(1))
+        ptx.tma_store(int32(chosen), base, address[0], where)
+        ptx.tma_store_read(int32(chosen))
+        ptx.tma_store_wait()
+
+    source, out = bits(integers((64, 64), -100, 100), "bf16"), np.zeros((2, 50, 96), np.uint16)
+    expected = out.copy()
+    expected[1, 23:30, 64:96] = source[:7, :32]
+    described = {
+        "dtype": torch.bfloat16, "extents": (96, FAR, EDGE, EDGE, 2), "strides": (192, 192, 2**35 - 192, 9600),
+        "boxes": ((64, 64, 1, 1, 1),),
+    }  # fmt: skip
+    arrays = [np.zeros(0, np.int64), swizzle(source), out.reshape(-1)]
+    return Case(
+        kernel, arrays, expected.reshape(-1), "cp.async.bulk.tensor.5d.global", hopper=True, tensor_map=described
+    )
 
 
 def barrier_case() -> Case:
@@ -317,7 +353,7 @@ def cases() -> dict[str, Case]:
         found[f"ldmatrix trans={turned}"] = ldmatrix_case(turned)
     found |= {"cp.async": cp_async_case(), "barriers, setmaxnreg": barrier_case()}
     found |= {f"pack {kind}": pack_case(kind) for kind in HALF}
-    found["TMA load"] = tma_load_case()
+    found |= {"TMA load": tma_load_case(), "TMA store": tma_store_case()}
     pairs = (("e4m3", "e4m3", 128), ("e5m2", "e4m3", 64))
     found |= {f"wgmma {a} x {b} n={n}": wgmma_of_bytes_case(a, b, n) for a, b, n in pairs}
     found |= {f"wgmma bf16 n={n}": wgmma_case("bf16", n) for n in (8, 64, 96, 256)}

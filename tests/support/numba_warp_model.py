@@ -131,8 +131,11 @@ class Model:
     def thread_again(self) -> int:
         return int(self._here.thread)
 
-    def load_shared_i64x2(self, at: int) -> tuple[int, int]:
-        return self.records[int(at)], self.records[int(at) + 8]
+    def load_shared_u32x4(self, at: int) -> tuple[np.int32, ...]:
+        return tuple(np.int32(self.records[int(at) + 4 * i]) for i in range(4))
+
+    def cluster_rank(self) -> int:
+        return 0
 
     def shfl_sync(self, _mask: int, value: float, source: int) -> float:
         self._meeting.wait()

@@ -2,8 +2,8 @@
 // sorted places, of the rows y[order[at]] whose place is r, ascending. An index that means no row, or one that no group
 // owns, adds nothing: neither the row nor its weight is read.
 //
-// Y is the type of the rows, which lie one behind the other; a block sums columns of one row, VECTOR of them per thread, and a
-// thread has AHEAD of them under way.
+// Y_TYPE is the type of the rows, which lie one behind the other; a block sums columns of one row, VECTOR of them per thread, and a
+// thread has AHEAD of them under way. SORTED: places come with an order. WEIGHTS: their type, or 0. INDEX64: the numbers' width.
 #include "epilogue.cuh"
 
 #if Y_TYPE == 4
@@ -13,7 +13,7 @@ typedef float Acc;
 #endif
 constexpr int SIZE = size_of(Y_TYPE), MOST_THREADS = 128;
 // Blocks of a multiprocessor: a block waits for its indices and then for its rows, and others have to fill that time.
-constexpr int RESIDENT = SIZE != 2 || !WIDE ? 5 : AHEAD > 4 ? 8 : 12;
+constexpr int RESIDENT = SIZE != 2 || !WIDE ? 5 : AHEAD > 4 ? 8 : INDEX64 ? 10 : 12;
 constexpr int VECTOR = WIDE ? 16 / SIZE : 1;
 
 // Field by field as `SUM` in fused.py.
@@ -25,19 +25,31 @@ struct Sum {
     const char* weights;
     i64 tokens, columns, rows, terms, out_row, out_col, c_row, c_col;
     double beta;
-    int groups, head, ends64, index64, weights_type, out_type, c_type;
+    int groups, head, ends64, out_type, c_type;
     int whole_out, across;          // rows of whole, aligned 16 bytes; blocks of a row
 };
 
-// Rows that some group owns, whatever the offsets say.
-struct Owned { i64 first, end; };
-__device__ __forceinline__ Owned owned_rows(const Sum& s) {
-    Owned r = {0, 0};
-    if (s.groups == 0) return r;
-    if (s.head) r.first = min64(max64(read_index(s.ends, s.ends64, -1), 0), s.tokens);
-    r.end = min64(max64(read_index(s.ends, s.ends64, s.groups - 1), 0), s.tokens);
-    return r;
-}
+// Numbers as they lie in memory. What is loaded is converted as late as possible: a conversion waits for the memory.
+template <int BYTES> struct Bits { typedef u64 Type; };
+template <> struct Bits<4> { typedef int Type; };
+template <> struct Bits<2> { typedef u16 Type; };
+typedef Bits<SORTED || INDEX64 ? 8 : 4>::Type Number;
+typedef Bits<WEIGHTS ? size_of(WEIGHTS) : 2>::Type Weight;
+
+// Rows that some group owns, whatever the offsets say. Even lanes ask for where the groups begin, odd ones for where they end: what
+// is the same for a whole warp, the compiler would keep once for it, and wait for it at once.
+struct Owned {
+    i64 mine = 0;
+
+    __device__ __forceinline__ void load(const Sum& s) {
+        const bool end = threadIdx.x & 1;
+        if (s.groups > 0 && (end || s.head)) mine = read_index(s.ends, s.ends64, end ? s.groups - 1 : -1);
+    }
+    __device__ __forceinline__ int row(const Sum& s, i64 named) const {
+        const int bound = int(min64(max64(mine, 0), s.tokens)), first = __shfl_sync(~0u, bound, 0), end = __shfl_sync(~0u, bound, 1);
+        return named >= first && named < end ? int(named) : -1;
+    }
+};
 
 // Neighbours of a row, as they lie in memory.
 union Piece {
@@ -77,39 +89,38 @@ __device__ __forceinline__ i64 first_from(const Sum& s, i64 row) {
     i64 low = 0, high = s.tokens;
     while (low < high) {
         const i64 middle = (low + high) >> 1;
-        if (read_index(s.index, s.index64, middle) < row) low = middle + 1;
+        if (read_index(s.index, INDEX64, middle) < row) low = middle + 1;
         else high = middle;
     }
     return low;
 }
 
-// The row that number `at` names, or -1.
-__device__ __forceinline__ int row_at(const Sum& s, i64 at, const Owned& owned) {
-    const i64 row = s.order ? s.order[at] : read_index(s.index, s.index64, at);
-    return row >= owned.first && row < owned.end ? int(row) : -1;
-}
-
-// The rows that the index names from `first` on. Each lane of a warp reads the number and the weight of one of AHEAD rows, and
+// `count` rows that the index names from `first` on. Each lane of a warp reads the number and the weight of one of AHEAD rows, and
 // all lanes get them from it; then the loads of the rows are on their way at once.
-__device__ __forceinline__ void add_rows(const Sum& s, const char* y, bool inside, i64 first, i64 end, Acc (&sum)[VECTOR]) {
+__device__ __forceinline__ void add_rows(const Sum& s, const char* y, bool inside, i64 first, int count, Acc (&sum)[VECTOR]) {
+    const Number* const numbers = (const Number*)(SORTED ? (const void*)s.order : s.index) + first;
+    const Weight* const weights = (const Weight*)s.weights + first;
     const i64 pitch = s.columns * SIZE;
-    const Owned owned = owned_rows(s);
+    Owned owned;
 #pragma unroll 1
-    for (i64 at = first; at < end; at += AHEAD) {
-        const i64 mine = at + (threadIdx.x & (AHEAD - 1));
-        const int own_row = mine < end ? row_at(s, mine, owned) : -1;
-        Acc own_weight = 1;
-        if (s.weights && own_row >= 0) own_weight = load_as<Acc>(s.weights + mine * size_of(s.weights_type), s.weights_type);
+    for (int at = 0; at < count; at += AHEAD) {
+        const int mine = at + (threadIdx.x & (AHEAD - 1)), known = min(mine, count - 1);
+        const Number number = numbers[known];
+        const Weight weight = WEIGHTS ? weights[known] : Weight(0);
+        if (at == 0) owned.load(s);                 // here, so that it is on its way together with the first numbers
+        int own_row = owned.row(s, i64(number));
+        if (mine >= count) own_row = -1;
         Piece piece[AHEAD];
 #pragma unroll
         for (int j = 0; j < AHEAD; ++j) {
             const int row = __shfl_sync(~0u, own_row, j);
             if (row >= 0 && inside) piece[j].load(y + row * pitch);
         }
+        const Acc own_weight = WEIGHTS ? load_as<Acc>((const char*)&weight, WEIGHTS) : Acc(1);
 #pragma unroll
         for (int j = 0; j < AHEAD; ++j) {
-            const Acc weight = __shfl_sync(~0u, own_weight, j);
-            if (__shfl_sync(~0u, own_row, j) >= 0) piece[j].add_to(sum, weight);
+            const Acc factor = __shfl_sync(~0u, own_weight, j);
+            if (__shfl_sync(~0u, own_row, j) >= 0) piece[j].add_to(sum, factor);
         }
     }
 }
@@ -123,8 +134,8 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, RESIDENT) sum_rows(co
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) sum[i] = 0;
     const char* const y = s.y + column * SIZE;
-    const i64 first = s.order ? first_from(s, row) : row * s.terms, end = s.order ? first_from(s, row + 1) : first + s.terms;
-    add_rows(s, y, column < s.columns, first, end, sum);
+    const i64 first = SORTED ? first_from(s, row) : row * s.terms, end = SORTED ? first_from(s, row + 1) : first + s.terms;
+    add_rows(s, y, column < s.columns, first, int(end - first), sum);
     if (column >= s.columns) return;
     char* const out = s.out + (row * s.out_row + column * s.out_col) * size_of(s.out_type);
     if (s.c) {

@@ -2,327 +2,70 @@
 
 C^T = B^T A^T: the columns of C (weights) lie on the side of wgmma that is always 64 wide, its rows
 (tokens) on the side that comes in steps of 8. So a ragged group wastes at most a few rows, and the
-tile height is chosen for each group: every height that is a multiple of `step` has a main loop of its own.
+tile height is chosen for each group: every height that is a multiple of `step` has main loops of its own.
 
-Three warpgroups. The first produces: its warp 0 walks the schedule, describes each tile in a ring of
-`SLOTS` records and fills a ring of `stages` stages by TMA; its other warps zero the rows that no
-group owns. The other two consume: each multiplies 64 columns by all rows of the tile, and writes
-them out while the producer already loads the next tile.
+Three warpgroups. The first one's warps load weights, load rows (`hopper_load`), find tiles (`hopper_tiles`), and zero
+the rows that no group owns. The other two multiply: each 64 columns by all rows of a tile.
 
-Shared memory, from a multiple of 1024: stages of [128 columns | n_max rows] x 128 bytes of k,
-staging for the epilogue, tile records, barriers. An operand that is contiguous along k lies as rows
-of 128 bytes; one that is not lies as boxes of 64 elements x the k of a stage. Both are swizzled.
-
-Where offsets cut k, the last stage of a group holds foreign k: the consumers overwrite it with zeros.
+Shared memory, from a multiple of 1024: the ring of stages of [128 columns | rows] x 128 bytes of k, staging for
+results, tile records, counts of tiles, barriers. An operand that is contiguous along k lies as rows of 128 bytes; one
+that is not lies as boxes of 64 elements x the k of a stage. Both are swizzled.
 """
 
 # mypy: ignore-errors
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from numba import cuda
 from numba.cuda import types
 
-from multigemm.backends.numba.arguments import JAGGED_K, JAGGED_M, JAGGED_N
+from multigemm.backends.numba.arguments import JAGGED_M
 from multigemm.backends.numba.config import (
     COLUMNS,
-    MAPS,
+    FAR,
+    OUT_MAP,
     ROW_BYTES,
-    SLOT_BYTES,
     SLOTS,
-    TURNS,
     WEIGHT_BYTES,
     Float8Signature,
     Layout,
-    token_boxes,
 )
 from multigemm.backends.numba.kernels import ptx
+from multigemm.backends.numba.kernels.hopper_load import MAP_BYTES, make_load_rows, make_load_weights
+from multigemm.backends.numba.kernels.hopper_tiles import (
+    STOP,
+    WARPS,
+    first_place,
+    group_of,
+    make_announce,
+    make_finder,
+    make_half,
+    make_ring,
+    make_take,
+)
 from multigemm.backends.numba.kernels.memory import BYTES, make_operands
 from multigemm.backends.numba.kernels.ptx import make_zeros, shared_address
 from multigemm.backends.numba.kernels.runtime import kernel, synchronising
-from multigemm.backends.numba.kernels.schedule import ALL, extent, make_warp_schedule, make_zero_unowned
-from multigemm.backends.numba.kernels.tensor_epilogue import STAGING, make_write
+from multigemm.backends.numba.kernels.schedule import ALL, make_zero_lines
+from multigemm.backends.numba.kernels.tensor_epilogue import (
+    LATE_ROWS,
+    WARPGROUP,
+    lane_address_16,
+    make_late,
+    make_write,
+)
 
-# The producing warp: which tile comes next, and its stages by TMA.
-#
-# It runs ahead of the consumers by a ring of stages, and tells them of each tile by a record in a ring
-# of its own. In a cluster every block loads its own columns, and a share of the rows for all blocks.
-
-MAP_BYTES = 128
-B_MAP = 1
 int32 = types.int32
-_tma, _multicast = ptx.make_tma_load(3), ptx.make_tma_multicast(3)
-
-
-@cache
-def make_fill(config, signature):
-    """fill(...): loads one stage. Each block of a cluster loads its own columns, and its share of the rows for all."""
-    cluster, mask = config.cluster, (1 << config.cluster) - 1
-    a_across, b_across = signature.a_order == "col", signature.b_order == "row"
-    boxes = token_boxes(config)
-    largest, smallest = boxes[0], boxes[-1]
-
-    @synchronising
-    def load_tokens(stage, barrier, map_at, x, y, g):
-        where = (int32(x), int32(y), int32(g))
-        if cluster == 1:
-            _tma(stage, map_at, barrier, where)
-        else:
-            _multicast(stage, map_at, barrier, where, mask)
-
-    @synchronising
-    def fill(stage, barrier, maps, rank, i, j, k, a_g, b_g, height):
-        """i, j, k are coordinates in the packed operands; j is this block's first column."""
-        half = WEIGHT_BYTES // 2
-        if b_across:
-            _tma(stage, maps, barrier, (int32(j), int32(k), b_g))
-            _tma(stage + half, maps, barrier, (int32(j + 64), int32(k), b_g))
-        else:
-            _tma(stage, maps, barrier, (int32(k), int32(j), b_g))
-            _tma(stage + half, maps, barrier, (int32(k), int32(j + 64), b_g))
-        tokens, map_at = stage + WEIGHT_BYTES, maps + MAP_BYTES
-        if a_across:
-            for row in range(rank * 64, height, cluster * 64):
-                load_tokens(tokens + row * ROW_BYTES, barrier, map_at, i + row, k, a_g)
-        else:
-            # The share of this block is a sum of box heights, one map each, the largest first.
-            share = int32(height // cluster)
-            row, size = int32(rank * share), int32(largest)
-            while size >= smallest:
-                if share & size:
-                    load_tokens(tokens + row * ROW_BYTES, barrier, map_at, k, i + row, a_g)
-                    row = int32(row + size)
-                size = int32(size >> 1)
-                map_at += MAP_BYTES
-
-    return fill
-
-
-@cache
-def make_turns(config, signature):
-    """(take, finish): which tile comes next. First come, first served, since ragged tiles take unequal times.
-
-    The first block of each cluster draws a ticket from a counter in global memory when it starts a
-    tile, and hands the next tile number to every block of the cluster when it has loaded it. Which
-    block computes a tile never changes the tile's bits.
-    """
-    at, cluster = Layout(config, signature), config.cluster
-    turn, turn_full, turn_empty = at.turn, at.turn_full, at.turn_empty
-
-    @synchronising
-    def take(base, lane, rank, step, mine, shared):
-        """The next tile, in all lanes."""
-        tile = mine
-        if not shared:
-            tile = int32(0x7FFFFFFF)
-        elif cluster == 1:
-            tile = cuda.shfl_sync(ALL, mine, 0)
-        else:
-            slot, phase = int32(step & (TURNS - 1)), int32((step // TURNS) & 1)
-            if lane == 0:
-                if rank == 0:
-                    ptx.mbarrier_wait(base + turn_empty + slot * 8, phase ^ 1)
-                ptx.mbarrier_expect_tx(base + turn_full + slot * 8, 4)
-                if rank == 0:
-                    for other in range(cluster):
-                        where = ptx.map_shared(base + turn + slot * 4, other)
-                        ptx.store_async(where, mine, ptx.map_shared(base + turn_full + slot * 8, other))
-                ptx.mbarrier_wait(base + turn_full + slot * 8, phase)
-                tile = ptx.load_shared_u32(base + turn + slot * 4)
-                ptx.mbarrier_arrive_cluster(ptx.map_shared(base + turn_empty + slot * 8, 0))
-            tile = cuda.shfl_sync(ALL, tile, 0)
-        return tile
-
-    @synchronising
-    def finish(counters, clusters):
-        """The last cluster to end leaves both counters at 0, for the next launch."""
-        if ptx.atomic_add(counters + 4, 1) == clusters - 1:
-            ptx.store_global_u32(counters, 0)
-            ptx.store_global_u32(counters + 4, 0)
-
-    return take, finish
-
-
-@cache
-def make_acquire(config, signature):
-    """acquire(these, height, fenced) -> the tensor maps that this thread may use by now, as bits.
-
-    A map in global memory is fenced before its first use; each fence takes a while, so those of boxes
-    that no tile needs are left out. A's maps are numbered by the heights of their boxes.
-    """
-    boxes, cluster = token_boxes(config), config.cluster
-    across = signature.a_order == "col"
-    largest, smallest = boxes[0], boxes[0] if across else boxes[-1]
-
-    @synchronising
-    def acquire(these, height, fenced):
-        needed = int32(largest | B_MAP)
-        if not across:
-            needed = int32(int32(height // cluster) | B_MAP)
-        missing = int32(needed & ~fenced)
-        if missing & B_MAP:
-            ptx.fence_tensormap(these)
-        at, size = these + MAP_BYTES, int32(largest)
-        while missing > B_MAP and size >= smallest:
-            if missing & size:
-                ptx.fence_tensormap(at)
-            size = int32(size >> 1)
-            at += MAP_BYTES
-        return int32(fenced | needed)
-
-    return acquire
-
-
-@cache
-def make_producer(config, signature):
-    """produce(p, maps, counters, base, lane): warp 0's whole life."""
-    at = Layout(config, signature)
-    stages, rows_step, bk, cluster = config.stages, config.step, at.bk, config.cluster
-    full, empty, slot_full, slot_empty = at.full, at.empty, at.slot_full, at.slot_empty
-    stage_bytes, slots_at, loads_64 = at.stage_bytes, at.slots, signature.a_order == "col"
-    scan, locate, piece = make_warp_schedule(config.n_max, COLUMNS * cluster, config.even)
-    fill = make_fill(config, signature)
-    take, finish = make_turns(config, signature)
-    acquire = make_acquire(config, signature)
-
-    @synchronising
-    def announce(base, slot_step, height, depth, g, start, i0, j0, rows, n, k):
-        """Writes a record for the consumers; height 0 ends them."""
-        slot = slot_step & (SLOTS - 1)
-        ptx.mbarrier_wait(base + slot_empty + slot * 8, ((slot_step // SLOTS) & 1) ^ 1)
-        record = base + slots_at + slot * SLOT_BYTES
-        ptx.store_shared_i64x2(record, height, depth)
-        ptx.store_shared_i64x2(record + 16, g, start)
-        ptx.store_shared_i64x2(record + 32, i0, j0)
-        ptx.store_shared_i64x2(record + 48, rows, n)
-        ptx.store_shared_i64x2(record + 64, k, 0)
-        ptx.mbarrier_arrive(base + slot_full + slot * 8)
-
-    @synchronising
-    def produce(p, maps, counters, base, lane):
-        # The host has written the table of a list; sizes, counters and operands may be a predecessor's.
-        if (p.ends | p.valid) != 0:
-            ptx.grid_dependency_wait()
-        low, high, total = scan(p, lane)
-        rank = int32(0)
-        if cluster > 1:
-            rank = ptx.cluster_rank()
-        stage, phase = int32(0), int32(1)
-        seen, fenced = int32(-1), int32(0)
-        g, first, end = int32(0), int32(0), int32(0)
-        slot_step = int32(0)
-        turn = int32(cuda.blockIdx.x // cluster)
-        clusters = int32(cuda.gridDim.x // cluster)
-        if total > clusters:
-            ptx.grid_dependency_wait()
-        while turn < total:
-            ticket = int32(0)
-            if total > clusters and lane == 0 and rank == 0:
-                ticket = ptx.atomic_add(counters, 1)
-            if turn < first or turn >= end:
-                g, first, end = locate(p, low, high, lane, turn)
-            m, n, k, start = extent(p, g)
-            i0, rows, j0 = piece(m, n, int32(turn - first))
-            j0 = int32(j0 + rank * COLUMNS)
-            height = int32(((rows + (rows_step - 1)) // rows_step) * rows_step)
-            depth = int32((k + (bk - 1)) // bk)
-            if lane == 0:
-                announce(base, slot_step, height, depth, g, start, i0, j0, rows, n, k)
-                these = maps
-                if p.table != 0:
-                    these += g * (MAPS * MAP_BYTES)
-                if p.table != 0 and seen != g:
-                    fenced, seen = int32(0), g
-                fenced = acquire(these, height, fenced)
-                i, j, at_k = i0, j0, int32(0)
-                if p.jagged == JAGGED_M:
-                    i = int32(i + start)
-                elif p.jagged == JAGGED_N:
-                    j = int32(j + start)
-                elif p.jagged == JAGGED_K:
-                    at_k = int32(start)
-                a_g, b_g = int32(0), int32(0)
-                if p.a_group != 0:
-                    a_g = g
-                if p.b_group != 0:
-                    b_g = g
-                loaded = height
-                if loads_64:
-                    loaded = int32(((height + 63) // 64) * 64)
-                expected = int32(WEIGHT_BYTES + loaded * ROW_BYTES)
-                ptx.grid_dependency_wait()
-                for _ in range(depth):
-                    barrier = base + full + stage * 8
-                    ptx.mbarrier_wait(base + empty + stage * 8, phase)
-                    ptx.mbarrier_expect_tx(barrier, expected)
-                    fill(base + stage * stage_bytes, barrier, these, rank, i, j, at_k, a_g, b_g, height)
-                    at_k = int32(at_k + bk)
-                    stage = int32(stage + 1)
-                    if stage == stages:
-                        stage = int32(0)
-                        phase = int32(phase ^ 1)
-            turn = take(base, lane, rank, slot_step, int32(ticket + clusters), total > clusters)
-            slot_step = int32(slot_step + 1)
-        if lane == 0 and rank == 0 and total > clusters:
-            finish(counters, clusters)
-        if lane == 0:
-            announce(base, slot_step, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-
-    return produce
-
-
-# The consuming warpgroups: wgmma on the stages as they fill, then the epilogue.
-#
-# Each of the two warpgroups owns 64 of the block's 128 columns and all rows of the tile. Every height
-# of a tile has a main loop of its own, since the shape of wgmma is part of the instruction; the epilogue is shared.
-
 CONSUMERS = 256
-BOTH_BARRIER = 3
 _wait_one = ptx.make_wgmma_wait(1)
 
-
-@cache
-def make_zero_tail(config, signature):
-    """zero_tail(stage, valid, height, thread): clears k >= valid of a stage, by all consumers.
-
-    Only a jagged k ends within a stage, and its operands lie across it (choice.hopper_obstacle): rows of a box are k.
-    """
-    bk = ROW_BYTES // BYTES[signature.compute]
-
-    @synchronising
-    def clear(start, boxes, valid, thread):
-        """Boxes of bk rows (k) x 128 bytes: 8 threads clear a row."""
-        for box in range(boxes):
-            first = int32(start + box * (bk * ROW_BYTES) + (thread & 7) * 16)
-            for row in range(int32(valid + (thread >> 3)), int32(bk), int32(CONSUMERS // 8)):
-                ptx.store_shared_u32x4(first + row * ROW_BYTES, (0, 0, 0, 0))
-
-    @synchronising
-    def zero_tail(stage, valid, height, thread):
-        clear(stage, 2, valid, thread)
-        clear(stage + WEIGHT_BYTES, (height + 63) // 64, valid, thread)
-        ptx.fence_async()
-        ptx.named_barrier(BOTH_BARRIER, CONSUMERS)
-
-    return zero_tail
-
-
-@cache
-def make_release(config, signature):
-    """release(base, stage, lane): tells all blocks that load into a stage that this warp is through with it."""
-    empty, cluster = Layout(config, signature).empty, config.cluster
-
-    @synchronising
-    def release(base, stage, lane):
-        if cluster == 1:
-            if lane == 0:
-                ptx.mbarrier_arrive(base + empty + stage * 8)
-        elif lane < cluster:
-            ptx.mbarrier_arrive_cluster(ptx.map_shared(base + empty + stage * 8, lane))
-
-    return release
+# The consuming warpgroups: wgmma on the stages as they fill, then the way out.
+#
+# Each of the two warpgroups owns 64 of the block's 128 columns and all rows of the tile. Every height
+# of a tile has main loops of its own, since the shape of wgmma is part of the instruction.
 
 
 @cache
@@ -345,196 +88,374 @@ def make_targets(signature):
 
 
 @cache
-def make_multiply(config, signature, n):
-    """multiply(p, tile, base, stage, phase, warpgroup, thread) -> (64 x n sums, where they go).
-
-    The sums fill the beginning of as many registers as the largest n takes, so that one epilogue
-    serves every n. Where they go is worked out while the last products are under way.
-    """
-    at = Layout(config, signature)
-    stages, stage_bytes, full, most = config.stages, at.stage_bytes, at.full, config.n_max // 2
-    a_across, b_across = signature.a_order == "col", signature.b_order == "row"
-    zeros = make_zeros(n // 2, within=most)
-    wgmma = ptx.make_wgmma(at.kind, n, b_across, a_across, within=most)
-    result, release = ptx.make_wgmma_result(n, within=most), make_release(config, signature)
-    # Steps of 32 bytes of k, or of 16 rows of k, in units of 16 bytes.
-    b_step, a_step = (128 if b_across else 2), (128 if a_across else 2)
-    weights = ptx.make_descriptor(WEIGHT_BYTES // 2, 1024)
-    tokens = ptx.make_descriptor(64 * ROW_BYTES, 1024)
-    zero_tail, ragged_k = make_zero_tail(config, signature), signature.ragged_k
-    target, _ = make_targets(signature)
+def make_release(config, signature):
+    """release(base, place): tells all blocks that load into a stage that this warp is through with it; -1: with
+    none."""
+    arrive, empty = ptx.make_arrive_at_each(config.cluster), Layout(config, signature).empty
 
     @synchronising
-    def multiply(p, tile, base, stage, phase, warpgroup, thread):
-        depth, tail, g, start, i0, j = tile
-        acc = zeros()
-        lane = int32(thread & 31)
-        before = int32(-1)
-        for block in range(depth):
-            where = int32(base + stage * stage_bytes)
-            ptx.mbarrier_wait(base + full + stage * 8, phase)
-            if ragged_k and tail != 0 and block == depth - 1:
-                zero_tail(where, tail, n, warpgroup * 128 + thread)
-            b = weights(where + warpgroup * (WEIGHT_BYTES // 2))
-            a = tokens(where + WEIGHT_BYTES)
-            ptx.wgmma_fence()
-            acc = wgmma(acc, b, a)
-            acc = wgmma(acc, b + b_step, a + a_step)
-            acc = wgmma(acc, b + 2 * b_step, a + 2 * a_step)
-            acc = wgmma(acc, b + 3 * b_step, a + 3 * a_step)
-            ptx.wgmma_commit()
+    def release(base, place):
+        arrive(int32(base + empty + place * 8), place)
+
+    return release
+
+
+@cache
+def make_block(config, signature, n):
+    """block(acc, base, ring, warpgroup) -> acc: waits for a stage and starts to multiply it.
+
+    The sums fill the beginning of as many registers as the largest n takes.
+    """
+    at = Layout(config, signature)
+    a_across, b_across = signature.a_order == "col", signature.b_order == "row"
+    # Steps of 32 bytes of k, or of 16 rows of k, in units of 16 bytes.
+    steps = tuple((step * (128 if b_across else 2), step * (128 if a_across else 2)) for step in range(4))
+    wgmma = ptx.make_wgmma(at.kind, n, b_across, a_across, within=config.n_max // 2, steps=steps)
+    weights = ptx.make_descriptor(WEIGHT_BYTES // 2, 1024)
+    tokens = ptx.make_descriptor(64 * ROW_BYTES, 1024)
+    full = at.full
+
+    @synchronising
+    def block(acc, base, ring, warpgroup):
+        ptx.mbarrier_wait(int32(base + full + ring.place * 8), ring.parity)
+        stage = int32(base + ring.at)
+        b, a = weights(int32(stage + warpgroup * (WEIGHT_BYTES // 2))), tokens(int32(stage + WEIGHT_BYTES))
+        ptx.wgmma_fence()
+        acc = wgmma(acc, b, a)
+        ptx.wgmma_commit()
+        return acc
+
+    return block
+
+
+class Results(NamedTuple):
+    """Packed results of a tile that are still to be stored: the `rows` before row `end`, 64 columns from `column`
+    on."""
+
+    column: int
+    end: int
+    group: int
+    rows: int
+
+
+@cache
+def make_send(config, signature):
+    """send(words, to, base, maps, warpgroup, thread) -> (words, to): the first LATE_ROWS rows leave by the copy engine.
+
+    The map counts rows back from `end` and drops what would lie behind it, as it drops columns that do not exist.
+    """
+    at = Layout(config, signature)
+    staging_at, staging_bytes = at.staging, at.staging_bytes
+    _, _, put, drop = make_late(config.n_max, signature.compute)
+
+    @synchronising
+    def send(words, to, base, maps, warpgroup, thread):
+        staging, far = int32(base + staging_at + warpgroup * staging_bytes), int32(FAR)
+        sender = int32(thread == 0)
+        ptx.tma_store_read(sender)  # the staging of the round before
+        ptx.named_barrier(int32(warpgroup + 1), WARPGROUP)
+        put(words, lane_address_16(staging, thread))
+        ptx.fence_async()
+        ptx.named_barrier(int32(warpgroup + 1), WARPGROUP)
+        where = (to.column, int32(far - to.rows), to.end, far, to.group)
+        ptx.tma_store(sender, staging, maps + OUT_MAP * MAP_BYTES, where)
+        return drop(words), Results(to.column, to.end, to.group, int32(to.rows - LATE_ROWS))
+
+    return send
+
+
+@synchronising
+def results_of(p, tile, rank, warpgroup):
+    """Where a warpgroup's part of a tile goes."""
+    g, end = group_of(tile), int32(tile.row + tile.rows)
+    column = int32(tile.column + rank * COLUMNS + warpgroup * (COLUMNS // 2))
+    if p.jagged == JAGGED_M:
+        g, end = int32(0), int32(end + tile.start)
+    return Results(column, end, g, tile.rows)
+
+
+@cache
+def make_multiply_and_send(config, signature, n):
+    """multiply(words, to, maps, base, ring, size, blocks, warpgroup, thread) -> (words, ring).
+
+    All blocks of a tile. While the first ones are multiplied, the results of the tile before leave; those of this one
+    are kept in their place.
+    """
+    most = config.n_max // 2
+    zeros, result = make_zeros(n // 2, within=most), ptx.make_wgmma_result(n, within=most)
+    block, send, release = (
+        make_block(config, signature, n),
+        make_send(config, signature),
+        make_release(config, signature),
+    )
+    advance, pack = make_ring(config, signature)[2], make_late(config.n_max, signature.compute)[1](n)
+
+    @synchronising
+    def multiply(words, to, maps, base, ring, size, blocks, warpgroup, thread):
+        acc, before, left = zeros(), int32(-1), blocks
+        while to.rows > 0:
+            acc = block(acc, base, ring, warpgroup)
+            words, to = send(words, to, base, maps, warpgroup, thread)
             _wait_one()
-            if before >= 0:
-                release(base, before, lane)
-            before = stage
-            stage = int32(stage + 1)
-            if stage == stages:
-                stage = int32(0)
-                phase = int32(phase ^ 1)
-        out = target(p, g, start, i0, j)
+            release(base, before)
+            before, ring, left = ring.place, advance(ring, size), int32(left - 1)
+        while left > 0:
+            acc = block(acc, base, ring, warpgroup)
+            _wait_one()
+            release(base, before)
+            before, ring, left = ring.place, advance(ring, size), ptx.unforeseen(int32(left - 1))
         acc = result(acc)
-        if before >= 0:
-            release(base, before, lane)
-        return acc, out
+        release(base, before)
+        return pack(acc), ring
 
     return multiply
 
 
 @cache
-def make_dispatch(config, signature):
-    """dispatch(height, ...): `multiply` for tiles of that height, found by halving."""
+def make_multiply(config, signature, n):
+    """multiply(p, tile, base, ring, size, blocks, rank, warpgroup, thread) -> (sums, where they go, ring).
+
+    One epilogue serves every n. Where the sums go is worked out while the last products are under way.
+    """
+    most = config.n_max // 2
+    zeros, result = make_zeros(n // 2, within=most), ptx.make_wgmma_result(n, within=most)
+    block, advance = make_block(config, signature, n), make_ring(config, signature)[2]
+    release, target = make_release(config, signature), make_targets(signature)[0]
+
+    @synchronising
+    def multiply(p, tile, base, ring, size, blocks, rank, warpgroup, thread):
+        acc, before, left = zeros(), int32(-1), blocks
+        while left > 0:
+            acc = block(acc, base, ring, warpgroup)
+            _wait_one()
+            release(base, before)
+            before, ring, left = ring.place, advance(ring, size), ptx.unforeseen(int32(left - 1))
+        j = int32(tile.column + rank * COLUMNS + warpgroup * (COLUMNS // 2))
+        out = target(p, group_of(tile), tile.start, tile.row, j)
+        acc = result(acc)
+        release(base, before)
+        return acc, out, ring
+
+    return multiply
+
+
+def _by_height(config, make_leaf, make_choice):
+    """dispatch(height, ...): the function of make_leaf(n) for the least n that covers so many rows, found by
+    halving."""
 
     def build(heights):
         if len(heights) == 1:
             return make_leaf(heights[0])
         middle = len(heights) // 2
-        lower, upper, limit = build(heights[:middle]), build(heights[middle:]), heights[middle - 1]
-
-        @synchronising
-        def halve(height, p, tile, base, stage, phase, warpgroup, thread):
-            if height <= limit:
-                found = lower(height, p, tile, base, stage, phase, warpgroup, thread)
-            else:
-                found = upper(height, p, tile, base, stage, phase, warpgroup, thread)
-            return found
-
-        return halve
-
-    def make_leaf(n):
-        multiply = make_multiply(config, signature, n)
-
-        @synchronising
-        def leaf(_, p, tile, base, stage, phase, warpgroup, thread):
-            return multiply(p, tile, base, stage, phase, warpgroup, thread)
-
-        return leaf
+        return make_choice(build(heights[:middle]), build(heights[middle:]), heights[middle - 1])
 
     return build(list(range(config.step, config.n_max + 1, config.step)))
 
 
 @cache
-def make_consumer(config, signature):
-    """consume(p, q, alpha, beta, base, warpgroup, thread): the whole life of a consumer thread.
+def make_dispatch_and_send(config, signature):
+    """dispatch(height, ...): `make_multiply_and_send` for tiles of that height."""
 
-    `q` is what a kernel is launched with beside `p`; this one has nothing.
+    def make_choice(lower, upper, limit):
+        @synchronising
+        def choose(height, words, to, maps, base, ring, size, blocks, warpgroup, thread):
+            if height <= limit:
+                found = lower(height, words, to, maps, base, ring, size, blocks, warpgroup, thread)
+            else:
+                found = upper(height, words, to, maps, base, ring, size, blocks, warpgroup, thread)
+            return found
+
+        return choose
+
+    def make_leaf(n):
+        multiply = make_multiply_and_send(config, signature, n)
+
+        @synchronising
+        def leaf(_, words, to, maps, base, ring, size, blocks, warpgroup, thread):
+            return multiply(words, to, maps, base, ring, size, blocks, warpgroup, thread)
+
+        return leaf
+
+    return _by_height(config, make_leaf, make_choice)
+
+
+@cache
+def make_dispatch(config, signature):
+    """dispatch(height, ...): `make_multiply` for tiles of that height."""
+
+    def make_choice(lower, upper, limit):
+        @synchronising
+        def choose(height, p, tile, base, ring, size, blocks, rank, warpgroup, thread):
+            if height <= limit:
+                found = lower(height, p, tile, base, ring, size, blocks, rank, warpgroup, thread)
+            else:
+                found = upper(height, p, tile, base, ring, size, blocks, rank, warpgroup, thread)
+            return found
+
+        return choose
+
+    def make_leaf(n):
+        multiply = make_multiply(config, signature, n)
+
+        @synchronising
+        def leaf(_, p, tile, base, ring, size, blocks, rank, warpgroup, thread):
+            return multiply(p, tile, base, ring, size, blocks, rank, warpgroup, thread)
+
+        return leaf
+
+    return _by_height(config, make_leaf, make_choice)
+
+
+@cache
+def make_sending_consumer(config, signature):
+    """consume(p, q, alpha, beta, longest_k, maps, base, rank, warpgroup, thread): the whole life of a consumer thread.
+
+    Results wait in registers and leave while the next tile is multiplied. `q` is what a kernel is launched with beside
+    `p`; this one has nothing. `longest_k`: up to which k stages are as large as the rows of their tile need.
     """
-    at, stages = Layout(config, signature), config.stages
-    slot_full, slot_empty, slots_at, staging_at, bk = at.slot_full, at.slot_empty, at.slots, at.staging, at.bk
-    dispatch = make_dispatch(config, signature)
+    bk, take, half = Layout(config, signature).bk, make_take(config, signature), make_half(config)
+    (bytes_of, fit, _), send = make_ring(config, signature), make_send(config, signature)
+    nothing, dispatch = make_late(config.n_max, signature.compute)[0], make_dispatch_and_send(config, signature)
+
+    @synchronising
+    def consume(p, q, alpha, beta, longest_k, maps, base, rank, warpgroup, thread):
+        ring, number, words, none = first_place(), int32(0), nothing(), int32(0)
+        to = Results(none, none, none, none)
+        if thread == 0:
+            ptx.fence_tensormap(maps + OUT_MAP * MAP_BYTES)
+        while True:
+            tile = half(take(base, number), rank)
+            if tile.height == STOP:
+                break
+            size, blocks = bytes_of(p, longest_k, tile), int32((tile.k + (bk - 1)) // bk)
+            if blocks > 0:
+                ring = fit(ring, size)
+            while to.rows > blocks * LATE_ROWS:  # fewer blocks than there are rows to store
+                words, to = send(words, to, base, maps, warpgroup, thread)
+            words, ring = dispatch(tile.height, words, to, maps, base, ring, size, blocks, warpgroup, thread)
+            to = results_of(p, tile, rank, warpgroup)
+            number = int32(number + 1)
+        while to.rows > 0:
+            words, to = send(words, to, base, maps, warpgroup, thread)
+        ptx.tma_store_wait()
+
+    return consume
+
+
+@cache
+def make_storing_consumer(config, signature):
+    """The same for results that the copy engine cannot store."""
+    at, take, half = Layout(config, signature), make_take(config, signature), make_half(config)
+    staging_at, staging_bytes, bk = at.staging, at.staging_bytes, at.bk
+    dispatch, (bytes_of, fit, _) = make_dispatch(config, signature), make_ring(config, signature)
     write = make_write(config.n_max, signature.compute, make_targets(signature)[1])
 
     @synchronising
-    def consume(p, q, alpha, beta, base, warpgroup, thread):
-        stage, phase, slot_step = int32(0), int32(0), int32(0)
-        staging = base + staging_at + warpgroup * STAGING
+    def consume(p, q, alpha, beta, longest_k, maps, base, rank, warpgroup, thread):
+        ring, number = first_place(), int32(0)
+        staging = int32(base + staging_at + warpgroup * staging_bytes)
         while True:
-            slot = slot_step & (SLOTS - 1)
-            record = base + slots_at + slot * SLOT_BYTES
-            ptx.mbarrier_wait(base + slot_full + slot * 8, (slot_step // SLOTS) & 1)
-            height, depth = ptx.load_shared_i64x2(record)
-            g, start = ptx.load_shared_i64x2(record + 16)
-            i0, j0 = ptx.load_shared_i64x2(record + 32)
-            rows, n = ptx.load_shared_i64x2(record + 48)
-            k, _ = ptx.load_shared_i64x2(record + 64)
-            ptx.mbarrier_arrive(base + slot_empty + slot * 8)
-            slot_step = int32(slot_step + 1)
-            if height == 0:
+            tile = half(take(base, number), rank)
+            if tile.height == STOP:
                 break
-            tail = int32(0)
-            if p.jagged == JAGGED_K:
-                tail = int32(k % bk)
-            tile = int32(depth), tail, g, start, i0, j0 + warpgroup * 64
-            acc, out = dispatch(int32(height), p, tile, base, stage, phase, warpgroup, thread)
-            columns = int32(n - j0) - int32(warpgroup * 64)
-            write(acc, staging, warpgroup + 1, p, tile, out, alpha, beta, int32(rows), columns, thread)
-            after = int32(stage + depth)
-            phase = int32(phase ^ ((after // stages) & 1))
-            stage = int32(after % stages)
+            size, blocks = bytes_of(p, longest_k, tile), int32((tile.k + (bk - 1)) // bk)
+            if blocks > 0:
+                ring = fit(ring, size)
+            acc, out, ring = dispatch(tile.height, p, tile, base, ring, size, blocks, rank, warpgroup, thread)
+            j = int32(tile.column + rank * COLUMNS + warpgroup * (COLUMNS // 2))
+            place = group_of(tile), tile.start, tile.row, j
+            write(acc, staging, warpgroup + 1, p, place, out, alpha, beta, tile.rows, int32(tile.width - j), thread)
+            number = int32(number + 1)
 
     return consume
 
 
 # The kernel: barriers, then a role for each warp.
 
-REGISTERS = 72, 216
+REGISTERS = 56, 224
 """Of a producing and of a consuming thread."""
 CONSUMER_WARPS = CONSUMERS // 32
+LOADERS = 2
 
 
 @cache
-def make_kernel(config, signature, make_consumer=make_consumer, registers=REGISTERS):
-    """The kernel for one pipeline shape and one set of dtypes and layouts, with `registers` for its two roles."""
-    less, more = ptx.make_setmaxnreg(registers[0], False), ptx.make_setmaxnreg(registers[1], True)
-    at = Layout(config, signature)
-    stages, full, empty, slot_full, slot_empty = config.stages, at.full, at.empty, at.slot_full, at.slot_empty
-    cluster, turn_full, turn_empty = config.cluster, at.turn_full, at.turn_empty
-    produce, consume = make_producer(config, signature), make_consumer(config, signature)
-    zero_unowned = make_zero_unowned()
-    helpers = 96
+def make_barriers(config, signature):
+    """init(base): sets the barriers of a block up."""
+    at, cluster = Layout(config, signature), config.cluster
+    places, full, empty, tile_full, tile_empty, ask = at.places, at.full, at.empty, at.tile_full, at.tile_empty, at.ask
 
     @synchronising
-    def run(p, q, alpha, beta, maps, counters):
+    def init(base):
+        for place in range(places):
+            ptx.mbarrier_init(int32(base + full + place * 8), LOADERS)
+            ptx.mbarrier_init(int32(base + empty + place * 8), CONSUMER_WARPS * cluster)
+        for slot in range(SLOTS):
+            ptx.mbarrier_init(int32(base + tile_full + slot * 8), 1)
+            # All warps that multiply or load, and the threads that announce in other blocks.
+            readers = (CONSUMER_WARPS + LOADERS) * cluster + (cluster - 1)
+            ptx.mbarrier_init(int32(base + tile_empty + slot * 8), readers)
+        ptx.mbarrier_init(int32(base + ask), 1)
+        ptx.fence_mbarrier_init()
+        ptx.fence_async()
+
+    return init
+
+
+@cache
+def make_kernel(config, signature, make_consumer=None):
+    """The kernel for one pipeline shape and one set of dtypes and layouts."""
+    less, more = ptx.make_setmaxnreg(REGISTERS[0], False), ptx.make_setmaxnreg(REGISTERS[1], True)
+    cluster, init = config.cluster, make_barriers(config, signature)
+    load_weights, load_rows = make_load_weights(config, signature), make_load_rows(config, signature)
+    count_all, announce_tiles = make_finder(config, signature)[0], make_announce(config, signature)
+    consume = (make_consumer or (make_sending_consumer if signature.sent else make_storing_consumer))(config, signature)
+    zero_unowned = make_zero_lines(ptx.store_global_u32x4, ptx.unforeseen_wide)
+
+    @synchronising
+    def produce(p, longest_k, maps, counters, base, rank, all_tiles, warp, lane):
+        if warp == 0:
+            load_weights(p, longest_k, maps, base, rank)
+        elif warp == 1:
+            load_rows(p, longest_k, maps, base, rank)
+        elif warp == 2:
+            if lane == 0:
+                announce_tiles(p, counters, base, rank, all_tiles)
+        elif p.zeroes != 0:
+            zero_unowned(p, lane, cuda.blockIdx.x, cuda.gridDim.x)
+
+    @synchronising
+    def run(p, q, alpha, beta, longest_k, maps, counters):
         base = (shared_address(cuda.shared.array(0, np.uint8)) + int32(1023)) & int32(~1023)
         thread = int32(cuda.threadIdx.x)
-        if thread == 0:
-            for stage in range(stages):
-                ptx.mbarrier_init(base + full + stage * 8, 1)
-                ptx.mbarrier_init(base + empty + stage * 8, CONSUMER_WARPS * cluster)
-            for slot in range(SLOTS):
-                ptx.mbarrier_init(base + slot_full + slot * 8, 1)
-                ptx.mbarrier_init(base + slot_empty + slot * 8, CONSUMERS)
-            for slot in range(TURNS):
-                ptx.mbarrier_init(base + turn_full + slot * 8, 1)
-                ptx.mbarrier_init(base + turn_empty + slot * 8, cluster)
-            ptx.fence_mbarrier_init()
+        warp, rank = cuda.shfl_sync(ALL, int32(thread >> 5), 0), int32(0)  # known to be the same for a whole warp
+        if cluster > 1:
+            rank = ptx.cluster_rank()
+        if warp == WARPS - 1 and ptx.elected():
+            init(base)
+        cuda.syncwarp()
+        ptx.grid_dependents_launch()
+        ptx.grid_dependency_wait()
         if cluster > 1:
             ptx.cluster_arrive()
+        all_tiles = count_all(p, base, thread)
+        cuda.syncthreads()
+        if cluster > 1:
             ptx.cluster_wait()
-        else:
-            cuda.syncthreads()
-        # Set up by now, maybe before the kernel in front of this one has ended; nothing of its was read yet.
-        ptx.grid_dependents_launch()
-        if thread >= 32:
-            ptx.grid_dependency_wait()
-        if thread < 128:
+        if warp < 4:
             less()
-            if thread < 32:
-                produce(p, maps, counters, base, thread)
-            elif p.zeroes != 0:
-                zero_unowned(p, cuda.blockIdx.x * helpers + thread - 32, cuda.gridDim.x * helpers)
+            produce(p, longest_k, maps, counters, base, rank, all_tiles, warp, int32(thread & 31))
         else:
             more()
-            consume(p, q, types.float32(alpha), types.float32(beta), base, thread // 128 - 1, thread % 128)
-        if cluster > 1:  # a block must not end while another may still write into it
-            ptx.cluster_arrive()
-            ptx.cluster_wait()
+            warpgroup = int32((warp >> 2) - 1)
+            of_sums, of_c = types.float32(alpha), types.float32(beta)
+            consume(p, q, of_sums, of_c, longest_k, maps, base, rank, warpgroup, int32(thread & 127))
 
     @kernel
-    def hopper(p, alpha, beta, maps, counters):
-        run(p, 0, alpha, beta, maps, counters)
+    def hopper(p, alpha, beta, longest_k, maps, counters):
+        run(p, 0, alpha, beta, longest_k, maps, counters)
 
     @kernel
-    def hopper_float8(p, q, alpha, beta, maps, counters):
-        run(p, q, alpha, beta, maps, counters)
+    def hopper_float8(p, q, alpha, beta, longest_k, maps, counters):
+        run(p, q, alpha, beta, longest_k, maps, counters)
 
     return hopper_float8 if isinstance(signature, Float8Signature) else hopper

@@ -20,18 +20,19 @@ from numba import cuda
 from numba.cuda import types
 
 from multigemm.backends.numba.arguments import JAGGED_M, JAGGED_N
-from multigemm.backends.numba.config import COLUMNS, ROW_BYTES, SLOT_BYTES, SLOTS, WEIGHT_BYTES, Layout
+from multigemm.backends.numba.config import COLUMNS, RECORD_BYTES, ROW_BYTES, SLOTS, WEIGHT_BYTES, Layout
 from multigemm.backends.numba.kernels import hopper, ptx
 from multigemm.backends.numba.kernels.hopper import make_release, make_targets
+from multigemm.backends.numba.kernels.hopper_tiles import STOP, group_of, read_tile
 from multigemm.backends.numba.kernels.memory import element_pointer, loader
 from multigemm.backends.numba.kernels.ptx import F32, I32, I64, LLVM, emitted, floats, make_zeros
 from multigemm.backends.numba.kernels.runtime import synchronising
 from multigemm.backends.numba.kernels.schedule import ALL
 from multigemm.backends.numba.kernels.tensor_epilogue import STRIP, make_strip_write
 
-TALL_REGISTERS = 56, 224
-"""Of a producing and of a consuming thread where two strips have 128 sums, beside 64 of the stage."""
 SCALE_BYTES = 4
+BLOCK_K = 128
+"""k of a stage."""
 STRIP_BYTES = STRIP * ROW_BYTES
 HALF = COLUMNS // 2
 int32, int64, float32 = types.int32, types.int64, types.float32
@@ -123,11 +124,16 @@ def share_of(rows, columns, warpgroup):
 @synchronising
 def read_part(record):
     """(group, its start, first row and first column in it, rows, columns) of this warpgroup's part of a tile."""
-    g, start = ptx.load_shared_i64x2(record + 16)
-    i0, j0 = ptx.load_shared_i64x2(record + 32)
-    rows, n = ptx.load_shared_i64x2(record + 48)
-    row, column, rows, columns, _ = share_of(int32(rows), int32(n - j0), int32((ptx.thread_again() >> 7) - 1))
-    return g, start, i0 + row, j0 + column, rows, columns
+    tile = read_tile(record)
+    first = int32(tile.column + ptx.cluster_rank() * COLUMNS)
+    row, column, rows, columns, _ = share_of(tile.rows, int32(tile.width - first), int32((ptx.thread_again() >> 7) - 1))
+    return group_of(tile), tile.start, int32(tile.row + row), int32(first + column), rows, columns
+
+
+@synchronising
+def depth_of(k):
+    """The blocks of k."""
+    return int32((k + (BLOCK_K - 1)) // BLOCK_K)
 
 
 @cache
@@ -223,8 +229,7 @@ def make_finish(strips, width, most):
 
     @synchronising
     def finish(p, q, sums, record):
-        _, depth = ptx.load_shared_i64x2(record)
-        if depth == 0:
+        if read_tile(record).k == 0:
             return sums
         of_a, of_b, each = find_scales(p, q, record)
         column, last = lane_columns(record)
@@ -325,7 +330,7 @@ def make_multiply(config, signature, strips, width):
                     of_a += q.scale_a_deep * SCALE_BYTES
                     next_a = _single(of_a, 0)
             parts = result(parts)
-            release(base, stage, int32(ptx.thread_again() & 31))
+            release(base, stage)
             stage = int32(stage + 1)
             if stage == stages:
                 stage = int32(0)
@@ -379,8 +384,9 @@ def make_prefetch(signature):
 
     @synchronising
     def prefetch(p, q, record):
-        height, depth = ptx.load_shared_i64x2(record)
-        if height != 0 and depth != 0:
+        tile = read_tile(record)
+        depth = depth_of(tile.k)
+        if tile.height != STOP and depth != 0:
             of_a, of_b, each = find_scales(p, q, record)
             lane, last = int32(ptx.thread_again() & 31), lane_columns(record)[1]
             if along_k:
@@ -395,35 +401,37 @@ def make_prefetch(signature):
 
 @cache
 def make_consumer(config, signature):
-    """consume(p, q, alpha, beta, base, warpgroup, thread): the whole life of a consumer thread; `q` are the `Grids`."""
+    """consume(...): the whole life of a consumer thread, as in `hopper`; `q` are the `Grids`."""
     at, dispatch = Layout(config, signature), make_dispatch(config, signature)
-    slot_full, slot_empty, slots_at, staging_at = at.slot_full, at.slot_empty, at.slots, at.staging
+    full, empty, records, staging_at = at.tile_full, at.tile_empty, at.records, at.staging
     write = make_strip_write(config.n_max // STRIP, signature.out, read_part, *make_targets(signature))
-    prefetch, whole = make_prefetch(signature), signature.scales == "whole"
+    prefetch, whole, leave = make_prefetch(signature), signature.scales == "whole", ptx.make_arrive_at_each(1)
 
     @synchronising
-    def consume(p, q, alpha, beta, base, warpgroup, thread):
-        stage, phase, slot_step = int32(0), int32(0), int32(0)
+    def consume(p, q, alpha, beta, longest_k, maps, base, rank, warpgroup, thread):
+        stage, phase, number = int32(0), int32(0), int32(0)
         while True:
-            slot = slot_step & (SLOTS - 1)
-            record = base + slots_at + slot * SLOT_BYTES
-            ptx.mbarrier_wait(base + slot_full + slot * 8, (slot_step // SLOTS) & 1)
-            height, depth = ptx.load_shared_i64x2(record)
-            if height == 0:
+            slot = int32(number & (SLOTS - 1))
+            record, done = int32(base + records + slot * RECORD_BYTES), int32(base + empty + slot * 8)
+            ptx.mbarrier_wait(int32(base + full + slot * 8), int32((number // SLOTS) & 1))
+            tile = read_tile(record)
+            if tile.height == STOP:
+                cuda.syncwarp()
+                leave(done, int32(0))
                 break
             if whole:
                 prefetch(p, q, record)
-            rows, _ = ptx.load_shared_i64x2(record + 48)
-            row, column, _, _, strips = share_of(int32(rows), int32(0), int32(warpgroup))
+            row, column, _, _, strips = share_of(tile.rows, int32(0), int32(warpgroup))
             first = int32(row + column)
-            sums, stage, phase = dispatch(strips, p, q, base, stage, phase, int32(depth), record, first)
-            slot_step = int32(slot_step + 1)
-            after = slot_step & (SLOTS - 1)
+            sums, stage, phase = dispatch(strips, p, q, base, stage, phase, depth_of(tile.k), record, first)
+            number = int32(number + 1)
+            after = int32(number & (SLOTS - 1))
             if not whole:  # the next tile's scales come while this one's results leave
-                ptx.mbarrier_wait(base + slot_full + after * 8, (slot_step // SLOTS) & 1)
-                prefetch(p, q, base + slots_at + after * SLOT_BYTES)
+                ptx.mbarrier_wait(int32(base + full + after * 8), int32((number // SLOTS) & 1))
+                prefetch(p, q, int32(base + records + after * RECORD_BYTES))
             write(sums, p, record, base + staging_at, alpha, beta)
-            ptx.mbarrier_arrive(base + slot_empty + slot * 8)
+            cuda.syncwarp()
+            leave(done, int32(0))
 
     return consume
 
@@ -431,5 +439,4 @@ def make_consumer(config, signature):
 @cache
 def make_kernel(config, signature):
     """The kernel for one pipeline shape, two formats, and scales that change along k or do not."""
-    registers = TALL_REGISTERS if config.n_max > 2 * STRIP else hopper.REGISTERS
-    return hopper.make_kernel(config, signature, make_consumer, registers)
+    return hopper.make_kernel(config, signature, make_consumer)

@@ -202,14 +202,14 @@ load_shared_f64 = instruction("ld.shared.f64 $0, [$1];", F64, I32)
 load_shared_f64x2 = instruction("ld.shared.v2.f64 {$0, $1}, [$2];", types.UniTuple(F64, 2), I32)
 load_shared_f32x4 = instruction("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", floats(4), I32)
 load_shared_u32x4 = instruction("ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];", words(4), I32)
-load_shared_i64x2 = instruction("ld.shared.v2.s64 {$0, $1}, [$2];", types.UniTuple(types.int64, 2), I32)
 store_shared_f32 = instruction("st.shared.f32 [$0], $1;", None, I32, F32)
 store_shared_f64 = instruction("st.shared.f64 [$0], $1;", None, I32, F64)
 store_shared_u8 = instruction("st.shared.u8 [$0], $1;", None, I32, types.int16)
 store_shared_u16 = instruction("st.shared.u16 [$0], $1;", None, I32, types.int16)
 store_shared_u32 = instruction("st.shared.u32 [$0], $1;", None, I32, I32)
 store_shared_u32x4 = instruction("st.shared.v4.u32 [$0], {$1, $2, $3, $4};", None, I32, words(4))
-store_shared_i64x2 = instruction("st.shared.v2.s64 [$0], {$1, $2};", None, I32, I64, I64)
+load_shared_i64 = instruction("ld.shared.s64 $0, [$1];", I64, I32)
+store_shared_i64 = instruction("st.shared.s64 [$0], $1;", None, I32, I64)
 store_global_u32 = instruction("st.global.u32 [$0], $1;", None, I64, I32)
 store_global_u32x4 = instruction("st.global.v4.u32 [$0], {$1, $2, $3, $4};", None, I64, words(4))
 store_global_u32x2 = instruction("st.global.v2.u32 [$0], {$1, $2};", None, I64, words(2))
@@ -243,16 +243,34 @@ mbarrier_wait = instruction(
     None, I32, I32,
 )  # fmt: skip
 """(barrier, parity): returns when that phase has ended."""
-mbarrier_arrive_cluster = instruction("mbarrier.arrive.shared::cluster.b64 _, [$0];", None, I32)
-"""The same for a barrier of any block of the cluster, at an address from `map_shared`."""
-map_shared = instruction("mapa.shared::cluster.u32 $0, $1, $2;", I32, I32, I32, effects=False)
-"""(shared address, rank) -> the address of the same place in that block of the cluster."""
-store_async = instruction(
-    "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [$0], $1, [$2];", None, I32, I32, I32
-)
-"""(shared address, word, barrier), both in one block of the cluster: stores, and counts 4 bytes on the barrier."""
+
+
+@cache
+def make_arrive_at_each(blocks):
+    """arrive(barrier, wanted): a warp arrives once at this barrier of each of the first `blocks` of a cluster.
+
+    Not if `wanted` is negative. Without a branch, which would end products under way.
+    """
+    return instruction(
+        "{ .reg .pred p; .reg .b32 lane, there; mov.u32 lane, %laneid; "
+        f"setp.lt.u32 p, lane, {blocks}; setp.ge.and.s32 p, $1, 0, p; mapa.shared::cluster.u32 there, $0, lane; "
+        "@p mbarrier.arrive.shared::cluster.b64 _, [there]; }",
+        None, I32, I32,
+    )  # fmt: skip
+
+
+store_async_u32x4 = instruction(
+    "{ .reg .b32 there, counter; mapa.shared::cluster.u32 there, $0, $2; mapa.shared::cluster.u32 counter, $1, $2; "
+    "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {$3, $4, $5, $6}, [counter]; }",
+    None, I32, I32, I32, words(4),
+)  # fmt: skip
+"""(shared address, barrier, rank, words): stores in that block of the cluster, and counts 16 bytes on its barrier."""
+elected = instruction("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 $0, 1, 0, p; }", I32)
+"""Whether this is the one lane of a whole warp that shall do what follows, which the compiler then knows to run
+once."""
 cluster_rank = instruction("mov.u32 $0, %cluster_ctarank;", I32, effects=False)
-cluster_arrive = instruction("barrier.cluster.arrive.release.aligned;")
+cluster_arrive = instruction("barrier.cluster.arrive.relaxed.aligned;")
+"""Orders no memory, which `fence_mbarrier_init` has done for the barriers: a release would wait for all of the GPU."""
 cluster_wait = instruction("barrier.cluster.wait.acquire.aligned;")
 fence_mbarrier_init = instruction("fence.mbarrier_init.release.cluster;")
 fence_async = instruction("fence.proxy.async.shared::cta;")
@@ -269,37 +287,54 @@ def make_setmaxnreg(count, more):
     return instruction(f"setmaxnreg.{'inc' if more else 'dec'}.sync.aligned.u32 {count};")
 
 
+EVICT_FIRST, EVICT_NORMAL, EVICT_LAST = 0x12F0000000000000, 0x1000000000000000, 0x14F0000000000000
+"""What the L2 cache shall do with the lines of a box."""
+
+
 @cache
 def make_tma_load(rank):
-    """load(shared, map, barrier, coordinates[rank]): one box, counted in bytes on the barrier."""
+    """load(shared, map, barrier, coordinates[rank], hint): one box, counted in bytes on the barrier."""
     text = (
-        f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        f"[$0], [$1, {{{registers(3, rank)}}}], [$2];"
+        f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+        f"[$0], [$1, {{{registers(3, rank)}}}], [$2], ${3 + rank};"
     )
-    return instruction(text, None, I32, I64, I32, words(rank))
+    return instruction(text, None, I32, I64, I32, words(rank), I64)
 
 
 @cache
 def make_tma_multicast(rank):
-    """load(shared, map, barrier, coordinates[rank], mask): the same box into every block of the mask.
+    """load(shared, map, barrier, coordinates[rank], mask, hint): the same box into every block of the mask.
 
     Each of them receives it at the same shared address and counts the bytes on its own barrier.
     """
     text = (
-        f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-        f"[$0], [$1, {{{registers(3, rank)}}}], [$2], ${3 + rank};"
+        f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+        f".L2::cache_hint [$0], [$1, {{{registers(3, rank)}}}], [$2], ${3 + rank}, ${4 + rank};"
     )
-    return instruction(text, None, I32, I64, I32, words(rank), types.int16)
+    return instruction(text, None, I32, I64, I32, words(rank), types.int16, I64)
+
+
+tma_store = instruction(
+    "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p cp.async.bulk.tensor.5d.global.shared::cta.bulk_group "
+    "[$2, {$3, $4, $5, $6, $7}], [$1]; cp.async.bulk.commit_group; }",
+    None, I32, I32, I64, words(5),
+)  # fmt: skip
+"""(wanted, shared, map, coordinates): one box to memory, where `wanted` is not 0; without a branch, as above."""
+tma_store_read = instruction("{ .reg .pred p; setp.ne.b32 p, $0, 0; @p cp.async.bulk.wait_group.read 0; }", None, I32)
+"""(wanted): waits until this thread's stores have read shared memory."""
+tma_store_wait = instruction("cp.async.bulk.wait_group 0;")
+"""Waits until this thread's stores are done."""
 
 
 WGMMA = {"f16": ("f16", 16), "bf16": ("bf16", 16), "tf32": ("tf32", 8)}
 
 
 @cache
-def make_wgmma(kind, n, a_transposed=False, b_transposed=False, within=None):
-    """wgmma(acc[n/2], a, b) -> acc: m64 x n x 32 bytes of k, both operands by descriptor.
+def make_wgmma(kind, n, a_transposed=False, b_transposed=False, within=None, steps=(0,)):
+    """wgmma(acc[n/2], a, b) -> acc: m64 x n x 32 bytes of k at each of `steps`, both operands by descriptor.
 
-    `within`: acc is the beginning of that many registers, so that loops of different n can share what follows.
+    `within`: acc is the beginning of that many registers, so that loops of different n can share what follows. `steps`
+    are pairs of what to add to the descriptors of a and b, or numbers for both.
 
     Transposed means that the operand's own dimension (not k) is contiguous; 16-bit types only.
     Between `wgmma_fence` and `wgmma_commit`; acc may be read after `make_wgmma_wait`.
@@ -309,12 +344,15 @@ def make_wgmma(kind, n, a_transposed=False, b_transposed=False, within=None):
     transposes = "" if kind == "tf32" else f", {int(a_transposed)}, {int(b_transposed)}"
     if kind == "tf32" and (a_transposed or b_transposed):
         raise ValueError("tf32 operands of wgmma must be contiguous along k")
-    text = (
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0; "
-        f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{name}.{name} {{{registers(0, count)}}}, "
-        f"${2 * count}, ${2 * count + 1}, p, 1, 1{transposes}; }}"
-    )
-    return instruction(text, floats(count), floats(count), I64, I64, inout=True, within=within)
+    parts = ["{ .reg .pred p; .reg .b64 x, y; setp.ne.b32 p, 1, 0;"]
+    for step in steps:
+        of_a, of_b = step if isinstance(step, tuple) else (step, step)
+        parts.append(
+            f"add.s64 x, ${2 * count}, {of_a}; add.s64 y, ${2 * count + 1}, {of_b}; "
+            f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{name}.{name} {{{registers(0, count)}}}, "
+            f"x, y, p, 1, 1{transposes};"
+        )
+    return instruction(" ".join([*parts, "}"]), floats(count), floats(count), I64, I64, inout=True, within=within)
 
 
 @cache
@@ -363,6 +401,10 @@ def make_settled(count):
     return instruction("", floats(count), floats(count), inout=True)
 
 
+unforeseen = instruction("", I32, I32, inout=True)
+"""The same number, which the compiler cannot foresee: it leaves the loop that counts by it as it is."""
+unforeseen_wide = instruction("", I64, I64, inout=True)
+"""The same for 64 bits."""
 SWIZZLE_128 = 1 << 62
 
 

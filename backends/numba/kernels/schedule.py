@@ -1,8 +1,8 @@
 """The device schedulers: from a tile number to a group and a tile in it, without a walk over all groups.
 
-`make_schedule` is that of the plain-core kernel, by blocks; `make_warp_schedule` that of the
-tensor-core kernels, by warps. Within a group, tiles go through bands of `BAND` row tiles, columns
-next, so that neighbouring blocks share both operands in the L2 cache.
+`make_schedule` is that of the plain-core kernel, by blocks; `make_warp_schedule` that of the sm_80
+kernel, by warps; that of the Hopper kernels is in `hopper_tiles`. Within a group, tiles go through
+bands of `BAND` row tiles, columns next, so that neighbouring blocks share both operands in the L2 cache.
 """
 
 # mypy: ignore-errors
@@ -160,6 +160,17 @@ def make_schedule(bm, bn, threads):
     return scan, locate, tile_in_group
 
 
+@device
+def owned_span(p, total):
+    """(start of the first group, end of the last one) in the jagged extent."""
+    head, tail = total, total
+    if p.groups > 0:
+        head = start_of(p, 0, total)
+        last = start_of(p, p.groups - 1, total)
+        tail = clamp(load_index(p.ends, p.ends_wide, p.groups - 1), last, total)
+    return head, tail
+
+
 @cache
 def make_zero_unowned():
     """zero(p, worker, workers): writes 0 to the elements of out that no group owns, whatever their type."""
@@ -192,11 +203,7 @@ def make_zero_unowned():
         size = p.out_size
         if p.jagged == JAGGED_M or p.jagged == JAGGED_N:
             total = jagged_total(p)
-            head, tail = total, total
-            if p.groups > 0:
-                head = start_of(p, 0, total)
-                last = start_of(p, p.groups - 1, total)
-                tail = clamp(load_index(p.ends, p.ends_wide, p.groups - 1), last, total)
+            head, tail = owned_span(p, total)
             step = p.out_row if p.jagged == JAGGED_M else p.out_col
             rows, columns = (head, p.n) if p.jagged == JAGGED_M else (p.m, head)
             zero_box(p.out, rows, columns, p.out_row, p.out_col, size, worker, workers)
@@ -209,6 +216,71 @@ def make_zero_unowned():
                 zero_box(base, p.m - m, n, p.out_row, p.out_col, size, worker, workers)
 
     return zero_unowned
+
+
+@cache
+def make_zero_lines(store_16, unforeseen):
+    """zero(p, lane, warp, warps): the same by whole warps, a line at a time, 16 bytes to a lane where that fits."""
+    store_2, store_4, store_8 = storer("f16", "f32"), storer("f32", "f32"), storer("f64", "f32")
+    zero = caster("f32")(0)
+
+    @device
+    def unowned(p, part):
+        """(address, rows, columns) of one of the boxes that no group owns."""
+        base, rows, columns = p.out, p.m, p.n
+        if p.valid != 0:
+            m, _, _, _ = extent(p, part)
+            base += (part * p.out_group + m * p.out_row) * p.out_size
+            rows -= m
+        else:
+            total = jagged_total(p)
+            head, tail = owned_span(p, total)
+            length, step = head, p.out_row if p.jagged == JAGGED_M else p.out_col
+            if part > 0:
+                length = total - tail
+                base += tail * step * p.out_size
+            if p.jagged == JAGGED_M:
+                rows = length
+            else:
+                columns = length
+        return base, rows, columns
+
+    @device
+    def zero_line(at, columns, col_stride, size, lane):
+        column = types.int64(lane)
+        if col_stride == 1 and (at & 15) == 0:
+            tail = columns & 7 if size == 2 else columns & 3 if size == 4 else columns & 1
+            end, byte = at + (columns - tail) * size, at + lane * 16
+            while byte < end:
+                store_16(byte, (0, 0, 0, 0))
+                byte = unforeseen(byte + LANES * 16)
+            column += columns - tail
+        while column < columns:
+            if size == 2:
+                store_2(at, column * col_stride, zero)
+            elif size == 4:
+                store_4(at, column * col_stride, zero)
+            else:
+                store_8(at, column * col_stride, zero)
+            column = unforeseen(column + LANES)
+
+    @device
+    def zero_lines(p, lane, warp, warps):
+        parts = types.int64(0)
+        if p.valid != 0:
+            parts = p.groups
+        elif p.jagged == JAGGED_M or p.jagged == JAGGED_N:
+            parts = types.int64(2)
+        part = types.int64(0)
+        while part < parts:
+            base, rows, columns = unowned(p, part)
+            row = types.int64(warp)
+            while row < rows:
+                zero_line(base + row * p.out_row * p.out_size, columns, p.out_col, p.out_size, lane)
+                row = unforeseen(row + warps)
+            part = unforeseen(part + 1)
+
+    return zero_lines
 
 
 # One warp maps tile numbers to groups, ahead of the others.
@@ -247,14 +319,42 @@ def owner_of(low, high, number):
 
 
 @cache
-def make_warp_schedule(n_max, columns, step=ROUND):
-    """(scan, locate, piece) for pieces of at most n_max rows, a multiple of `step`, and tiles of `columns` columns."""
+def make_pieces(n_max, columns, step=ROUND):
+    """(count_of, piece) for pieces of at most n_max rows, a multiple of `step`, and tiles of `columns` columns."""
 
     @synchronising
     def count_of(m, n):
+        """The tiles of m x n results."""
         down = uint32(uint32(m) + uint32(n_max - 1)) // uint32(n_max)
         across = uint32(uint32(n) + uint32(columns - 1)) // uint32(columns)
         return int32(down * across)
+
+    @synchronising
+    def piece(m, n, number):
+        """(first row, rows, first column) of tile `number` of a group: rows fastest, in bands."""
+        m, number = int32(m), int32(number)
+        if m <= n_max:
+            return int32(0), m, int32(number * columns)
+        pieces = uint32(uint32(m) + uint32(n_max - 1)) // uint32(n_max)
+        even = uint32(uint32(m) + uint32(pieces) - uint32(1)) // uint32(pieces)
+        height = int32(uint32(uint32(even) + uint32(step - 1)) // uint32(step) * uint32(step))
+        across = uint32(uint32(n) + uint32(columns - 1)) // uint32(columns)
+        band = int32(0)
+        if pieces > BAND:
+            band = int32(uint32(number) // uint32(uint32(BAND) * uint32(across)))
+        inside = min(int32(BAND), int32(int32(pieces) - band * BAND))
+        rest = int32(number - band * BAND * int32(across))
+        column = int32(uint32(rest) // uint32(inside))
+        first = int32((band * BAND + rest - column * inside) * height)
+        return first, min(height, int32(m - first)), int32(column * columns)
+
+    return count_of, piece
+
+
+@cache
+def make_warp_schedule(n_max, columns, step=ROUND):
+    """(scan, locate, piece) for pieces of at most n_max rows, a multiple of `step`, and tiles of `columns` columns."""
+    count_of, piece = make_pieces(n_max, columns, step)
 
     @synchronising
     def count(p, g):
@@ -310,24 +410,5 @@ def make_warp_schedule(n_max, columns, step=ROUND):
                 before = cuda.shfl_sync(ALL, to, 31)
                 g = int32(g + LANES)
         return g, first, end
-
-    @synchronising
-    def piece(m, n, number):
-        """(first row, rows, first column) of tile `number` of a group: rows fastest, in bands."""
-        m, number = int32(m), int32(number)
-        if m <= n_max:
-            return int32(0), m, int32(number * columns)
-        pieces = uint32(uint32(m) + uint32(n_max - 1)) // uint32(n_max)
-        even = uint32(uint32(m) + uint32(pieces) - uint32(1)) // uint32(pieces)
-        height = int32(uint32(uint32(even) + uint32(step - 1)) // uint32(step) * uint32(step))
-        across = uint32(uint32(n) + uint32(columns - 1)) // uint32(columns)
-        band = int32(0)
-        if pieces > BAND:
-            band = int32(uint32(number) // uint32(uint32(BAND) * uint32(across)))
-        inside = min(int32(BAND), int32(int32(pieces) - band * BAND))
-        rest = int32(number - band * BAND * int32(across))
-        column = int32(uint32(rest) // uint32(inside))
-        first = int32((band * BAND + rest - column * inside) * height)
-        return first, min(height, int32(m - first)), int32(column * columns)
 
     return scan, locate, piece

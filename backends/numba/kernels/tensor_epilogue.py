@@ -196,16 +196,15 @@ def make_stage(acc, kept, turned_a, turned_b):
 
 
 # The Hopper kernel: a warpgroup holds 64 columns of C x n rows, each thread two neighbouring rows of one
-# column per register pair. Two ways out:
+# column per register pair. Three ways out:
 #
-# * `fast`: nothing but one rounding to a 16-bit type; `stmatrix` transposes into rows of 128 bytes,
-#   ROWS_16 at a time, and each thread moves 16 bytes;
+# * `sent`: nothing but one rounding to a 16-bit type, in lines that the copy engine (TMA) stores; see `make_late`;
+# * `fast`: the same for any lines of 16 bytes; `stmatrix` transposes into rows of 128 bytes, ROWS_16 at a time, and
+#   each thread moves 16 bytes;
 # * `general`: float32 rows of 256 bytes, ROWS_32 at a time, which `flush` brings to memory.
 
 WARPGROUP = 128
-ROWS_16, ROWS_32 = 128, 64
-STAGING = 16384
-"""Bytes of one warpgroup's staging."""
+ROWS_16, ROWS_32, LATE_ROWS = 64, 32, 64
 PASS_ROWS = 16
 """Rows of 128 bytes that the 128 threads of a warpgroup move at once."""
 
@@ -238,6 +237,39 @@ def _pack_and_store(builder, acc, first, kind, address, at=0, transposed=""):
         f"stmatrix.sync.aligned.m8n8.x4{transposed}.shared.b16 [$0+{at}], {{a, b, c, d}}; }}"
     )
     assembly(builder, text, [address, *(builder.extract_value(acc, first + i) for i in range(8))])
+
+
+@cache
+def make_late(n_max, kind):
+    """(nothing, packs, put, drop) for results that wait in registers, packed, while the next tile is multiplied.
+
+    nothing() -> no results; packs[n](acc) -> the 64 x n sums of a warpgroup as words of two neighbouring rows, those of
+    64 rows after each other; put(words, lane's address) transposes the first 64 rows into rows of 128 bytes in shared
+    memory; drop(words) -> the other ones, as the first.
+    """
+    fragment, each = ptx.words(n_max // 4), LATE_ROWS // 4
+
+    def pack(n):
+        def generate(builder, acc):
+            values = []
+            for i in range(n // 4):
+                pair = [builder.extract_value(acc, 2 * i + x) for x in range(2)]
+                values += assembly(builder, f"cvt.rn.{kind}x2.f32 $0, $2, $1;", pair, [LLVM[I32]], effects=False)
+            return ptx.replaced(builder, ptx.undefined(fragment), values)
+
+        return emitted(generate, fragment, floats(n_max // 2))
+
+    def put(builder, words, address):
+        for i in range(0, each, 4):
+            text = f"stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0+{i // 4 * 2048}], {{$1, $2, $3, $4}};"
+            assembly(builder, text, [address, *(builder.extract_value(words, i + x) for x in range(4))])
+
+    def drop(builder, words):
+        left = [builder.extract_value(words, i) for i in range(each, n_max // 4)]
+        return ptx.replaced(builder, ptx.undefined(fragment), left)
+
+    nothing = emitted(lambda builder: ptx.undefined(fragment), fragment)
+    return nothing, pack, emitted(put, types.void, fragment, I32), emitted(drop, fragment, fragment)
 
 
 @cache
@@ -325,6 +357,8 @@ def make_flush_16():
 # by side where there are several. Each warp has 16 of the rows, each thread neighbouring columns of two rows.
 
 STRIP = 64
+STAGING = 16384
+"""Bytes of one warpgroup's staging."""
 HALF_STAGING = STAGING // 2
 """Bytes of a round in 16 bits: two that lie side by side leave together."""
 ROUND_REGISTERS = STRIP * KEPT_COLUMNS // WARPGROUP
@@ -448,7 +482,7 @@ def make_write(n, kind, others):
 
     @synchronising
     def write_any(acc, staging, barrier, p, tile, out, alpha, beta, rows, columns, thread):
-        _, _, g, start, i0, j = tile
+        g, start, i0, j = tile
         out_at, out_row, out_col = out
         c, bias = others(p, g, start, i0, j)
         lower, upper = lane_address_32(staging, thread, 0), lane_address_32(staging, thread, 1)

@@ -1,4 +1,4 @@
-"""Quantised operands on the cpu backend: every form, granularity and dtype, and the corners of scales and formats."""
+"""Quantised operands on the cpu backend: the corners of scales and formats. `test_every_config` has generated ones."""
 
 from __future__ import annotations
 
@@ -9,80 +9,12 @@ import torch
 from torch import Tensor
 
 import multigemm as mg
-from multigemm import quantize as q
 from multigemm.backends.cpu.config import Config
 from multigemm.reference.verify import answer, judge
 from tests.support.quantised_rows import GRAINS, rows_alone_have_the_same_bits
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
-FORMS = ("jagged m", "shared", "jagged n", "jagged k", "batched", "masked", "list", "single")
 OFFSETS = [3, 3, 100, 131, 290]
-EPILOGUES: tuple[dict[str, Any], ...] = ({}, {"alpha": 0.5, "activation": "silu", "out_dtype": torch.float32})
-
-
-def quantised(form: str, grain: Any, formats: tuple[Any, Any], scale_dtype: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """a, b and the keywords: tails in every direction, an empty group, rows that no group owns."""
-    g = torch.Generator().manual_seed(len(form))
-
-    def new(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g)
-
-    cut: dict[str, Any] = {"offsets": OFFSETS}
-    left, right = formats
-    if form == "jagged k":
-        cut["jagged"] = "k"
-        x, w = new(37, 300), new(300, 29)
-    elif form == "jagged n":
-        cut["jagged"] = "n"
-        x, w = new(4, 37, 133), new(133, 300)
-    else:
-        x = new(300, 133) if form in ("jagged m", "shared", "single") else new(4, 131, 133)
-        w = new(133, 130) if form in ("shared", "single") else new(4, 133, 130)
-        if form not in ("jagged m", "shared"):
-            cut = {}
-    tall = grain if grain != "128x128" or x.dim() == 3 else "1x128"
-    wide = grain if grain != "128x128" or w.dim() == 3 or form in ("shared", "single") else "1x128"
-    if form == "shared" and grain == "group":
-        wide = "tensor"
-    a = q.quantize(x, left, tall, scale_dtype=scale_dtype, **cut)
-    of_b = cut if "jagged" in cut else {}
-    b = q.quantize(w, right, wide, side="b", scale_dtype=scale_dtype, **of_b)
-    options = {**cut, "scale_a": a.scale, "scale_b": b.scale}
-    if form == "masked":
-        options["valid_rows"] = [131, 0, 1, 77]
-    if form == "list":
-        for name in ("scale_a", "scale_b"):
-            options[name] = list(options[name]) if options[name].dim() > 1 else options[name]
-        return list(a.data), list(b.data), options
-    return a.data, b.data, options
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("grain", q.GRANULARITIES)
-@pytest.mark.parametrize("form", FORMS)
-def test_float8(form: str, grain: str) -> None:
-    for formats, scale_dtype in ((("e4m3", "e4m3"), torch.float32), (("e5m2", "e4m3"), E8M0)):
-        a, b, options = quantised(form, grain, formats, scale_dtype)
-        for more in EPILOGUES:
-            problem = mg.GroupedGemmProblem(a, b, **options, **more)
-            verdict = mg.verify(problem, mg.solve(problem, "cpu"))
-            assert verdict.ok, verdict.text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("grain", q.GRANULARITIES)
-@pytest.mark.parametrize("format", ["e4m3", "e5m2", "int8", "int4", "uint4", "e2m1"])
-def test_weights(format: Any, grain: str) -> None:
-    w, x = torch.randn(3, 132, 130), torch.randn(15, 132)
-    cut: dict[str, Any] = {"sizes": torch.tensor([6, 0, 8])}
-    for half in (torch.bfloat16, torch.float16):
-        for scale_dtype in (torch.float32, E8M0, half):
-            b = q.quantize(w, format, grain, side="b", zero=format == "uint4", scale_dtype=scale_dtype)
-            packed = format if format in ("int4", "uint4", "e2m1") else None
-            options: dict[str, Any] = {"scale_b": b.scale, "zero_b": b.zero, "b_format": packed, **cut}
-            problem = mg.GroupedGemmProblem(x.to(half), b.data, **options, bias=torch.randn(130))
-            verdict = mg.verify(problem, mg.solve(problem, "cpu"))
-            assert verdict.ok, verdict.text
 
 
 def test_weights_with_zero_points_of_either_sign() -> None:

@@ -19,7 +19,7 @@ from multigemm.errors import BackendUnsupported
 from multigemm.planning.operands import Operands
 from multigemm.planning.staging import allocate, stage, staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
-from multigemm.testing import Case, Limits, Stand, World, check, random_case
+from multigemm.testing import Case, DeviceCase, Limits, check, random_case
 from multigemm.testing.strategies import legal
 from multigemm.testing.subject import Subject
 from tests.support import cublas_fake
@@ -58,12 +58,13 @@ def _case(seed: int, types: str) -> Case:
 
 
 @pytest.mark.parametrize("types", TYPES)
-@pytest.mark.parametrize("variant", ["loop", "batched", "streams"])
+@pytest.mark.parametrize("variant", ["loop", "batched", "streams", "grouped"])
 def test_random_problems(fake: Fake, types: str, variant: str) -> None:
+    """The fake library's grouped call takes any alignment and type."""
     subject, ran = Subject(HostCublas(variant)), 0
     for seed in range(24):
         case = _case(seed, types)
-        outcome = check(Stand.build(World.build(case), torch.device("cpu")), subject)
+        outcome = check(DeviceCase.from_case(case, torch.device("cpu")), subject)
         assert outcome.ok, (case, [str(f) for f in outcome.findings])
         ran += outcome.ran
     assert ran >= 14
@@ -79,7 +80,7 @@ def test_blocks_that_take_several_tiles_in_a_row(
     subject = Subject(HostCublas("loop"))
     for seed in range(24):
         case = _case(seed, types)
-        outcome = check(Stand.build(World.build(case), torch.device("cpu")), subject)
+        outcome = check(DeviceCase.from_case(case, torch.device("cpu")), subject)
         assert outcome.ok, (case, [str(f) for f in outcome.findings])
 
 
@@ -89,7 +90,7 @@ def _breaks(monkeypatch: pytest.MonkeyPatch, folder: Path, types: str, old: str,
     fake = install(monkeypatch, folder)
     monkeypatch.setattr(nvrtc, "loaded", lambda source, *rest: fake.loaded(source.replace(old, new), *rest))
     subject = Subject(HostCublas("loop"))
-    stands = (Stand.build(World.build(_case(seed, types)), torch.device("cpu")) for seed in range(96))
+    stands = (DeviceCase.from_case(_case(seed, types), torch.device("cpu")) for seed in range(96))
     return any(not check(stand, subject).ok for stand in stands)
 
 
@@ -221,7 +222,7 @@ def test_random_problems_where_little_is_counted(monkeypatch: pytest.MonkeyPatch
     for types in TYPES:
         for seed in range(32):
             case = _case(seed, types)
-            outcome = check(Stand.build(World.build(case), torch.device("cpu")), subject)
+            outcome = check(DeviceCase.from_case(case, torch.device("cpu")), subject)
             assert outcome.ok, (case, [str(finding) for finding in outcome.findings])
     assert len([t for t in copied if max(t.stride()[-2:]) >= 33]) >= 5
 

@@ -189,6 +189,50 @@ def test_few_rows_get_short_tiles() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("changes", "n_max", "cluster"),
+    [
+        ({"total": 8 * 300}, 256, 2),
+        ({"total": 64 * 50, "groups": 64, "k": 4096}, 256, 2),
+        ({"total": 64 * 50, "groups": 64, "k": 1024}, 128, 2),
+        ({"total": 64 * 20, "groups": 64, "k": 4096}, 128, 1),
+        ({"total": 8192, "n": 11 * 128}, 256, 1),
+        ({"total": 8192, "n": 45 * 128}, 256, 2),
+        ({"form": "jagged_k", "a": replace(BF16, order="col"), "m": 2048, "k": None, "total": 8192}, 256, 2),
+        ({"form": "jagged_k", "a": replace(BF16, order="col"), "m": 2048, "k": None, "total": 800}, 256, 1),
+    ],
+)
+def test_tiles_are_tall_and_shared_where_that_pays(changes: dict[str, Any], n_max: int, cluster: int) -> None:
+    """Low for few rows, unless k is long; alone for few rows, few and odd blocks of columns, a short jagged k."""
+    found = choice.candidates(spec(**changes), GPU)[0]
+    assert isinstance(found, HopperConfig)
+    assert (found.n_max, found.cluster) == (n_max, cluster)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sent"),
+    [
+        ({}, True),
+        ({"form": "masked", "m": 64}, True),
+        ({"form": "jagged_k", "a": replace(BF16, order="col")}, True),
+        ({"form": "jagged_n"}, False),
+        ({"form": "per_group"}, False),
+        ({"n": 1020}, False),
+        ({"out": replace(BF16, align=8)}, False),
+        ({"out": replace(BF16, order="col")}, False),
+        ({"out": OperandSpec(torch.float32)}, False),
+        ({"bias": torch.bfloat16}, False),
+        ({"alpha": "other"}, False),
+        ({"total": 1 << 31}, False),
+    ],
+)
+def test_plain_results_in_lines_of_16_bytes_leave_by_the_copy_engine(changes: dict[str, Any], sent: bool) -> None:
+    assert signature_of(spec(**changes)).sent == sent
+    assert effective(HopperConfig(), signature_of(spec(**changes))).sent == sent
+    assert not effective(MmaConfig(), signature_of(spec(**changes))).sent
+
+
+@pytest.mark.usefixtures("hopper")
 def test_small_problems_are_cut_finer_and_narrow_ones_need_no_cluster() -> None:
     few = choice.candidates(spec(form="batched", groups=4, m=512, n=512, total=2048, largest=512), GPU)[0]
     many = choice.candidates(spec(form="batched", groups=64, m=512, n=512, total=32768, largest=512), GPU)[0]
@@ -244,7 +288,7 @@ def test_every_candidate_can_run(changes: dict[str, object]) -> None:
         (MMA_SMALL, {"compute": torch.float32}, "tensor=False"),
         (HOPPER, {"compute": torch.float64}, "does not run on these tensor cores"),
         (HopperConfig(n_max=100), {}, "the kernel is made for HopperConfig(n_max=256"),
-        (HopperConfig(64, 8, 8, cluster=2), {}, "the kernel is made for"),
+        (HopperConfig(64, 8, 8, cluster=4), {}, "the kernel is made for"),
         (HOPPER, {"a": replace(BF16, align=8)}, "TMA needs 16"),
     ],
 )

@@ -5,6 +5,7 @@ That every config is right is shown beside this folder, in test_gpu_configs.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from multigemm.planning.staging import allocate, stage, staged_spec  # noqa: E40
 from tests.support.cuda_driver import addresses_of  # noqa: E402
 
 DEVICE = "cuda"
+ALONE = replace(HOPPER, cluster=1)
 
 
 def values(*shape: int, seed: int) -> torch.Tensor:
@@ -49,7 +51,7 @@ def test_groups_beyond_one_scan() -> None:
         assert torch.equal(got.float(), wanted[:, 0].bfloat16().float()), config
 
 
-@pytest.mark.parametrize("config", [MMA_SMALL, MMA, HOPPER_NARROW, HOPPER_MEDIUM], ids=str)
+@pytest.mark.parametrize("config", [MMA_SMALL, MMA, HOPPER_NARROW, HOPPER_MEDIUM, ALONE], ids=str)
 @pytest.mark.parametrize("form", ["batched", "list", "jagged"])
 def test_launches_that_overlap_keep_their_order(config: Any, form: str) -> None:
     """Each product reads what the one before it wrote, and new sizes; with a rest between them, and without."""
@@ -89,7 +91,7 @@ def needs(config: Any) -> None:
         pytest.skip(f"needs compute capability 9.x, this GPU has {major}.x")
 
 
-@pytest.mark.parametrize("config", [GENERIC, MMA_SMALL, HOPPER_NARROW, HOPPER_MEDIUM, HOPPER], ids=str)
+@pytest.mark.parametrize("config", [GENERIC, MMA_SMALL, HOPPER_NARROW, HOPPER_MEDIUM, HOPPER, ALONE], ids=str)
 def test_a_launch_follows_its_operands(config: Any) -> None:
     """Other operands in each call, more of them than copies of the maps are kept; on two streams; without any rest."""
     needs(config)

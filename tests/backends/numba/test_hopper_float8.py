@@ -22,7 +22,6 @@ from multigemm.backends.numba.config import (
     FLOAT8_MEDIUM,
     FLOAT8_TALL,
     HOPPER,
-    MAPS,
     QUANTISED,
     QUANTISED_FEW,
     ROW_BYTES,
@@ -32,7 +31,6 @@ from multigemm.backends.numba.config import (
     Float8Signature,
     Layout,
     float8_signature_of,
-    token_boxes,
 )
 from multigemm.backends.numba.quantised import WHOLE_K, Grids
 from multigemm.backends.numba.support import compiler_obstacle
@@ -157,7 +155,7 @@ def test_configs_given_by_hand(hopper: None) -> None:
 def test_shared_memory_holds_the_pipeline(config: Float8Config) -> None:
     layout = Layout(config, SIGNATURE)
     assert layout.bytes <= SHARED_LIMIT and layout.stage_bytes % 1024 == 0 and layout.bk == 128
-    assert len(token_boxes(config)) < MAPS and sum(token_boxes(config)) >= config.n_max // config.cluster
+    assert layout.staging_bytes == 2 * 64 * 64 * 2, "two rounds of 16 bits, side by side"
 
 
 def test_a_signature_has_what_the_machine_code_depends_on() -> None:
@@ -239,7 +237,7 @@ def test_operands_of_two_formats_are_multiplied_by_wgmma() -> None:
 
 # --- what the consumers compute ---------------------------------------------------------------------
 
-RECORD, GROUP, START, FIRST_COLUMN = 1 << 20, 1, 37, 128
+RECORD, GROUP, START, FIRST_COLUMN, ONCE = 1 << 20, 1, 37, 128, 1 << 30
 SCALES_B = 1 << 15
 """Bytes from the scales of a to those of b."""
 
@@ -273,8 +271,8 @@ class Tile:
         self.grids = Grids(
             0, 0, entries, deep_a, 0, 7, SCALES_B, of_b[0].size, 1, deep_b, shared.bit_length() - 1, 7, *[0] * 8
         )
-        words = (self.rows, depth, GROUP, START, first_row, FIRST_COLUMN, self.rows, n)
-        self.records = {RECORD + 8 * i: word for i, word in enumerate(words)}
+        words = (GROUP | ONCE, -(-self.rows // 8) * 8, self.rows, first_row, FIRST_COLUMN, depth * 128, START, n)
+        self.records = {RECORD + 4 * i: word for i, word in enumerate(words)}
         want = np.zeros((self.rows, self.columns))
         for block in range(depth):
             at = block % stages * 128  # a stage is read again where nobody fills it
@@ -291,7 +289,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     """emulated(model): the kernel's module made of plain Python that runs in this model."""
     if settings().emulate:
         pytest.skip("Numba runs as a simulator in this process")
-    from multigemm.backends.numba.kernels import hopper_float8, tensor_epilogue
+    from multigemm.backends.numba.kernels import hopper_float8, hopper_tiles, tensor_epilogue
     from tests.support.numba_warp_model import Model, emitted
 
     caches = [x for x in (*vars(hopper_float8).values(), *vars(tensor_epilogue).values()) if hasattr(x, "cache_clear")]
@@ -307,8 +305,9 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
             "make_zeros": lambda count: lambda: [0.0] * count, "make_release": lambda *_: model.nothing,
             "element_pointer": lambda builder, name, at, index: model.load_scale(at, 0),
         }  # fmt: skip
-        for name in ("share_of", "read_part", "of_rows", "of_none", "lane_columns"):
-            fakes[name] = plain(getattr(hopper_float8, name))
+        names = "share_of read_part depth_of of_rows of_none lane_columns group_of read_tile"
+        fakes |= {name: plain(getattr(hopper_float8, name)) for name in names.split()}
+        monkeypatch.setattr(hopper_tiles, "ptx", model)
         for name, fake in fakes.items():
             monkeypatch.setattr(hopper_float8, name, fake)
         monkeypatch.setattr(tensor_epilogue, "emitted", emitted)
@@ -400,8 +399,8 @@ def test_scales_of_jagged_columns_begin_at_their_group(emulated: Any) -> None:
     from tests.support.numba_warp_model import Model
 
     empty: Any = np.zeros(1)
-    words = (10, 1, 2, 50, 0, 0, 10, 70)
-    kernels, _ = emulated(Model(empty, empty, {RECORD + 8 * i: word for i, word in enumerate(words)}))
+    words = (2, 16, 10, 0, 0, 128, 50, 70)
+    kernels, _ = emulated(Model(empty, empty, {RECORD + 4 * i: word for i, word in enumerate(words)}))
     grids = Grids(1000, 40, 4, 1, 0, 7, 9000, 0, 1, 0, 0, WHOLE_K, *[0] * 8)
     model: Any = kernels.ptx
     find = plain(kernels.make_find_scales(1))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from multigemm.backends.numba.config import (
+    A_MAP,
     FMA_TALL,
     GENERIC,
     HOPPER,
@@ -115,6 +116,6 @@ def test_the_number_of_copies_is_bounded(fake: FakeDriver) -> None:
         made.move((where[0] + BOUNDARY * step, *where[1:]))
         maps = int(made._block.snapshot()[-2])
         assert maps in {x.data_ptr() for x in copies(made).values()}
-        words = np.frombuffer(ctypes.string_at(maps, 2 * tensor_map.SIZE), np.int64)
-        assert words[16] == where[0] + BOUNDARY * step
+        words = np.frombuffer(ctypes.string_at(maps + A_MAP * tensor_map.SIZE, 8), np.int64)
+        assert words[0] == where[0] + BOUNDARY * step
     assert len(copies(made)) == MOST_COPIES

@@ -505,6 +505,21 @@ def test_an_interpreter_that_fails_with_this_numpy_is_not_offered(
     assert reason == "" if works else "pip install 'numpy<2.4', or 'triton>=3.7'" in reason
 
 
+@pytest.mark.parametrize(("order", "tile"), [("row", (128, 128, 16)), ("col", (64, 64, 32))])
+def test_float64_of_many_rows_and_a_long_k_takes_larger_tiles_on_hopper(
+    order: Order, tile: tuple[int, int, int]
+) -> None:
+    for groups, total, n, k in ((8, 16384, 2048, 2048), (128, 65536, 1536, 2048), (128, 65536, 2048, 768)):
+        spec = spec_of("jagged_m torch.float64", groups=groups, total=total, n=n, k=k, b_order=order)
+        best, *others = pointer_candidates(spec)
+        assert (best.block_m, best.block_n, best.block_k) == tile and others[0].block_k == 16
+        changes: tuple[dict[str, Any], ...] = ({"total": total // 16}, {"k": 256}, {"activation": "gelu"})
+        fewer = [pointer_candidates(spec, (8, 0)), *(pointer_candidates(replace(spec, **more)) for more in changes)]
+        assert all(tile not in [(x.block_m, x.block_n, x.block_k) for x in found] for found in fewer)
+        invariant = pointer_candidates(replace(spec, batch_invariant=True))
+        assert {x.block_k for x in invariant} == {16}
+
+
 def test_what_takes_registers_in_float64_gets_more_warps() -> None:
     """C and gelu spilled 350 bytes with four."""
     spec = spec_of("jagged_m torch.float64", groups=256, total=110848, n=272, k=200)

@@ -278,11 +278,13 @@ def test_lists_of_too_many_tiles_are_searched_on_the_device(monkeypatch: pytest.
     check(*operands, **options)
 
 
-@pytest.mark.parametrize(("pairs", "experts"), [(1, 1), (5, 3), (256, 128), (257, 7), (300, 300), (513, 7), (700, 16)])
+@pytest.mark.parametrize(("pairs", "experts"), [(1, 1), (5, 3), (128, 60), (129, 7), (256, 140), (300, 300), (513, 7)])
 def test_the_counting_sort_is_a_stable_sort(pairs: int, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one block of 256 pairs; of two, whose counts are added at once; and of three."""
+    """Of one block of pairs; of two, which count all pairs each; and of more, whose counts are added up in parts."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     kernels: Any = importlib.import_module("multigemm.integrations.layer_kernels")
+    monkeypatch.setattr(kernels, "SORT_BLOCK", kernels.LEAST_SORT_BLOCK)
+    monkeypatch.setattr(kernels, "COUNTING_BLOCKS", 2)
     monkeypatch.setattr(kernels, "START_BLOCKS", 2)
     monkeypatch.setattr(eager, "current_device", lambda: -1)  # which is where tensors on the CPU say that they lie
     for low, high in ((0, experts), (-1, experts + 2)):
