@@ -315,7 +315,7 @@ __device__ __forceinline__ void send_few(const Problem& p, const Maps& maps, con
     if (tid < 32) wait_until_read();                    // the last tile's results
     warpgroup_sync(half);
 #pragma unroll
-    for (int r = 0; r < FEW_ROWS; r += 16) {
+    for (int r = 0; r < LOW_ROWS; r += 16) {
         if (r >= to.rows) continue;
         u32 pair[4];
 #pragma unroll

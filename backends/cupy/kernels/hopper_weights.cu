@@ -125,6 +125,11 @@ __device__ __forceinline__ void multiply_weights(Shared& s, u32 stages, Ring& ri
     if (SCALE_K == 0) for_columns<N>(numbers.factor(0, 0, 0), numbers.factor(0, 1, 0), [&](int i, float scale) { total[i] *= scale; });
 }
 
+// The first of a thread's two columns.
+__device__ __forceinline__ i64 column_of(const Tile& t, u32 rank, int half) {
+    return first_column(t, rank, half) + ((threadIdx.x & 127) >> 5) * 16 + ((threadIdx.x & 31) >> 2);
+}
+
 __device__ __forceinline__ void consume_weights(const Problem& p, const Launch& l, const WeightGrids& grids, const Maps& maps, Shared& s, u32 stages, u32 staging, u32 rank, int half) {
     Ring ring;
     int taken = 0;
@@ -141,9 +146,8 @@ __device__ __forceinline__ void consume_weights(const Problem& p, const Launch& 
             if (first && half == 1) wait_for_other(half);       // apart from the start, so that they take turns
             if (first && half == 0) let_other(half);
             first = false;
-            const i64 column = first_column(t, rank, half) + ((threadIdx.x & 127) >> 5) * 16 + ((threadIdx.x & 31) >> 2);
             Numbers numbers;
-            numbers.begin(grid_of_group(grids.scale, t.group, 0, 0), grid_of_group(grids.zero, t.group, 0, 0), column, grids.columns, t.k_len);
+            numbers.begin(grid_of_group(grids.scale, t.group, 0, 0), grid_of_group(grids.zero, t.group, 0, 0), column_of(t, rank, half), grids.columns, t.k_len);
             BY_WIDTH(t.n, multiply_weights<WIDTH>(s, stages, ring, blocks, bytes, half, total, numbers));
         }
 #if SEND

@@ -68,8 +68,8 @@ typedef Problem Given;
 constexpr int LINE_BYTES = 128;                        // of a stage: the swizzle's width
 constexpr int BK = LINE_BYTES / ELEMENT * DEEP, COLUMNS = TILE_COLUMNS, CONSUMERS = 2, THREADS = 384;
 constexpr int W_BYTES = COLUMNS * W_LINE * W_BOXES, X_BYTES = ROWS * LINE_BYTES * DEEP, STAGE_BYTES = W_BYTES + X_BYTES;
-constexpr int FEW_ROWS = 32;                           // of a low tile, as config.LOW_ROWS
-enum { CLUSTER_ROWS = LOW ? FEW_ROWS : SPLIT_ROWS ? ROWS * CLUSTER : ROWS, CLUSTER_COLUMNS = SPLIT_ROWS ? COLUMNS : COLUMNS * CLUSTER };      // of a cluster's tile
+constexpr int LOW_ROWS = 32;                           // of a low tile, as config.LOW_ROWS
+enum { CLUSTER_ROWS = LOW ? LOW_ROWS : SPLIT_ROWS ? ROWS * CLUSTER : ROWS, CLUSTER_COLUMNS = SPLIT_ROWS ? COLUMNS : COLUMNS * CLUSTER };      // of a cluster's tile
 constexpr int BLOCK = 64 * LINE_BYTES;                 // 64 lines
 constexpr int ACROSS = LINE_BYTES / ELEMENT, ACROSS_BYTES = BK * LINE_BYTES;      // columns of a box of weights with contiguous mn, and its bytes
 constexpr int RESULT = WORD_RESULTS ? 4 : 2;                  // bytes of a plain result
@@ -86,7 +86,7 @@ constexpr int RING_BYTES = RING, PLACES = RING / LEAST_BYTES;
 constexpr int RING_BYTES = STAGES * STAGE_BYTES, PLACES = EVEN ? STAGES : RING_BYTES / LEAST_BYTES + 1;
 #endif
 [[maybe_unused]] constexpr int PITCH = 68;              // floats per row of the general epilogue's staging
-constexpr int STAGING_BYTES = LOW && SEND ? FEW_ROWS * 128 : BROAD ? 64 * 2 * COLUMNS : PLAIN || GATE ? 64 * 128 : 9216; // per consumer warpgroup
+constexpr int STAGING_BYTES = LOW && SEND ? LOW_ROWS * 128 : BROAD ? 64 * 2 * COLUMNS : PLAIN || GATE ? 64 * 128 : 9216; // per consumer warpgroup
 constexpr i64 FAR = 1 << 30;                           // ragged maps: see arguments.py
 
 struct Maps {

@@ -62,6 +62,11 @@ inline void barrier_wait(u32 b, u32 parity) {
     if (!c.made) fail("a wait for no barrier");
     while (c.phase == int(parity & 1)) yield();
 }
+inline bool barrier_test(u32 b, u32 parity) {
+    Counter& c = counter(b, local_block());
+    if (!c.made) fail("a test of no barrier");
+    return c.phase != int(parity & 1);
+}
 inline void barrier_init_fence() {}
 // This thread's copies are under way; it arrives when all of them are there, which takes long for some.
 inline void arrive_later(u32 barrier, int rank, const Copies& copies, int late) {
