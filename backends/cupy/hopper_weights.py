@@ -92,7 +92,7 @@ def _source(b: OperandSpec, even: bool, bfloat: bool, plain: int, sent: bool, fo
     scale, shared = b.scale or ScaleSpec(torch.float32), config.shared_bytes(plain > 0)
     zero = -1 if scale.zero is None else CODES[scale.zero]
     deep, boxes = stage_of(b, config)
-    stages = config.stages
+    stages, more = config.stages, tuple[tuple[str, int], ...]()
     if deep > 1:
         stages = config.ring_bytes // (deep * config.rows * 128 + boxes * COLUMNS * CODE_LINE)
     if config.rows == LOW_ROWS:

@@ -19,6 +19,7 @@ from torch import Tensor
 from multigemm.backends.cupy import build, choice, hopper_fp8, hopper_weights, launch, quantised, support
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import SOURCES
+from multigemm.cuda import tensor_map
 from multigemm.cuda.arguments import Address
 from multigemm.errors import InvalidSetting
 from multigemm.planning.operands import view_of
@@ -165,7 +166,8 @@ def test_the_lowest_tiles_take_weights_whose_scales_a_stage_holds() -> None:
     codes = torch.zeros(2, 256, 2048, dtype=torch.uint8).mT
     options: dict[str, Any] = {"scale_b": torch.ones(2, 32, 256), "sizes": two}
     points = torch.zeros(2, 32, 256, dtype=torch.uint8)
-    for more in ({"b_format": "int4"}, {"b_format": "uint4", "zero_b": points}):
+    kinds: list[dict[str, Any]] = [{"b_format": "int4"}, {"b_format": "uint4", "zero_b": points}]
+    for more in kinds:
         spec = GroupedGemmProblem(x, codes, **options, **more).spec
         assert choice.heuristic(spec) == low and configs.is_valid(low, spec)
         for stages in (2, 8):
@@ -192,10 +194,11 @@ def test_a_mask_leaves_half_of_the_rows() -> None:
 def _set_of(scale: Tensor, zero: bool = False) -> tuple[int, ...]:
     groups, blocks, n = scale.shape
     k = 32 * blocks if scale.dtype is E8M0 else 128 * blocks
-    points = {"zero_b": torch.zeros(groups, blocks, n, dtype=torch.uint8), "b_format": "uint4"} if zero else {}
+    points = torch.zeros(groups, blocks, n, dtype=torch.uint8) if zero else None
     problem = GroupedGemmProblem(
         torch.ones(8, k).bfloat16(), torch.zeros(groups, n, k // 2, dtype=torch.uint8).mT, scale_b=scale,
-        sizes=[8, *[0] * (groups - 1)], **{"b_format": "e2m1" if scale.dtype is E8M0 else "int4", **points},
+        sizes=[8, *[0] * (groups - 1)], zero_b=points,
+        b_format="uint4" if zero else "e2m1" if scale.dtype is E8M0 else "int4",
     )  # fmt: skip
     return tuple(hopper_weights.number_set(problem.spec.b, 4))
 
@@ -214,7 +217,7 @@ def test_scales_of_the_lowest_tiles_come_for_as_many_stages_as_there_is_room() -
 def test_short_columns_ask_memory_for_128_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lowest tiles read them in boxes of as many bytes; others keep what they had."""
     asked = list[int]()
-    encode = hopper_weights.encode_together
+    encode = tensor_map.encode_together
 
     def noted(*given: Any, **modes: Any) -> Any:
         asked.append(modes["promotion"])
