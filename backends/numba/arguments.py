@@ -131,8 +131,8 @@ def list_table(ops: Operands) -> Table:
     return table
 
 
-def box_rows(rows: int, config: HopperConfig) -> int:
-    """The rows that each block of a cluster loads at once from a list's matrix (kernels/hopper_tiles.py)."""
+def list_box(rows: int, config: HopperConfig) -> int:
+    """The rows that each block of a cluster loads at once from a list's matrix; as in kernels/hopper_tiles.py."""
     pieces = max(-(-rows // config.n_max), 1)
     height = -(-rows // pieces)
     if pieces > 1:
@@ -148,11 +148,11 @@ class MapEncoder:
     and boxes of 128 columns, or of rows of every height; one that lies across k (rows, k, group) and boxes of 64 by a
     stage's k.
 
-    Two kinds of maps count back from an end, in dims (rows, back, end, wrap): back = FAR - left lies inside the extent
-    FAR while `left` > 0, and outside after it. There nothing is stored, and zeros are loaded: so a jagged k ends in
-    zeros although the next group's follow in memory, and results end at any row. The address, base + wrap * FAR + (back
-    + end)
-    * step, is brought back by `wrap`, whose stride times FAR is -FAR * step modulo 2^64.
+    Two kinds of maps count back from an end, in dims (elements of a line, back, end, wrap): back = FAR - left lies
+    inside the extent FAR while `left` > 0, and outside after it. There nothing is stored, and zeros are loaded: so a
+    jagged k ends in zeros although the next group's elements follow in memory, and results end at any row. The address,
+    base + (back + end) * step + FAR * (stride of `wrap`), is brought back by that stride: FAR times it is -FAR * step
+    modulo 2^64.
     """
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
@@ -177,7 +177,7 @@ class MapEncoder:
             a = Strided(row[TABLE.A], 0, row[TABLE.A_ROW], row[TABLE.A_COL])
             b = Strided(row[TABLE.B], 0, row[TABLE.B_ROW], row[TABLE.B_COL])
             out = Strided(row[TABLE.OUT], 0, row[TABLE.OUT_ROW], row[TABLE.OUT_COL])
-            height = box_rows(row[TABLE.M], self._config)
+            height = list_box(row[TABLE.M], self._config)
             made = self._maps(row[TABLE.M], row[TABLE.N], row[TABLE.K], 1, a, b, out, (height,))
             parts += [*made, bytes(LISTED_MAPS * tensor_map.SIZE - sum(map(len, made)))]
         return parts
@@ -186,7 +186,7 @@ class MapEncoder:
         self, m: int, n: int, k: int, groups: int, a: Strided, b: Strided, out: Strided, heights: tuple[int, ...]
     ) -> list[bytes]:
         """The maps of one A, B and result; blank ones through which nothing will go."""
-        results = self._results(m, n, groups, out) if self._sent and min(m, n, groups) > 0 else tensor_map.BLANK
+        results = self._results(n, groups, out) if self._sent and min(m, n, groups) > 0 else tensor_map.BLANK
         if min(m, n, k, groups) <= 0:
             return [tensor_map.BLANK, results]
         b_pitch, a_pitch = (b.row if self._b_across else b.col), (a.col if self._a_across else a.row)
@@ -229,7 +229,7 @@ class MapEncoder:
         extents, strides = (mn, FAR, EDGE, EDGE), (step, step, 2**35 - step)
         return tensor_map.encode_together(self._dtype, x.ptr, extents, strides, ((ACROSS, self._bk, 1, 1),))
 
-    def _results(self, m: int, n: int, groups: int, out: Strided) -> Fields:
+    def _results(self, n: int, groups: int, out: Strided) -> Fields:
         """A map of results, which counts rows back from a tile's end."""
         step, groups = max(out.row * self._size, GRANULE), groups if out.group else 1
         group = out.group * self._size if groups > 1 else GRANULE

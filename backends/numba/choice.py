@@ -54,10 +54,11 @@ FLOAT8_SIZES = (FLOAT8_TALL, FLOAT8_MEDIUM, FLOAT8_LOW)
 
 FEW_ROWS = 64
 """Rows per group up to which the small tile of mma.sync comes first."""
-SPARSE_ROWS, SOME_ROWS = 32, 64
-"""Rows per group up to which the tallest tile of the Hopper kernel does not come first, and blocks need no cluster; and
-up to which it does not if k is below LONG_K: with a longer one, a large group's weights are read once."""
-LONG_K = 2048
+SPARSE_ROWS = 32
+"""Rows per group up to which the Hopper kernel takes no tiles of 256 rows first, and blocks need no cluster."""
+SOME_ROWS, LONG_K = 64, 2048
+"""Up to so many rows it takes none first either, if k is below LONG_K. With a longer one tall tiles pay: the weights of
+a large group among the small ones are then read once."""
 THIN_K = 128
 """k per group of jagged k up to which storing is most of the work: clusters would share rows that cost nothing."""
 FEW_COLUMNS = 15

@@ -28,8 +28,6 @@ STAGE_BYTES = 128
 """Bytes of k in a stage. Kernels that copy stages pad K to a multiple of it; equal to `ROW_BYTES`."""
 VECTOR = 16
 """Bytes of the widest copy, to which fast operands are aligned."""
-MOST_SENT_ROWS = 1 << 30
-"""Rows of a result that the copy engine can tell apart (`FAR`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +114,7 @@ def is_plain(spec: ProblemSpec) -> bool:
 def is_sent(spec: ProblemSpec) -> bool:
     """Whether the Hopper kernel's results leave by the copy engine (TMA): 16 bits in lines of whole 16-byte pieces."""
     known = spec.form in ("jagged_m", "jagged_k", "batched", "masked") and not (
-        spec.form == "jagged_m" and spec.total > MOST_SENT_ROWS
+        spec.form == "jagged_m" and spec.total > FAR
     )
     whole = spec.out.order == "row" and spec.out.align >= VECTOR and (spec.n or 1) % (VECTOR // 2) == 0
     return known and whole and is_plain(spec) and spec.out.dtype == spec.compute and spec.out.dtype.itemsize == 2
@@ -357,7 +355,10 @@ MAPS = A_MAP + MOST_BOX_ROWS // BOX_STEP
 """The maps of a packed form. A group of a list has LISTED_MAPS: all of its tiles take boxes of one height."""
 LISTED_MAPS = 3
 FAR = 1 << 30
-"""In maps that count back from an end: the position of the end, behind which nothing is read or written."""
+"""In maps that count back from an end: the position of the end, behind which nothing is read or written. So no group
+has more of a jagged k."""
+MOST_GROUPS = 1 << 29
+"""Groups that a tile's record can number, since the two bits above are marks (`kernels/hopper_tiles.py`)."""
 FAST_MEMORY = 4e12
 """Bytes per second of memory from which low tiles have more stages in flight whatever their k, else up to LONG_K:
 cupy's kernel, 27 workloads with K above 5120, took 0.975 of the time on an H200 (4.8e12) and 1.012 on an H100

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from multigemm.backend import Availability, quantised_reasons
-from multigemm.backends.numba.config import a_inner_jagged, b_inner_jagged
+from multigemm.backends.numba.config import FAR, MOST_GROUPS, a_inner_jagged, b_inner_jagged
 from multigemm.planning.fused_steps import fused_reasons_in_steps, product_spec, taken_in_steps
 from multigemm.problem.spec import ProblemSpec, ScaleSpec
 from multigemm.settings import settings
@@ -128,7 +128,14 @@ def operand_obstacle(spec: ProblemSpec) -> str:
         return "offsets cut the contiguous direction of an operand, where TMA needs aligned starts"
     if spec.compute == torch.float32 and (spec.a.order != "row" or spec.b.order != "col"):
         return "tf32 operands of wgmma must be contiguous along k"
-    return ""
+    return _number_obstacle(spec)
+
+
+def _number_obstacle(spec: ProblemSpec) -> str:
+    """Why there is too much for the Hopper kernels to count; "" if there is not."""
+    if spec.form == "jagged_k" and spec.total > FAR:
+        return f"a group may have up to {spec.total} of k: its tensor maps count {FAR}"
+    return f"{spec.groups} groups: it numbers {MOST_GROUPS}" if spec.groups > MOST_GROUPS else ""
 
 
 def float8_obstacle(spec: ProblemSpec, device: torch.device) -> str:
@@ -144,7 +151,7 @@ def float8_obstacle(spec: ProblemSpec, device: torch.device) -> str:
             return f"{seen}: wgmma takes float8 contiguous along k, TMA takes lines at multiples of {TMA_ALIGN} bytes"
         if reason := _scale_obstacle(name, operand.scale):
             return reason
-    return ""
+    return _number_obstacle(spec)
 
 
 def _scale_obstacle(name: str, scale: ScaleSpec | None) -> str:

@@ -504,7 +504,7 @@ KINDS = {
         "list", "shift_b", "few",
     ),
     "sorting": (
-        "sort", "count_kernel", "start_kernel", "move_kernel", "one_block", "scatter", "scan", "gather", "index",
+        "sort", "count_kernel", "start_kernel", "scatter", "scan", "gather", "index",
         "search", "cat", "memcpy", "place_kernel", "departures", "copy_rows",
     ),
 }  # fmt: skip

@@ -490,8 +490,8 @@ class GroupedGemmProblem:
 
     @no_dynamo
     def groups(self, on_host: bool = True) -> Iterator[GroupView]:
-        """Every product as views, in order: on the host, or else of the operands where they lie (not of fused
-        problems). Waits for the device if operands or sizes are there."""
+        """Views of every product, in order: of copies on the host, or with `on_host=False` of the operands where they
+        lie, which fused problems do not have. Waits for the device if operands or sizes are there."""
         for refresh in self.refreshes:
             refresh()
         place = _on_host if on_host else _detached

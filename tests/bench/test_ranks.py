@@ -20,7 +20,7 @@ def kernel(name: str, start: float, us: float) -> dict[str, Any]:
 
 
 STEP = [
-    kernel("_move_kernel", 0, 50),
+    kernel("_sort_kernel", 0, 50),
     kernel("ncclDevKernel_SendRecv", 50, 400),
     kernel("hopper_kernel", 100, 200),
     kernel("_pair_backward_kernel", 350, 50),

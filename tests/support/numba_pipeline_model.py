@@ -123,6 +123,11 @@ class Warp:
         self.stores: list[Copy] = []
 
 
+def unwritten(count: int) -> Array:
+    """What a block finds in its memory: NaN in both 16-bit types."""
+    return np.full(count, 255, np.uint8)
+
+
 class Machine:
     """All blocks of a launch, the memory that they share, and the order in which things happen."""
 
@@ -131,9 +136,7 @@ class Machine:
         self.eager = self.draw.choice((0.02, 0.3, 0.9))
         self.patience = self.draw.choice((0.1, 0.5))
         self.clusters, self.cluster = clusters, cluster
-        self.blocks = [
-            Block(i, i % cluster, self.draw_bytes(shared_bytes + BASE, seed + i)) for i in range(clusters * cluster)
-        ]
+        self.blocks = [Block(i, i % cluster, unwritten(shared_bytes + BASE)) for i in range(clusters * cluster)]
         self.maps, self.made = maps, made
         self.counters = [0, 0]
         self.memory: list[tuple[int, Array, str]] = []
@@ -144,11 +147,6 @@ class Machine:
         self.here = threading.local()
         self.failure: BaseException | None = None
         self.favour: dict[int, float] = {}
-
-    @staticmethod
-    def draw_bytes(count: int, seed: int) -> Array:
-        """What a block finds in its memory: NaN in both 16-bit types."""
-        return np.full(count, 255, np.uint8)
 
     # Memory.
 

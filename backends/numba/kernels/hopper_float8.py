@@ -1,4 +1,4 @@
-"""The Hopper kernel for float8: the producer, ring and tiles of `hopper`, and other consumers.
+"""The Hopper kernel for float8: tiles, ring and warps that load as in `hopper`, and other consumers.
 
 Hopper's tensor cores keep 14 bits of a float8 sum that they carry on. So the products of a stage, 128 of k, start from
 zero and are promoted: added to float32 sums, times their scales where those change along k. Scales that hold for all

@@ -9,8 +9,9 @@ Groups are in one of two queues: those with so many rows that arithmetic bounds 
 order mixes both, so that at any time some clusters stream weights while others keep the tensor cores busy, and ends
 with the short ones.
 
-Stages lie one behind the other in a ring of bytes. In the tallest tiles they are as large as a tile's rows need: a
-lower tile has more of them in flight, as what a stage holds is multiplied sooner, but memory answers just as late.
+Stages lie one behind the other in a ring of bytes. In a kernel for tiles of 256 rows they are as large as a tile's rows
+need: a lower tile has more of them in flight, as what a stage holds is multiplied sooner, but memory answers just as
+late.
 """
 
 # mypy: ignore-errors
@@ -22,7 +23,7 @@ from typing import NamedTuple
 from numba import cuda
 from numba.cuda import types
 
-from multigemm.backends.numba.config import COLUMNS, RECORD_BYTES, ROW_BYTES, SLOTS, WEIGHT_BYTES, Layout
+from multigemm.backends.numba.config import COLUMNS, MOST_GROUPS, RECORD_BYTES, ROW_BYTES, SLOTS, WEIGHT_BYTES, Layout
 from multigemm.backends.numba.kernels import ptx
 from multigemm.backends.numba.kernels.runtime import synchronising
 from multigemm.backends.numba.kernels.schedule import ALL, LANES, extent, make_pieces
@@ -53,10 +54,11 @@ class Tile(NamedTuple):
 
 
 STOP = -1
-ONCE, HALVES = 1 << 30, 1 << 29
-"""No other tile reads the same weights; its columns are one block's, so each block of a cluster takes half of its
-rows."""
-GROUP = HALVES - 1
+ONCE, HALVES = 2 * MOST_GROUPS, MOST_GROUPS
+"""Marks of a tile. `ONCE`: no other tile reads the same weights. `HALVES`: its columns are one block's, so each block
+of a cluster takes half of its rows."""
+GROUP = MOST_GROUPS - 1
+"""The bits of a group's number."""
 BUSY_ROWS = 208
 """Rows from which a group keeps the tensor cores as busy as its weights keep the memory."""
 BUSY_K = 288
@@ -203,8 +205,8 @@ def make_finder(config, signature):
         return g, first
 
     @synchronising
-    def share_of(m):
-        """Rows that each block of a cluster loads at once of a list's matrix; as arguments.list_box."""
+    def list_box(m):
+        """Rows that each block of a cluster loads at once from a list's matrix; as arguments.list_box."""
         _, rows, _ = piece(m, 1, int32(0))
         return int32(((rows + 7) // 8 + (cluster - 1)) // cluster * 8)
 
@@ -222,7 +224,7 @@ def make_finder(config, signature):
         elif m <= n_max:
             marked = int32(marked | ONCE)
         if p.table != 0:
-            start = share_of(m)
+            start = list_box(m)
         return Tile(marked, height, rows, row, column, int32(k), int32(start), int32(n))
 
     return count_all, find

@@ -241,11 +241,11 @@ def _pack_and_store(builder, acc, first, kind, address, at=0, transposed=""):
 
 @cache
 def make_late(n_max, kind):
-    """(nothing, packs, put, drop) for results that wait in registers, packed, while the next tile is multiplied.
+    """(nothing, pack, put, drop) for results that wait in registers, packed, while the next tile is multiplied.
 
-    nothing() -> no results; packs[n](acc) -> the 64 x n sums of a warpgroup as words of two neighbouring rows, those of
+    nothing() -> no results; pack(n)(acc) -> the 64 x n sums of a warpgroup as words of two neighbouring rows, those of
     64 rows after each other; put(words, lane's address) transposes the first 64 rows into rows of 128 bytes in shared
-    memory; drop(words) -> the other ones, as the first.
+    memory; drop(words) -> the words without those, so that the next 64 rows come first.
     """
     fragment, each = ptx.words(n_max // 4), LATE_ROWS // 4
 

@@ -100,6 +100,8 @@ def test_aligned_halves_go_to_wgmma_first_and_always_have_plain_cores_last() -> 
         ({"form": "jagged_k"}, "offsets cut"),
         ({"compute": torch.float32}, "does not run on these tensor cores"),
         ({"compute": torch.float32, "precision": "tf32"}, "contiguous along k"),
+        ({"form": "jagged_k", "a": replace(BF16, order="col"), "total": 1 << 31}, "maps count 1073741824"),
+        ({"groups": (1 << 29) + 1}, "it numbers 536870912"),
     ],
 )
 def test_obstacles_are_named(changes: dict[str, object], part: str) -> None:
@@ -111,7 +113,8 @@ def test_obstacles_are_named(changes: dict[str, object], part: str) -> None:
 
 @pytest.mark.usefixtures("hopper")
 def test_weight_gradients_and_tf32_reach_wgmma_where_they_can() -> None:
-    assert kernels(spec(form="jagged_k", a=replace(BF16, order="col")))[0] == "hopper"
+    for total in (4096, 1 << 30):
+        assert kernels(spec(form="jagged_k", a=replace(BF16, order="col"), total=total))[0] == "hopper"
     single = replace(BF16, dtype=torch.float32)
     problem = spec(compute=torch.float32, precision="tf32", a=single, b=replace(single, order="col"))
     assert kernels(problem)[0] == "hopper"

@@ -146,6 +146,11 @@ class Fault(NamedTuple):
     case: str
 
 
+def source_of(module: str) -> str:
+    """The text of one of the modules."""
+    return (Path(arguments.__file__).parent / "kernels" / f"{module}.py").read_text()
+
+
 def modules_with(fault: Fault | None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The modules of the kernel, made anew with a fault."""
     made = []
@@ -154,9 +159,8 @@ def modules_with(fault: Fault | None, monkeypatch: pytest.MonkeyPatch) -> list[A
     for name in ROLES:
         found = real[name]
         if fault is not None:
-            text = (Path(arguments.__file__).parent / "kernels" / f"{name}.py").read_text()
+            text = source_of(name)
             if name == fault.module:
-                assert text.count(fault.line) == 1, f"{text.count(fault.line)} times: {fault.line}"
                 text = text.replace(fault.line, fault.changed)
             found = ModuleType(found.__name__)
             monkeypatch.setitem(sys.modules, found.__name__, found)
@@ -241,6 +245,8 @@ def _make_write(machine: Machine) -> Callable[..., None]:
 class Run:
     """A problem bound as for a launch, and what a machine makes of it."""
 
+    longest_k = ANY_K
+
     def __init__(self, config: HopperConfig, problem: mg.GroupedGemmProblem, monkeypatch: pytest.MonkeyPatch) -> None:
         self.config, self.problem, self.ops = config, problem, staged(problem)
         spec = self.ops.spec
@@ -280,6 +286,7 @@ class Run:
         """Runs all warps of all blocks."""
         hopper, load, tiles = modules
         config, signature, call, all_tiles = self.config, self.signature, self.call, np.int64(counts[0])
+        longest_k = self.longest_k
         if make_consumer is None:
             make_consumer = hopper.make_sending_consumer if signature.sent else hopper.make_storing_consumer
         init = plain(hopper.make_barriers(config, signature))
@@ -289,14 +296,14 @@ class Run:
             init(BASE)
             rank, base = np.int32(block.rank), np.int32(BASE)
             roles: list[tuple[int, Any, tuple[Any, ...]]] = [
-                (0, plain(load.make_load_weights(config, signature)), (call, ANY_K, MAPS_AT, base, rank)),
-                (1, plain(load.make_load_rows(config, signature)), (call, ANY_K, MAPS_AT, base, rank)),
+                (0, plain(load.make_load_weights(config, signature)), (call, longest_k, MAPS_AT, base, rank)),
+                (1, plain(load.make_load_rows(config, signature)), (call, longest_k, MAPS_AT, base, rank)),
                 (2, plain(tiles.make_announce(config, signature)), (call, COUNTERS_AT, base, rank, all_tiles)),
             ]
             consume = plain(make_consumer(config, signature))
             for number in range(8):
                 group, thread = np.int32(number // 4), np.int32(number % 4 * 32)
-                roles.append((number + 4, consume, (call, 0, 1.0, 0.0, ANY_K, MAPS_AT, base, rank, group, thread)))
+                roles.append((number + 4, consume, (call, 0, 1.0, 0.0, longest_k, MAPS_AT, base, rank, group, thread)))
             for number, work, given in roles:
                 machine.start(block, number, partial(work, *given))
         machine.run()
@@ -341,6 +348,16 @@ def run(
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_results_are_exact_in_any_order(case: str, seed: int, kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(case, seed, kernel, monkeypatch)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("case", ["jagged k", "a list"])
+def test_stages_of_a_long_k_are_as_large_as_any_tile_needs(
+    case: str, seed: int, kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups with a longer and with a shorter k, one after the other, in one ring."""
+    monkeypatch.setattr(Run, "longest_k", 80)
     run(case, seed, kernel, monkeypatch)
 
 
@@ -558,6 +575,8 @@ FAULTS = {
 def test_a_fault_is_noticed(name: str, kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one of some orders: as a race, as warps that all wait, or in the result."""
     fault = FAULTS[name]
+    if source_of(fault.module).count(fault.line) != 1:
+        pytest.fail(f"not one line of {fault.module}.py: {fault.line}")
     for seed in range(12):
         try:
             with monkeypatch.context() as patch:
@@ -765,7 +784,8 @@ def test_every_tile_is_found_once(case: str, kernel: Any, monkeypatch: pytest.Mo
         g = int(tile.group) & tiles.GROUP
         m, n = extents[g]
         assert 0 < tile.rows <= config.n_max and tile.height == -(-tile.rows // 8) * 8 and tile.width == n
-        assert made.call.table or tile.start == starts[g] or made.problem.spec.form == "jagged_k"
+        start = arguments.list_box(m, config) if made.call.table else starts[g]
+        assert tile.start == start or made.problem.spec.form == "jagged_k"
         seen[g][tile.row : tile.row + tile.rows, tile.column // columns] += 1
         once, halves = bool(tile.group & tiles.ONCE), bool(tile.group & tiles.HALVES)
         assert halves == (config.cluster == 2 and not made.call.table and n - tile.column <= 128)
@@ -774,6 +794,82 @@ def test_every_tile_is_found_once(case: str, kernel: Any, monkeypatch: pytest.Mo
     if busy and lean:
         last = [extents[int(tile.group) & tiles.GROUP][0] for tile in found[-min(lean, 4) :]]
         assert made.problem.spec.form == "jagged_k" or max(last) < tiles.BUSY_ROWS
+
+
+# --- what no group owns --------------------------------------------------------------------------------
+
+
+def framed(*shape: int, columns: slice, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Some columns of a larger matrix of ones, or of several."""
+    return torch.ones(shape, dtype=dtype)[..., columns]
+
+
+OFFSETS = torch.tensor([3, 5, 5, 9])
+UNOWNED: dict[str, Callable[[], mg.GroupedGemmProblem]] = {
+    "rows of whole pieces": lambda: mg.GroupedGemmProblem(
+        whole(12, 8, seed=1), whole(3, 8, 520, seed=2), offsets=OFFSETS, out=framed(12, 528, columns=slice(8, 528))
+    ),
+    "rows at any address": lambda: mg.GroupedGemmProblem(
+        whole(12, 8, seed=1), whole(3, 8, 43, seed=2), offsets=OFFSETS, out=framed(12, 51, columns=slice(3, 46))
+    ),
+    "4 bytes": lambda: mg.GroupedGemmProblem(
+        whole(12, 8, seed=1), whole(3, 8, 135, seed=2), offsets=OFFSETS,
+        out=framed(12, 140, columns=slice(4, 139), dtype=torch.float32),
+    ),
+    "one column": lambda: mg.GroupedGemmProblem(
+        whole(12, 8, seed=1), whole(3, 8, 1, seed=2), offsets=OFFSETS, out=framed(12, 9, columns=slice(8, 9))
+    ),
+    "by columns": lambda: mg.GroupedGemmProblem(
+        whole(12, 8, seed=1), whole(3, 8, 40, seed=2), offsets=OFFSETS,
+        out=torch.ones(40, 24, dtype=torch.bfloat16).T[8:20],
+    ),
+    "columns": lambda: mg.GroupedGemmProblem(
+        whole(3, 20, 8, seed=1), whole(8, 12, seed=2), offsets=OFFSETS, jagged="n",
+        out=framed(20, 16, columns=slice(0, 12)),
+    ),
+    "rows of each group": lambda: mg.GroupedGemmProblem(
+        whole(3, 20, 8, seed=1), whole(3, 8, 43, seed=2), valid_rows=torch.tensor([5, 20, 0]),
+        out=framed(3, 20, 51, columns=slice(8, 51)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNOWNED)
+def test_what_no_group_owns_becomes_zero_and_nothing_else_does(
+    case: str, kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from multigemm.backends.numba.kernels import schedule
+
+    def store_16(at: int, values: Any) -> None:
+        assert at % 16 == 0 and not any(values)
+        ctypes.memset(int(at), 0, 16)
+
+    def storer(name: str, _: str) -> Callable[[int, int, Any], None]:
+        size = {"f16": 2, "f32": 4, "f64": 8}[name]
+
+        def store(at: int, index: int, _: Any) -> None:
+            ctypes.memset(int(at) + int(index) * size, 0, size)
+
+        return store
+
+    made = Run(TALL, UNOWNED[case](), monkeypatch)
+    kernel(made.machine(0, 1))
+    monkeypatch.setattr(schedule, "storer", storer)
+    zero = plain(schedule.make_zero_lines.__wrapped__(store_16, lambda value: value))
+    for warp in range(3):
+        for lane in range(32):
+            zero(made.call, np.int32(lane), np.int32(warp), np.int32(3))
+    out: Any = made.ops.out
+    wanted = torch.zeros(out.shape, dtype=torch.bool)
+    if made.ops.valid_rows is not None:
+        wanted = torch.arange(out.shape[1])[None, :, None] >= made.ops.valid_rows[:, None, None]
+    else:
+        rows = wanted.T if made.problem.spec.form == "jagged_n" else wanted
+        rows[:3], rows[9:] = True, True
+    assert torch.equal(out == 0, wanted.expand_as(out))
+    assert torch.equal(torch.isnan(out), ~wanted.expand_as(out))
+    everything = torch.empty(0, dtype=out.dtype).set_(out.untyped_storage())
+    assert int((everything == 1).sum()) == everything.numel() - out.numel()
 
 
 # --- what lanes hold ----------------------------------------------------------------------------------
