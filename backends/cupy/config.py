@@ -43,8 +43,10 @@ ODD_WEIGHTS = 24576
 """Bytes of a stage of weights whose lines begin anywhere, the larger of both layouts (hopper_shift_b.cu)."""
 CODE_LINE = 64
 """Bytes of a column of quantised weights in a stage, at most."""
-LOW_ROWS = 8
+LOW_ROWS = 32
 """Rows of the lowest tiles of quantised weights, whose kernel has two thread blocks on each multiprocessor."""
+LOW_GROUPS = 640
+"""Groups that their schedule holds."""
 LOW_SHARED = 115712
 """Bytes of shared memory for each of the two: half of a multiprocessor's 228 KB, less 1 KB that a block needs more."""
 SHARED_LIMIT = 232448
@@ -107,9 +109,9 @@ class Config:
         line = CODE_LINE if self.kernel == "hopper_weights" else 128
         return self.stages * (self.rows * 128 + self.columns * line)
 
-    def low_ring_bytes(self, plain: bool) -> int:
-        """The bytes of all stages of the lowest tiles, which are as many as fit."""
-        return LOW_SHARED - 2 * (8192 if plain else 9216) - self._bookkeeping
+    def low_room(self, plain: bool, sent: bool) -> int:
+        """The bytes that the lowest tiles have for stages, and for scales and zero points."""
+        return LOW_SHARED - 2 * (LOW_ROWS * COLUMNS if sent else 8192 if plain else 9216) - self._bookkeeping
 
     @property
     def _scales(self) -> int:
@@ -144,7 +146,7 @@ class Config:
         """The number of groups that the schedule can hold in its shared memory."""
         high = self.kernel == "hopper_shift_b" and self.rows == SHIFT_B.rows
         if self.rows == LOW_ROWS:
-            return TURNS_GROUPS
+            return LOW_GROUPS
         return TURNS_GROUPS if self.pingpong or self.columns != COLUMNS or high else MAX_GROUPS
 
 
@@ -413,11 +415,11 @@ def most_weight_rows(spec: ProblemSpec) -> int:
 
 
 def least_weight_rows(spec: ProblemSpec) -> int:
-    """The smallest number of rows of a tile of `hopper_weights`: in the lowest, a lane's k lie in one block of scales,
-    and there are no zero points."""
-    scale, lane_blocks = spec.b.scale, 128 if spec.b.packed else 64
-    whole = scale is None or not scale.k or scale.k >= lane_blocks or folds_scales(spec)
-    return LOW_ROWS if whole and (scale is None or scale.zero is None) else WEIGHTS_NARROW.rows
+    """The smallest number of rows of a tile of `hopper_weights`: in the lowest, a box of codes lies in one block of
+    scales, if these do not multiply the weights."""
+    scale, box = spec.b.scale, 128 if spec.b.packed else 64
+    whole = scale is None or not scale.k or scale.k >= box or folds_scales(spec)
+    return LOW_ROWS if whole else WEIGHTS_NARROW.rows
 
 
 @cache

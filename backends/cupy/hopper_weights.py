@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,23 +16,67 @@ from multigemm.backends.cupy.quantised import CODES, grid_bytes
 from multigemm.backends.cupy.support import folds_scales, plain_kind, sends
 from multigemm.cuda.arguments import Argument, Fields, join
 from multigemm.cuda.driver import on_device
-from multigemm.cuda.tensor_map import BLANK, NO_SWIZZLE, SWIZZLE_64B, encode_together
+from multigemm.cuda.tensor_map import (
+    BLANK,
+    NO_SWIZZLE,
+    PROMOTION_128B,
+    PROMOTION_256B,
+    SWIZZLE_64B,
+    SWIZZLE_128B,
+    encode_together,
+)
 from multigemm.planning.operands import Operands, Packed, view_of
 from multigemm.problem.spec import OperandSpec, ProblemSpec, ScaleSpec
 
+SHORT_COLUMN = 1024
+"""Bytes of a column up to which the L2 cache asks memory for 128 of them in place of 256. H100, 2026-11-24, low tiles:
+0.88 to 0.99 of the time with 384 and 768 bytes, 1.04 to 1.06 with 2048 to 7168; none between was measured."""
+SET_ROOM = 4608
+"""Bytes of a set of scales and zero points, at most, if it serves more than one stage."""
+
 
 def stage_of(b: OperandSpec, config: Config) -> tuple[int, int]:
-    """How many 64 of k a stage has, and in how many boxes the weights come: in low tiles one for each warpgroup."""
+    """How many 64 of k a stage has, and in how many boxes the weights come: lines of 128 bytes in the lowest tiles."""
+    if config.rows == LOW_ROWS:
+        return (4, 1) if b.packed else (2, 1)
     if config.rows > 64 or b.dtype.is_floating_point:
         return 1, 1
     return (4, 2) if b.packed else (2, 2)
 
 
-def low_stage_bytes(b: OperandSpec, config: Config) -> int:
-    """The bytes of a stage of the lowest tiles (FEW_BYTES in pipeline.cuh): codes and rows."""
-    deep, boxes = stage_of(b, config)
-    rows = (deep - 1) * (LOW_ROWS + 2) * 128 + LOW_ROWS * 128
-    return -(-(boxes * COLUMNS * CODE_LINE + rows) // 1024) * 1024
+class NumberSet(NamedTuple):
+    """How the scales of the lowest tiles come (kernels/stage_numbers.cuh)."""
+
+    stages: int
+    """The stages that a set serves."""
+    run: int
+    """How many of a column lie side by side in memory: all of a set, or one."""
+    align: int
+    """What each of these runs begins at a multiple of, in bytes."""
+    room: int
+    """Bytes of a set, its zero points included."""
+
+
+def number_set(b: OperandSpec, deep: int) -> NumberSet:
+    """How scales come: as many stages at once as there is room for, since memory is read 32 bytes at a time."""
+    sets = [_number_set(b, deep, stages) for stages in (4, 2, 1)]
+    return next((found for found in sets if found.room <= SET_ROOM), sets[-1])
+
+
+def _number_set(b: OperandSpec, deep: int, stages: int) -> NumberSet:
+    scale = b.scale or ScaleSpec(torch.float32)
+    size, count = scale.dtype.itemsize, BLOCK_K * deep * stages // scale.k if scale.k else 1
+    run = count if scale.order == "col" and count > 1 else 1
+    align = scale.align if run > 1 else size
+    room = COLUMNS * count // run * _bytes_of_run(run * size, align)
+    points = 0 if scale.zero is None else COLUMNS * count * _bytes_of_run(1, 1)
+    return NumberSet(stages, run, align, room + points)
+
+
+def _bytes_of_run(length: int, align: int) -> int:
+    """The bytes of the pieces that hold a run (NumberPieces in kernels/stage_numbers.cuh)."""
+    aligned = min(length & -length, align)
+    return length if aligned >= 4 else (length + 7 - aligned) // 4 * 4
 
 
 def source(spec: ProblemSpec, config: Config) -> Source:
@@ -47,19 +91,26 @@ def source(spec: ProblemSpec, config: Config) -> Source:
 def _source(b: OperandSpec, even: bool, bfloat: bool, plain: int, sent: bool, folds: bool, config: Config) -> Source:
     scale, shared = b.scale or ScaleSpec(torch.float32), config.shared_bytes(plain > 0)
     zero = -1 if scale.zero is None else CODES[scale.zero]
-    pairs = even and scale.dtype is torch.float8_e8m0fnu and scale.k == 32 and scale.order == "col" and scale.align >= 2
     deep, boxes = stage_of(b, config)
-    low = config.rows == LOW_ROWS
-    stages = config.stages
-    if low:
-        stages = config.low_ring_bytes(plain > 0) // low_stage_bytes(b, config)
-    elif deep > 1:
+    stages, more = config.stages, tuple[tuple[str, int], ...]()
+    if deep > 1:
         stages = config.ring_bytes // (deep * config.rows * 128 + boxes * COLUMNS * CODE_LINE)
+    if config.rows == LOW_ROWS:
+        numbers = number_set(b, deep)
+        ring = (config.low_room(plain > 0, sent) - 2 * numbers.room) // 1024 * 1024
+        more = (
+            ("LOW", 1), ("RING", ring), ("SET_STAGES", numbers.stages), ("SCALE_RUN", numbers.run),
+            ("SCALE_ALIGN", numbers.align),
+        )  # fmt: skip
+    else:
+        pairs = scale.dtype is torch.float8_e8m0fnu and scale.k == 32 and scale.order == "col" and scale.align >= 2
+        more = (("PAIRS", int(pairs and even)), ("STAGES", stages))
     defines = (
         ("W_CODE", CODES[b.packed or b.dtype]), ("BFLOAT", int(bfloat)), ("SCALE_K", scale.k),
-        ("SCALE_CODE", CODES[scale.dtype]), ("ZERO_CODE", zero), ("FOLD", int(folds)), ("PAIRS", int(pairs)),
-        ("PLAIN", plain), ("SEND", int(sent)), ("ROWS", max(config.rows, 64)), ("LOW", int(low)), ("STAGES", stages),
+        ("SCALE_CODE", CODES[scale.dtype]), ("ZERO_CODE", zero), ("FOLD", int(folds)),
+        ("PLAIN", plain), ("SEND", int(sent)), ("ROWS", max(config.rows, 64)),
         ("DEEP", deep), ("W_BOXES", boxes), ("CLUSTER", config.cluster), ("STEP", config.step), ("SHARED", shared),
+        *more,
     )  # fmt: skip
     return Source("hopper_weights.cu", "hopper_weights", defines, shared)
 
@@ -70,10 +121,11 @@ def code_map(view: Packed, packed: bool, deep: int) -> Fields:
     groups = view.groups if b.group else 1
     if view.n == 0 or k == 0 or groups == 0:
         return BLANK
-    line = BLOCK_K * deep // 2 if packed else BLOCK_K
-    box, swizzle = (line, COLUMNS, 1), SWIZZLE_64B if line == CODE_LINE else NO_SWIZZLE
+    line = BLOCK_K * deep // (2 if packed else 1)
+    box, swizzle = (line, COLUMNS, 1), {128: SWIZZLE_128B, 64: SWIZZLE_64B}.get(line, NO_SWIZZLE)
     strides = max(b.col, 16), max(b.group, 16)
-    return encode_together(torch.uint8, b.ptr, (k, view.n, groups), strides, (box,), swizzle=swizzle)
+    modes = {"swizzle": swizzle, "promotion": PROMOTION_128B if line == 128 and k <= SHORT_COLUMN else PROMOTION_256B}
+    return encode_together(torch.uint8, b.ptr, (k, view.n, groups), strides, (box,), **modes)
 
 
 def row_side(view: Packed, dtype: torch.dtype) -> Side:

@@ -5,7 +5,7 @@
 // By one thread, as one after the other is faster than side by side: their addresses are the same for a whole warp.
 __device__ __forceinline__ void make_barriers(Shared& s, int arrivals) {
     for (int i = 0; i < PLACES; ++i) {
-#if ARRANGED
+#if LOW
         barrier_init(shared_address(&s.rows_full[i]), 1);
 #endif
         barrier_init(shared_address(&s.full[i]), arrivals);
@@ -14,9 +14,15 @@ __device__ __forceinline__ void make_barriers(Shared& s, int arrivals) {
     for (int i = 0; i < SLOTS; ++i) {
         barrier_init(shared_address(&s.tile_full[i]), 1);
         // Warps that multiply, those that load or arrange, and the threads that expect.
-        barrier_init(shared_address(&s.tile_empty[i]), CLUSTER * (CONSUMERS * 4 + LOADERS + ARRANGED) + CLUSTER - 1);
+        barrier_init(shared_address(&s.tile_empty[i]), CLUSTER * (CONSUMERS * 4 + LOADERS + LOW) + CLUSTER - 1);
     }
     barrier_init(shared_address(&s.ask), 1);
+#if LOW
+    for (int i = 0; i < 2; ++i) {
+        barrier_init(shared_address(&s.numbers_full[i]), 32);
+        barrier_init(shared_address(&s.numbers_empty[i]), CONSUMERS * 4);
+    }
+#endif
     barrier_init_fence();
 }
 
@@ -54,8 +60,7 @@ __device__ __forceinline__ void announce_tiles(const Problem& p, const Launch& l
         }
         if (rank == 0) {
             // Not too early: who is late shall take fewer.
-            if (LOW) barrier_wait_asleep(shared_address(&s.ask), number & 1);
-            else barrier_wait(shared_address(&s.ask), number & 1);
+            barrier_wait(shared_address(&s.ask), number & 1);
             next = one_each ? s.schedule.total : clusters + atomicAdd(l.counter, 1);
         } else if (take_tile(s, number, 1).n == STOP) {
             break;

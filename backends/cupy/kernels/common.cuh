@@ -146,6 +146,15 @@ __device__ __forceinline__ void copy_async_if(u32 flags, u32 one, u32 to, const 
     asm volatile("{.reg .pred absent;\n.reg .b32 flag;\nand.b32 flag, %2, %3;\nsetp.eq.u32 absent, flag, 0;\n"
                  "cp.async.cg.shared.global [%0], [%1], 16, absent;}" ::"r"(to), "l"(from), "r"(flags), "r"(one) : "memory");
 }
+// 4 or 8 bytes, or 16; the first `bytes` of them, the others become zero.
+template <int WIDTH> __device__ __forceinline__ void copy_part(u32 to, const char* from, int bytes) {
+    if (WIDTH == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+    else asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(WIDTH), "r"(bytes) : "memory");
+}
+template <int WIDTH> __device__ __forceinline__ void copy_all(u32 to, const char* from) {
+    if (WIDTH == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(WIDTH) : "memory");
+}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 

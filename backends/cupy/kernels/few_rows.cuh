@@ -1,56 +1,54 @@
-// Tiles of at most 16 rows under quantised weights: bound by the memory, if codes become numbers in few enough instructions.
+// Tiles of at most 32 rows under quantised weights: bound by the memory, if codes become numbers in few enough instructions.
 //
-// A lane multiplies k of its own: 16 bytes of codes of each of its two columns, one load from a stage. mma.sync takes its operands
-// from registers, so the sum over k may be in any order, as long as both sides have the same: a lane reads from its rows the k
-// that its codes have. Codes next to each other go to different pairs (of four bits the i-th and the one four behind it, whose
-// bits lie 16 apart in a word), and a warp of its own puts each 16 bytes of the rows into that order before the others
-// read them. The lane's k lie in one block of scales, where scales multiply the weights.
+// A lane turns codes of k of its own: of each of its two columns two times 16 bytes of a stage, in two passes. wgmma takes its first
+// operand from registers, and the sum over k may be in any order, as long as both sides have the same: a warp of its own puts the
+// rows of a stage into the order in which lanes have their codes. Codes next to each other go to different pairs (of four bits
+// the i-th and the one four behind it, whose bits lie 16 apart in a word). A lane's k of a pass lie in one block of scales, where
+// scales multiply the weights; those of all lanes do, where they multiply sums. Scales and zero points come by stage_numbers.cuh.
 #pragma once
-#include "tensor_cores.cuh"
+#include "stage_numbers.cuh"
 #include "weights.cuh"
 
-// Stages whose scales and zero points are held or on their way. (H200, low tiles with two instead of four: int4 0.93 to 0.97 of the
-// time; mxfp4 0.98 where K is 768, 1.05 to 1.13 where it is 4096 or more.)
-constexpr int FEW_AHEAD = SCALE_K == 0 ? 1 : LOW && !FOLD ? 2 : 4;
-constexpr int CHUNKS = FOUR_BITS ? 4 : 2;               // pieces of 16 bytes of a row that a lane has of a stage
-constexpr int BOX_K = BK / W_BOXES, LANE_K = BOX_K / 4;
-// Warpgroups take half of a stage's k each, of all columns, but for float8: each warp has 16 columns of both halves, so that one read
-// of the rows serves 32 columns. In the end each gives its sums of the other half to the other one. (H200, 32 experts of 4096 x
-// 7168, 128 rows: int8 248 us, else 282; float8 254, else 247.)
-constexpr bool BY_HALVES = ARRANGED;
-static_assert(W_BOXES == (BY_HALVES ? 2 : 1) && DEEP % W_BOXES == 0, "a box of weights for each warpgroup");
-constexpr int HALVES_HERE = BY_HALVES ? 2 : 1;
-// The next tile's first scales are asked for before the warpgroups join their sums and the results leave, where a block of k has
-// its own: else they are not used before a tile's end, and asking early takes longer (int8, K = 768: 1.08 of the time; H200).
-constexpr bool ASKS_EARLY = SCALE_K > 0;
-// Sums that are added to in turns, where a lane has few others and each product would wait for the one before.
-constexpr int CHAINS = BY_HALVES ? 1 : 2;
-constexpr int LOW_RESULTS = 16 * 128;                   // bytes of a warpgroup's staging before the sums that it gives away
-constexpr int STAGE_BLOCKS = SCALE_K && BK > SCALE_K ? BK / SCALE_K : 1;     // blocks from a lane's to its next
+constexpr int LANE_K = FOUR_BITS ? 32 : 16;             // of 16 bytes of codes, of which a column has eight in a stage
+constexpr int PIECES = LANE_K / 8;                      // of 16 bytes of a row that belong to them
+constexpr int PASSES = 2, PRODUCTS = LANE_K / 4;        // of a stage; wgmmas of a pass
+constexpr bool IN_ORDER = PARTS && SCALE_K < BK;        // a pass has half of a stage's k, and so one block of scales
+static_assert(LOW && W_BOXES == 1 && W_LINE == LINE_BYTES && BK == 8 * LANE_K, "a stage has eight times 16 bytes of codes of a column");
+static_assert(SCALE_K == 0 || SCALE_K >= (PARTS ? BK / 2 : LANE_K), "a pass has one block of scales");
+
+// Which of the eight times 16 bytes lane `c` of four has in a pass: neighbours are read in different passes, so that lanes of two
+// columns, whose swizzles differ by one, meet different banks.
+__device__ __forceinline__ constexpr int sixteen_of(int pass, int c) { return IN_ORDER ? pass * 4 + c : c * 2 + pass; }
 
 // ---- Rows ----
 
 // The rows' 8 numbers of 16 bytes in the order of their codes' pairs.
 __device__ __forceinline__ uint4 arranged(uint4 v) {
     if (FOUR_BITS) return make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410), __byte_perm(v.y, v.w, 0x7632));
+    if (W_CODE == CODE_E4M3 || W_CODE == CODE_E5M2) return v;
     return make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.z, v.w, 0x7632));
 }
 
-#if ARRANGED
-// The rows of one stage, eight or sixteen.
-template <int EIGHTS> __device__ __forceinline__ void arrange_stage(u32 rows) {
+// Eight rows, of one pass or of as many as 32 lanes have pieces for: each lane takes piece `j` of the four lanes that multiply a
+// column. Their pairs go where wgmma reads them, in the place of the same pieces: products 2j and 2j + 1 of the pass, each of two
+// times eight k, of which a lane has two.
+__device__ __forceinline__ void arrange_eight(u32 rows, u32 apart, int pass) {
+    const int lane = threadIdx.x & 31, row = lane & 7, j = (lane >> 3) & (PIECES - 1);
+    const auto place = [&](int piece) { return rows + row * LINE_BYTES + piece / 8 * apart + (((piece & 7) ^ row) << 4); };
+    const auto beside = [&](u32 first, int piece) { return (first + piece / 8 * apart) ^ (piece & 7) << 4; };
+    const u32 from = place(sixteen_of(pass, 0) * PIECES + j), to = place(sixteen_of(pass, j * 4 / PIECES) * PIECES);
+    uint4 a[4];
 #pragma unroll
-    for (int e = 0; e < EIGHTS; ++e) {
-        uint4 v[DEEP][2];
+    for (int c = 0; c < 4; ++c) a[c] = arranged(load_shared16(beside(from, sixteen_of(0, c) * PIECES)));
+    __syncwarp();
 #pragma unroll
-        for (int i = 0; i < DEEP * 2; ++i) v[i / 2][i & 1] = load_shared16(rows + e * 1024 + i / 2 * FEW_APART + (i & 1) * 512);
-#pragma unroll
-        for (int i = 0; i < DEEP * 2; ++i) store_shared16(rows + e * 1024 + i / 2 * FEW_APART + (i & 1) * 512, arranged(v[i / 2][i & 1]));
+    for (int i = 0; i < 4; ++i) {
+        const auto word = [i](const uint4& v) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; };
+        store_shared16(beside(to, sixteen_of(0, i / PIECES) * PIECES + i % PIECES), make_uint4(word(a[0]), word(a[1]), word(a[2]), word(a[3])));
     }
 }
 
-// One warp: rows that have come, of low tiles in another order, are handed on to those who multiply. (load_rows puts a proxy fence
-// between what is written here and the next stage there.)
+// One warp: rows that have come are handed on in another order to those who multiply.
 __device__ __forceinline__ void arrange_rows(Shared& s, u32 stages) {
     const int lane = threadIdx.x & 31;
     Ring ring;
@@ -63,80 +61,67 @@ __device__ __forceinline__ void arrange_rows(Shared& s, u32 stages) {
 #pragma unroll 1
         for (int kb = 0; kb < blocks; ++kb, ring.next(bytes)) {
             barrier_wait(shared_address(&s.rows_full[ring.place]), ring.parity);
-            const u32 rows = stages + ring.at + W_BYTES + lane * 16;
-            if (t.n <= 8) arrange_stage<1>(rows);
-            else if (t.n <= FEW_ROWS) arrange_stage<2>(rows);
+            const u32 rows = stages + ring.at + W_BYTES;
+#pragma unroll 1
+            for (int row = 0; row < t.n; row += 8)
+#pragma unroll 1
+                for (int pass = 0; pass < PASSES; pass += 4 / PIECES)
+                    arrange_eight(rows + row * LINE_BYTES, t.n * LINE_BYTES, pass + (lane >> 3) / PIECES);
+            show_to_copy_engine();                      // to wgmma now, and to the next stage that comes here
             __syncwarp();
             if (lane == 0) barrier_arrive_here(shared_address(&s.full[ring.place]));
         }
     }
 }
-#endif
 
-// ---- Scales and zero points of a lane's k ----
+// ---- Scales and zero points ----
 
-// The numbers of one column: `at` that of the lane's first block, the others behind it by a distance that all columns share.
-template <int CODE> struct LaneQueue {
-    const char* at;
-    u32 held[FEW_AHEAD];
+constexpr int ZERO = ZEROS ? ZERO_CODE : CODE_U8;
+constexpr int SCALES_BYTES = NumberPieces<SCALE_CODE, SCALE_RUN, SCALE_ALIGN>::BYTES, NUMBERS_BYTES = SCALES_BYTES + (ZEROS ? NumberPieces<ZERO, 1, 1>::BYTES : 0);
+constexpr int PASS_NUMBERS = SCALE_K ? sixteen_of(1, 0) * LANE_K / (SCALE_K ? SCALE_K : 1) : 0;        // from a lane's number of the first pass to that of the second
 
-    __device__ __forceinline__ void begin(const GroupGrid& g, i64 column, int block, u32 absent) {
-        at = g.ptr ? entry_of(g, column, 0) + block * g.k * bytes_of(CODE) : nullptr;
-        held[0] = SCALE_K == 0 && at ? load_code<CODE>(at) : absent;
-    }
-    __device__ __forceinline__ void ask(int slot, i64 behind) { held[slot] = load_code<CODE>(at + behind); }
+// Which set of numbers comes next: the two places take turns.
+struct NumberSets {
+    u32 number = 0;
+    __device__ __forceinline__ int place() const { return number & 1; }
+    __device__ __forceinline__ u32 parity() const { return number >> 1 & 1; }
 };
 
-struct LaneNumbers {
-    static constexpr int COUNT = 2 * HALVES_HERE;       // columns
-    static constexpr int ZERO = ZEROS ? ZERO_CODE : CODE_U8;
-    LaneQueue<SCALE_CODE> scale[COUNT];
-    LaneQueue<ZERO> zero[COUNT];
-    i64 scale_step, scale_behind, zero_step, zero_behind;       // bytes from stage to stage; how far the numbers asked for last are
-    int first_k, block, blocks;     // this lane's of a stage; its block of the stage that was asked for last, and how many there are
+// What load_rows does beside a stage's rows: every lane copies, and arrives when its copies are there.
+struct LoadedNumbers {
+    const WeightGrids& grids;
+    u32 numbers;
+    NumberSets sets;
+    NumberCopies<SCALE_CODE, SCALE_RUN, SCALE_ALIGN> scales;
+    NumberCopies<ZERO, 1, 1> zeros;
 
-    // Stages behind the last block's end have zeros, whichever number of their column these meet.
-    __device__ __forceinline__ void begin(const GroupGrid& scales, const GroupGrid& zeros, i64 column, i64 columns, int k, int box) {
-        first_k = box * BOX_K + int(threadIdx.x & 3) * LANE_K;
-        blocks = SCALE_K ? (k + SCALE_K - 1) / (SCALE_K ? SCALE_K : 1) : 1, block = min(lane_block(0), blocks - 1);
-        scale_behind = zero_behind = 0;
-        scale_step = scales.k * bytes_of(SCALE_CODE) * STAGE_BLOCKS, zero_step = zeros.k * bytes_of(ZERO) * STAGE_BLOCKS;
-        keep_in_register(scale_step);
-        if (ZEROS) keep_in_register(zero_step);
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            const i64 known = min64(column + (i & 1) * 8 + (i >> 1) * 64, columns - 1);
-            scale[i].begin(scales, known, block, one_of(SCALE_CODE));
-            if (ZEROS) zero[i].begin(zeros, known, block, 0);
-        }
-#pragma unroll
-        for (int i = 0; i < (SCALE_K ? FEW_AHEAD : 0); ++i) load(i, i > 0 && next_block(i));
+    __device__ __forceinline__ LoadedNumbers(const WeightGrids& g, u32 at) : grids(g), numbers(at) {}
+    __device__ __forceinline__ void begin(const Tile& t) {
+        const i64 column = first_column(t, 0, 0);
+        scales.begin(grid_of_group(grids.scale, t.group, 0, 0), column, grids.columns, t.k_len);
+        if (ZEROS) zeros.begin(grid_of_group(grids.zero, t.group, 0, 0), column, grids.columns, t.k_len);
     }
-    __device__ __forceinline__ void ask(int slot, int stage) {
-        if (SCALE_K) load(slot, next_block(stage));
+    __device__ __forceinline__ void load(Shared& s, int kb) {
+        if (SCALE_K ? kb % SET_STAGES != 0 : kb > 0) return;
+        const u32 to = numbers + sets.place() * NUMBERS_BYTES;
+        barrier_wait(shared_address(&s.numbers_empty[sets.place()]), sets.parity() ^ 1);
+        scales.copy(to);
+        if (ZEROS) zeros.copy(to + SCALES_BYTES);
+        arrive_when_copied(shared_address(&s.numbers_full[sets.place()]));
+        ++sets.number;
     }
-    __device__ __forceinline__ int lane_block(int stage) const { return (stage * BK + first_k) / (SCALE_K ? SCALE_K : 1); }
-    // Whether there is a block for a stage behind the one before it.
-    __device__ __forceinline__ bool next_block(int stage) {
-        const int next = BK % (SCALE_K ? SCALE_K : 1) == 0 ? block + STAGE_BLOCKS : lane_block(stage);
-        const bool further = next < blocks && next > block;
-        if (further) block = next;
-        return further;
-    }
-    __device__ __forceinline__ void load(int slot, bool further) {
-        if (further) scale_behind += scale_step, zero_behind += zero_step;
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            scale[i].ask(slot, scale_behind);
-            if (ZEROS) zero[i].ask(slot, zero_behind);
-        }
-    }
-    __device__ __forceinline__ float factor(int slot, int column) const { return decode<SCALE_CODE>(scale[column].held[slot]); }
-    __device__ __forceinline__ bool large(int slot) const {
-        u32 codes = 0;
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) codes |= scale[i].held[slot];
-        return AT_ONCE_LIFTED && (codes & 0x80) != 0;
+};
+
+// Of a lane's two columns.
+struct ColumnNumbers {
+    LaneNumbers<SCALE_CODE, SCALE_RUN, SCALE_ALIGN, PASS_NUMBERS> scale;
+    LaneNumbers<ZERO, 1, 1, PASS_NUMBERS> zero;
+
+    __device__ __forceinline__ void begin(const WeightGrids& grids, const Tile& t, int column) {
+        const int block = SCALE_K ? sixteen_of(0, threadIdx.x & 3) * LANE_K / (SCALE_K ? SCALE_K : 1) : 0;
+        const i64 first = first_column(t, 0, 0);
+        scale.begin(grid_of_group(grids.scale, t.group, 0, 0), first, column, grids.columns, block);
+        if (ZEROS) zero.begin(grid_of_group(grids.zero, t.group, 0, 0), first, column, grids.columns, block);
     }
 };
 
@@ -199,201 +184,208 @@ __device__ __forceinline__ void two_pairs(u32 word, bool upper, const CountMasks
     }
 }
 
-// The products of one box: 16 bytes of codes of each of a lane's columns. `load_rows` gives a lane's 16 bytes of each eight rows.
-template <int EIGHTS, bool LARGE, class LoadRows>
-__device__ __forceinline__ void multiply_words(const uint4 (&line)[2 * HALVES_HERE], LoadRows load_rows, const LaneNumbers& numbers, int slot, const CountMasks& masks, float (&d)[HALVES_HERE][CHAINS][EIGHTS][4]) {
-    u32 factor[2 * HALVES_HERE] = {}, rest[2 * HALVES_HERE] = {}, zero[2 * HALVES_HERE] = {};
+// What a lane's numbers do to its weights in a pass.
+struct WeightFactors {
+    u32 code[2], factor[2], rest[2], zero[2];
+
+    __device__ __forceinline__ void load(const ColumnNumbers& numbers, u32 at, int stage, int pass) {
 #pragma unroll
-    for (int i = 0; i < 2 * HALVES_HERE; ++i) {
-        const u32 code = numbers.scale[i].held[slot];
-        if (FOLD) factor[i] = factor_of(LARGE ? min(code, 127u) : code);
-        if (LARGE) rest[i] = rest_of(code);
-        if (ZEROS) {
-            const float z = decode<ZEROS ? ZERO_CODE : CODE_U8>(numbers.zero[i].held[slot]);
-            zero[i] = pack_pair(z, z);
+        for (int i = 0; i < 2; ++i) {
+            if (FOLD) code[i] = numbers.scale.code(at, stage, i, pass), factor[i] = factor_of(code[i]);
+            if (ZEROS) {
+                const float z = decode<ZERO>(numbers.zero.code(at + SCALES_BYTES, stage, i, pass));
+                zero[i] = pack_pair(z, z);
+            }
         }
     }
+    // Scales of e2m1 beyond what `factor_of` reaches. Few tiles have them: no others shall work out anything for it.
+    __device__ __forceinline__ bool beyond() const { return AT_ONCE_LIFTED && ((code[0] | code[1]) & 0x80) != 0; }
+    __device__ __forceinline__ void lower() {
 #pragma unroll
-    for (int j = 0; j < CHUNKS; ++j) {
-        uint4 x[EIGHTS];
-        load_rows(j, x);
+        for (int i = 0; i < 2; ++i) {
+            factor[i] = factor_of(min(code[i], 127u)), rest[i] = rest_of(code[i]);
+            keep_in_register(factor[i]), keep_in_register(rest[i]);
+        }
+    }
+};
+
+// ---- A tile ----
+
+// All k-blocks of a tile of N rows.
+template <int N>
+__device__ __forceinline__ void multiply_few(Shared& s, u32 stages, u32 numbers_at, Ring& ring, NumberSets& sets, int blocks, u32 bytes, int half, float (&total)[ACCUMULATORS], ColumnNumbers& numbers) {
+    // Products whose weights are turned while those before them are multiplied.
+    constexpr int AT_A_TIME = PARTS && N <= 16 ? 4 : 2, TURNS = PRODUCTS / AT_A_TIME;
+    const int lane = threadIdx.x & 31, c = lane & 3, column = half * 64 + ((threadIdx.x & 127) >> 5) * 16 + (lane >> 2);
+    u32 codes = column * W_LINE + ((sixteen_of(0, c) ^ (column & 7)) << 4);
+    keep_in_register(codes);
+    CountMasks masks;
+    masks.keep(ring.at >> 31);                          // a ring is shorter
+    float part[PARTS ? N / 2 : 1], scale[2] = {1.0f, 1.0f};
+#pragma unroll 1
+    for (int left = blocks; left > 0; left -= SET_STAGES) {
+        const u32 at = numbers_at + sets.place() * NUMBERS_BYTES;
+        barrier_wait(shared_address(&s.numbers_full[sets.place()]), sets.parity());
+        const int count = SCALE_K ? min(left, SET_STAGES) : left;
+#pragma unroll 1
+        for (int of_set = 0; of_set < count; ++of_set) {
+            const u32 stage = stages + ring.at;
+            barrier_wait(shared_address(&s.full[ring.place]), ring.parity);
+            const u64 x = smem_descriptor(stage + W_BYTES, BLOCK, 1024);
+            uint4 line[PASSES][2];
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
+            for (int i = 0; i < PASSES * 2; ++i) line[i >> 1][i & 1] = load_shared16(((codes + stage) ^ sixteen_of(i >> 1, 0) << 4) + (i & 1) * 8 * W_LINE);
+            WeightFactors factors[PASSES];
 #pragma unroll
-            for (int side = 0; side < HALVES_HERE; ++side) {
-                const int word = FOUR_BITS ? j : j * 2 + h;
-                u32 w[4];
+            for (int pass = 0; pass < PASSES; ++pass) factors[pass].load(numbers, at, SCALE_K ? of_set : 0, pass);
+            const bool beyond = AT_ONCE_LIFTED && __any_sync(~0u, factors[0].beyond() || factors[1].beyond());
+            if (beyond) factors[0].lower(), factors[1].lower();
+            u32 w[2][AT_A_TIME][4];
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int column = side * 2 + i;
-                    const u32 codes = word == 0 ? line[column].x : word == 1 ? line[column].y : word == 2 ? line[column].z : line[column].w;
-                    two_pairs(codes, h, masks, w[i], w[2 + i]);
+            for (int pass = 0; pass < PASSES; ++pass) {
 #pragma unroll
-                    for (int e = i; e < 4; e += 2) {
-                        if (W_CODE == CODE_E2M1 && !AT_ONCE_LIFTED) w[e] = multiply_pairs(w[e], LIFT);
-                        if (ZEROS) w[e] = subtract_pairs(w[e], zero[column]);
-                        if (FOLD) w[e] = multiply_pairs(w[e], factor[column]);
-                        if (LARGE) w[e] = multiply_pairs(w[e], rest[column]);
+                for (int turn = 0; turn < TURNS; ++turn) {
+                    const int before = PARTS ? turn : pass * TURNS + turn, which = before & 1;
+                    if (before >= 2) wgmma_wait<1>();       // of the products before the last ones, whose registers these are
+#pragma unroll
+                    for (int p = 0; p < AT_A_TIME; ++p) {
+                        const int product = turn * AT_A_TIME + p, word = FOUR_BITS ? product >> 1 : product;
+                        u32 (&to)[4] = w[which][p];
+#pragma unroll
+                        for (int i = 0; i < 2; ++i) {
+                            const uint4& v = line[pass][i];
+                            two_pairs(word == 0 ? v.x : word == 1 ? v.y : word == 2 ? v.z : v.w, FOUR_BITS && (product & 1), masks, to[i], to[2 + i]);
+#pragma unroll
+                            for (int e = i; e < 4; e += 2) {
+                                if (W_CODE == CODE_E2M1 && !AT_ONCE_LIFTED) to[e] = multiply_pairs(to[e], LIFT);
+                                if (ZEROS) to[e] = subtract_pairs(to[e], factors[pass].zero[i]);
+                                if (FOLD) to[e] = multiply_pairs(to[e], factors[pass].factor[i]);
+                            }
+                        }
                     }
-                }
+                    if (beyond) {
 #pragma unroll
-                for (int t = 0; t < EIGHTS; ++t) {
-                    const u32 rows[2] = {h ? x[t].z : x[t].x, h ? x[t].w : x[t].y};
-#if BFLOAT
-                    mma_bf16(d[side][h % CHAINS][t], w, rows);
-#else
-                    mma_f16(d[side][h % CHAINS][t], w, rows);
-#endif
+                        for (int e = 0; e < AT_A_TIME * 4; ++e) w[which][e >> 2][e & 3] = multiply_pairs(w[which][e >> 2][e & 3], factors[pass].rest[e & 1]);
+                    }
+                    wgmma_fence();
+#pragma unroll
+                    for (int p = 0; p < AT_A_TIME; ++p) {
+                        const int product = turn * AT_A_TIME + p, piece = sixteen_of(pass, product * 2 / PIECES) * PIECES + product * 2 % PIECES;
+                        const u64 rows = x + (piece / 8 * (N * LINE_BYTES) >> 4) + (piece & 7);
+                        if constexpr (PARTS) MmaWeights<N>::run(part, w[which][p], rows, product > 0);
+                        else MmaWeights<N>::run(total, w[which][p], rows, 1);
+                    }
+                    wgmma_commit();
+                }
+                if constexpr (PARTS) {
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) scale[i] = decode<SCALE_CODE>(numbers.scale.code(at, of_set, i, pass));
+                    wgmma_wait<0>();
+                    settle(part, N / 2);
+                    for_columns<N>(scale[0], scale[1], [&](int i, float by) { total[i] = fmaf(by, part[i], total[i]); });
                 }
             }
+            if (!PARTS) wgmma_wait<0>();
+            settle(total, N / 2);
+            __syncwarp();                                   // all lanes have what they need of the stage
+            if (lane == 0) barrier_arrive_here(shared_address(&s.empty[ring.place]));
+            ring.next(bytes);
+        }
+        if (SCALE_K == 0) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) scale[i] = decode<SCALE_CODE>(numbers.scale.code(at, 0, i, 0));
+            __syncwarp();
+        }
+        if (lane == 0) barrier_arrive_here(shared_address(&s.numbers_empty[sets.place()]));
+        ++sets.number;
+        if (SCALE_K == 0) break;
     }
+    for_columns<N>(scale[0], scale[1], [&](int i, float by) {
+        if (COUNTED) total[i] *= PER_UNIT;
+        if (SCALE_K == 0) total[i] *= by;
+    });
 }
 
-template <int EIGHTS> __device__ __forceinline__ float sum_of(const float (&d)[CHAINS][EIGHTS][4], int t, int i) {
-    return CHAINS == 1 ? d[0][t][i] : d[0][t][i] + d[CHAINS - 1][t][i];
-}
-
-__device__ __forceinline__ void sync_both() { asm volatile("bar.sync 7, 256;" ::: "memory"); }
-
-// Both warpgroups have sums of all columns: each keeps those of its half, and adds what the other one has of them.
-template <int EIGHTS>
-__device__ __forceinline__ void join_halves(u32 staging, int half, const float (&sums)[HALVES_HERE][EIGHTS * 4], float (&total)[ACCUMULATORS]) {
-    const int tid = threadIdx.x & 127;
-    const u32 mine = staging + (LOW ? LOW_RESULTS : 0) + tid * 16, others = mine + (half ? -STAGING_BYTES : STAGING_BYTES);
 #if SEND
-    if (tid < 32) wait_until_read();                    // the last tile's results have left
-#endif
-    sync_both();
-#pragma unroll
-    for (int t = 0; t < EIGHTS; ++t) {
-        float v[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] = half ? sums[0][t * 4 + i] : sums[HALVES_HERE - 1][t * 4 + i];
-        store_shared16(mine + t * 2048, make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3])));
-    }
-    sync_both();
-#pragma unroll
-    for (int t = 0; t < EIGHTS; ++t) {
-        const uint4 v = load_shared16(others + t * 2048);
-        const u32 w[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) total[t * 4 + i] = (half ? sums[HALVES_HERE - 1][t * 4 + i] : sums[0][t * 4 + i]) + __uint_as_float(w[i]);
-    }
-    if (!(LOW && SEND)) sync_both();                    // results lie elsewhere (send_low)
-}
-
-#if LOW && SEND
-// send_tile for 16 rows, the first of a box; what follows them in the staging is not stored. Warpgroups that have joined their sums
-// have waited there until the last tile's results had left.
-__device__ __forceinline__ void send_low(const Problem& p, const Maps& maps, const Tile& t, int half, u32 staging, const float (&total)[ACCUMULATORS]) {
+// send_tile for 32 rows, the first of a box; what follows them in shared memory is not stored.
+__device__ __forceinline__ void send_few(const Problem& p, const Maps& maps, const Results& to, int half, u32 staging, const float (&total)[ACCUMULATORS]) {
     const int tid = threadIdx.x & 127, lane = tid & 31, warp = tid >> 5;
     const float alpha = factor(p);
-    u32 pair[4];
+    const u32 turn = staging + ((lane >> 4) * 8 + (lane & 7)) * 128 + (((warp * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
+    if (tid < 32) wait_until_read();                    // the last tile's results
+    warpgroup_sync(half);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) pair[i] = pack_pair(total[i * 2] * alpha, total[i * 2 + 1] * alpha);
-    if (!BY_HALVES || t.k_len == 0) {
-        if (tid < 32) wait_until_read();
-        warpgroup_sync(half);
+    for (int r = 0; r < LOW_ROWS; r += 16) {
+        if (r >= to.rows) continue;
+        u32 pair[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) pair[i] = pack_pair(total[r / 2 + i * 2] * alpha, total[r / 2 + i * 2 + 1] * alpha);
+        store_transposed(turn + r * 128, pair[0], pair[1], pair[2], pair[3]);
     }
-    store_transposed(staging + ((lane >> 4) * 8 + (lane & 7)) * 128 + (((warp * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) << 4), pair[0], pair[1], pair[2], pair[3]);
     show_to_copy_engine();
     warpgroup_sync(half);
-    const Results to = results_of(p, t, first_column(t, 0, half));
     send_box(tid == 0, staging, &maps.out, to.col, int(FAR) - to.rows, to.end, int(FAR), to.group);
 }
 #endif
 
-// All k-blocks of a tile of at most EIGHTS * 8 rows. `take_next` runs when its numbers have been used, if a kernel ASKS_EARLY.
-template <int EIGHTS, class TakeNext>
-__device__ __forceinline__ void multiply_few(Shared& s, u32 stages, u32 staging, Ring& ring, int blocks, u32 bytes, int half, float (&total)[ACCUMULATORS], LaneNumbers& numbers, TakeNext take_next) {
-    const int lane = threadIdx.x & 31, row = lane >> 2, c = lane & 3, column = (BY_HALVES ? 0 : half * 64) + ((threadIdx.x & 127) >> 5) * 16 + row;
-    const int box = BY_HALVES ? half : 0;
-    u32 codes = box * (COLUMNS * W_LINE) + column * W_LINE + ((c ^ (column >> 1 & 3)) << 4);
-    keep_in_register(codes);
-    // A lane's k begin in the second line of a box for the upper two of four lanes, where four bits have two lines.
-    const int line_of = box * (DEEP / W_BOXES) + (FOUR_BITS ? c >> 1 : 0), first = FOUR_BITS ? (c & 1) * 4 : c * 2;
-    const u32 rows = W_BYTES + line_of * FEW_APART + row * LINE_BYTES;
-    const int turn = (row + line_of * 2) & 7;           // FEW_APART is two rows more than whole swizzles
-    u32 piece[CHUNKS];
-#pragma unroll
-    for (int j = 0; j < CHUNKS; ++j) {
-        piece[j] = rows + (((first + j) ^ turn) << 4);
-        keep_in_register(piece[j]);
-    }
-    CountMasks masks;
-    masks.keep(ring.at >> 31);                          // a ring is shorter
-    float d[HALVES_HERE][CHAINS][EIGHTS][4] = {}, sums[HALVES_HERE][EIGHTS * 4] = {};
+__device__ __forceinline__ void consume_few(const Problem& p, const Launch& l, const WeightGrids& grids, const Maps& maps, Shared& s, u32 stages, u32 numbers_at, u32 staging, int half) {
+    const int column = half * 64 + ((threadIdx.x & 127) >> 5) * 16 + ((threadIdx.x & 31) >> 2);
+    Ring ring;
+    NumberSets sets;
 #pragma unroll 1
-    for (int begin = 0; begin < blocks; begin += FEW_AHEAD) {
-#pragma unroll
-        for (int slot = 0; slot < FEW_AHEAD; ++slot) {
-            const int kb = begin + slot, held = SCALE_K ? slot : 0;
-            if (kb >= blocks) break;
-            barrier_wait(shared_address(&s.full[ring.place]), ring.parity);
-            const u32 stage = stages + ring.at;
-            uint4 line[2 * HALVES_HERE], x[LOW ? 1 : CHUNKS][EIGHTS];
-#pragma unroll
-            for (int i = 0; i < 2 * HALVES_HERE; ++i) line[i] = load_shared16(codes + stage + ((i & 1) * 8 + (i >> 1) * 64) * W_LINE);
-            const auto load_rows = [&](int j, uint4 (&to)[EIGHTS]) {
-#pragma unroll
-                for (int t = 0; t < EIGHTS; ++t) to[t] = load_shared16(piece[j] + stage + t * 8 * LINE_BYTES);
-            };
-            const auto hand_back = [&] {
-                __syncwarp();                           // all lanes have what they need of the stage
-                if (lane == 0) barrier_arrive(shared_address(&s.empty[ring.place]), 0);
-                ring.next(bytes);
-            };
-            const auto rows_of = [&](int j, uint4 (&to)[EIGHTS]) {
-                if (LOW) {                              // few registers, and as many warps again, which hide what this waits for
-                    load_rows(j, to);
-                } else {
-#pragma unroll
-                    for (int t = 0; t < EIGHTS; ++t) to[t] = x[LOW ? 0 : j][t];
-                }
-            };
-            if (!LOW) {
-#pragma unroll
-                for (int j = 0; j < CHUNKS; ++j) load_rows(j, x[LOW ? 0 : j]);
-                hand_back();
-            }
-            if (AT_ONCE_LIFTED && __any_sync(~0u, numbers.large(held))) multiply_words<EIGHTS, AT_ONCE_LIFTED>(line, rows_of, numbers, held, masks, d);
-            else multiply_words<EIGHTS, false>(line, rows_of, numbers, held, masks, d);
-            if (LOW) hand_back();
-            if (PARTS) {                                // a box lies in one block of scales
-#pragma unroll
-                for (int side = 0; side < HALVES_HERE; ++side)
-#pragma unroll
-                    for (int t = 0; t < EIGHTS; ++t)
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) {
-                            sums[side][t * 4 + i] = fmaf(numbers.factor(held, side * 2 + (i >> 1)), sum_of(d[side], t, i), sums[side][t * 4 + i]);
-#pragma unroll
-                            for (int chain = 0; chain < CHAINS; ++chain) d[side][chain][t][i] = 0.0f;
-                        }
-            }
-            numbers.ask(slot, kb + FEW_AHEAD);
+    for (int number = 0;; ++number) {
+        const Tile t = take_tile(s, number, ~0u);
+        if (t.n == STOP) break;
+        const int blocks = k_blocks(t);
+        const u32 bytes = ring.begin(t, blocks);
+#if SEND
+        const Results to = results_of(p, t, first_column(t, 0, half));     // fewer registers than the tile
+#endif
+        float total[ACCUMULATORS] = {};
+        if (blocks > 0) {
+            ColumnNumbers numbers;
+            numbers.begin(grids, t, column);
+            if (t.n <= 8) multiply_few<8>(s, stages, numbers_at, ring, sets, blocks, bytes, half, total, numbers);
+            else if (t.n <= 16) multiply_few<16>(s, stages, numbers_at, ring, sets, blocks, bytes, half, total, numbers);
+            else if (t.n <= 24) multiply_few<24>(s, stages, numbers_at, ring, sets, blocks, bytes, half, total, numbers);
+            else multiply_few<32>(s, stages, numbers_at, ring, sets, blocks, bytes, half, total, numbers);
         }
+#if SEND
+        send_few(p, maps, to, half, staging, total);
+#else
+        finish_tile(p, l, t, 0, half, staging, total);
+#endif
     }
-    if (!PARTS) {
-#pragma unroll
-        for (int side = 0; side < HALVES_HERE; ++side)
-#pragma unroll
-            for (int t = 0; t < EIGHTS; ++t)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) sums[side][t * 4 + i] = sum_of(d[side], t, i);
-    }
-#pragma unroll
-    for (int side = 0; side < HALVES_HERE; ++side)
-#pragma unroll
-        for (int i = 0; i < EIGHTS * 4; ++i) {
-            if (COUNTED) sums[side][i] *= PER_UNIT;
-            if (SCALE_K == 0) sums[side][i] *= numbers.factor(0, side * 2 + (i >> 1 & 1));
+#if SEND
+    wait_until_written();
+#endif
+}
+
+// ---- Which tile comes next ----
+
+// announce_tiles for a block alone, by a warp that waits in a barrier of threads: there it takes no instructions from those who
+// multiply. (At a barrier in shared memory it looked 3.8 million times in a call, a seventh of all instructions.)
+__device__ __forceinline__ void announce_few(const Problem& p, const Launch& l, Shared& s) {
+    const int lane = threadIdx.x & 31, blocks = gridDim.x;
+    const int total = s.schedule.total;
+    const bool one_each = total <= blocks;              // then nobody needs the counter
+    int next = blockIdx.x;
+#pragma unroll 1
+    for (int number = 0;; ++number) {
+        if (lane == 0) {
+            Tile t = {};
+            t.n = STOP;
+            if (next < total) t = decode(p, s.schedule, next, l.swapped, CLUSTER_ROWS, CLUSTER_COLUMNS);
+            announce(s, number, t);
         }
-    if (ASKS_EARLY) take_next();
-    if (BY_HALVES) {
-        join_halves<EIGHTS>(staging, half, sums, total);
-    } else {
-#pragma unroll
-        for (int i = 0; i < EIGHTS * 4; ++i) total[i] = sums[0][i];
+        if (next >= total) break;
+        wait_for_ask();                                 // not too early: who is late shall take fewer
+        if (lane == 0) next = one_each ? total : blocks + atomicAdd(l.counter, 1);
+        next = __shfl_sync(~0u, next, 0);
+    }
+    // The last block to stop leaves the counter as it found it, for the next launch.
+    if (lane == 0 && !one_each) {
+        __threadfence();
+        if (atomicAdd(l.counter + 1, 1) == blocks - 1) l.counter[0] = 0, l.counter[1] = 0;
     }
 }

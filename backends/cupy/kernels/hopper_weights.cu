@@ -14,27 +14,18 @@
 #define PINGPONG 0
 #define LATE 0
 #define HALVES_LAST (CLUSTER == 2)
-#if LOW                         // the warps of two blocks hide each other's waits: for instructions, for scales, and at a tile's end
-#define EVEN 1
-#define MOST_GROUPS 448
+#if LOW
+#define MOST_GROUPS 640         // as config.LOW_GROUPS
 #endif
-// Tiles of at most 16 rows have a way of their own (few_rows.cuh), where a lane's k of a box lie in one block of scales.
-#define FEW (ROWS == 64 && CLUSTER == 1 && (FOLD || SCALE_K == 0 || SCALE_K >= 64 * DEEP / W_BOXES))
-#define ARRANGED (FEW && W_CODE != 5 && W_CODE != 6)   // float8 needs no other order
 #include "announce.cuh"
 #include "load.cuh"
 #include "mma_weights.cuh"
-static_assert(!LOW || (FEW && ZERO_CODE < 0), "all tiles are low, and registers do not hold zero points");
-#if FEW
-#include "few_rows.cuh"
-#else
-#include "weights.cuh"
-#endif
-
-static_assert(SHARED_BYTES <= SHARED, "a launch asks for less shared memory than the layout takes");
+#include "scales.cuh"
 
 // The weights' scales and zero points, and how many columns there are.
 struct WeightGrids { Grid scale, zero; i64 columns; };
+
+#include "weights.cuh"
 
 // Registers j * 4 + i hold columns i / 2 of a thread's two.
 template <int N, class Change> __device__ __forceinline__ void for_columns(float low, float high, Change change) {
@@ -42,6 +33,9 @@ template <int N, class Change> __device__ __forceinline__ void for_columns(float
     for (int i = 0; i < N / 2; ++i) change(i, i & 2 ? high : low);
 }
 
+#if LOW
+#include "few_rows.cuh"
+#else
 // Which of a stage's numbers belong to a quarter of a piece of 64 of k.
 __device__ __forceinline__ constexpr int block_of(int piece, int quarter) {
     return SCALE_K == 32 ? piece * 2 + quarter / 2 : SCALE_K == 64 ? piece : SCALE_K == 128 ? piece / 2 : 0;
@@ -131,85 +125,70 @@ __device__ __forceinline__ void multiply_weights(Shared& s, u32 stages, Ring& ri
     if (SCALE_K == 0) for_columns<N>(numbers.factor(0, 0, 0), numbers.factor(0, 1, 0), [&](int i, float scale) { total[i] *= scale; });
 }
 
-// Tiles that go through few_rows.cuh.
-__device__ __forceinline__ bool is_low(const Tile& t) { return FEW && t.n > 0 && (LOW || t.n <= FEW_ROWS) && t.k_len > 0; }
-#if !FEW
-constexpr bool ASKS_EARLY = false;
-#endif
+// The first of a thread's two columns.
+__device__ __forceinline__ i64 column_of(const Tile& t, u32 rank, int half) {
+    return first_column(t, rank, half) + ((threadIdx.x & 127) >> 5) * 16 + ((threadIdx.x & 31) >> 2);
+}
 
 __device__ __forceinline__ void consume_weights(const Problem& p, const Launch& l, const WeightGrids& grids, const Maps& maps, Shared& s, u32 stages, u32 staging, u32 rank, int half) {
-    const auto column_of = [&](const Tile& t, int warpgroup) { return first_column(t, rank, warpgroup) + ((threadIdx.x & 127) >> 5) * 16 + ((threadIdx.x & 31) >> 2); };
     Ring ring;
-    Tile next;
     int taken = 0;
-#if FEW
-    LaneNumbers of_lane;
-    const auto begin_numbers = [&](const Tile& t) {
-        of_lane.begin(grid_of_group(grids.scale, t.group, 0, 0), grid_of_group(grids.zero, t.group, 0, 0), column_of(t, BY_HALVES ? 0 : half), grids.columns, t.k_len, BY_HALVES ? half : 0);
-    };
-#endif
-    const auto take_next = [&] {
-        next = take_tile(s, taken++, ~0u);
-#if FEW
-        if (ASKS_EARLY && is_low(next)) begin_numbers(next);
-#endif
-    };
-    take_next();
+    Tile next = take_tile(s, taken++, ~0u);
     bool first = true;
 #pragma unroll 1
     while (next.n != STOP) {
         const Tile t = next;
         const int blocks = k_blocks(t);
         const u32 bytes = ring.begin(t, blocks);
-#if LOW
-        float total[ACCUMULATORS] = {};
-#else
         float total[ACCUMULATORS];
         clear(total);
-#endif
-        if (!LOW && blocks > 0) {
+        if (blocks > 0) {
             if (first && half == 1) wait_for_other(half);       // apart from the start, so that they take turns
             if (first && half == 0) let_other(half);
             first = false;
-        }
-        if (is_low(t)) {
-#if FEW
-            if (!ASKS_EARLY) begin_numbers(t);
-            if (LOW || t.n <= 8) multiply_few<1>(s, stages, staging, ring, blocks, bytes, half, total, of_lane, take_next);
-            else multiply_few<LOW ? 1 : 2>(s, stages, staging, ring, blocks, bytes, half, total, of_lane, take_next);
-#endif
-        } else if (!LOW && blocks > 0) {
             Numbers numbers;
-            numbers.begin(grid_of_group(grids.scale, t.group, 0, 0), grid_of_group(grids.zero, t.group, 0, 0), column_of(t, half), grids.columns, t.k_len);
+            numbers.begin(grid_of_group(grids.scale, t.group, 0, 0), grid_of_group(grids.zero, t.group, 0, 0), column_of(t, rank, half), grids.columns, t.k_len);
             BY_WIDTH(t.n, multiply_weights<WIDTH>(s, stages, ring, blocks, bytes, half, total, numbers));
         }
-#if SEND && LOW
-        send_low(p, maps, t, half, staging, total);
-#elif SEND
+#if SEND
         send_tile(p, maps, t, rank, half, staging, total);
 #else
         finish_tile(p, l, t, rank, half, staging, total);
 #endif
-        if (!ASKS_EARLY || !is_low(t)) take_next();
+        next = take_tile(s, taken++, ~0u);
     }
 #if SEND
     wait_until_written();
 #endif
 }
+constexpr int NUMBERS_BYTES = 0;                        // a thread reads them itself
+#endif
+
+constexpr int ALL_NUMBERS_BYTES = 2 * NUMBERS_BYTES;
+static_assert(SHARED_BYTES + ALL_NUMBERS_BYTES <= SHARED, "a launch asks for less shared memory than the layout takes");
 
 // Registers of a thread that multiplies, and of one that does not: together those of all threads at the launch.
-constexpr int OWN_REGISTERS = !LOW ? 224 : FOUR_BITS ? 96 : 88, LOADER_REGISTERS = !LOW ? 56 : FOUR_BITS ? 48 : 64;
+constexpr int OWN_REGISTERS = LOW ? 88 : 224, LOADER_REGISTERS = LOW ? 64 : 56;
 
 extern "C" __global__ void __launch_bounds__(THREADS, LOW ? 2 : 1)
 hopper_weights(const __grid_constant__ Problem p, const __grid_constant__ Launch l, const __grid_constant__ WeightGrids grids, const __grid_constant__ Maps maps) {
     extern __shared__ char raw[];
     const u32 stages = (shared_address(raw) + 1023) & ~1023u;
     const u32 staging = stages + RING_BYTES;
-    Shared& s = *(Shared*)(raw + (staging - shared_address(raw)) + CONSUMERS * STAGING_BYTES);
+    Shared& s = *(Shared*)(raw + (staging - shared_address(raw)) + CONSUMERS * STAGING_BYTES + ALL_NUMBERS_BYTES);
+#if LOW
+    const u32 numbers = staging + CONSUMERS * STAGING_BYTES;
+#endif
     const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), warpgroup = warp >> 2;      // known to be the same for a whole warp
 
     make_ready(s, maps, warp, 2);               // weights, and rows that came or were handed on
+#if LOW
+    if (!grids.scale.ptr) {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < ALL_NUMBERS_BYTES / 4; i += THREADS) store_shared(numbers + i * 4, 1.0f);
+    }
+#endif
     __syncwarp();
     start_next_launch();
     wait_for_last_launch();
@@ -222,11 +201,19 @@ hopper_weights(const __grid_constant__ Problem p, const __grid_constant__ Launch
         registers_down<LOADER_REGISTERS>();
         const int role = warp - CONSUMERS * 4;
         if (role == 0) load_weights(p, l, maps, s, stages, rank);
+#if LOW
+        else if (role == 1) load_rows(p, l, maps, s, stages, rank, LoadedNumbers(grids, numbers));
+#else
         else if (role == 1) load_rows(p, l, maps, s, stages, rank);
+#endif
         else if (role == 2) {
+#if LOW
+            announce_few(p, l, s);
+#else
             if ((threadIdx.x & 31) == 0) announce_tiles(p, l, s, rank);
+#endif
         } else {
-#if ARRANGED
+#if LOW
             arrange_rows(s, stages);
 #endif
             if (p.zero_unowned) zero_unowned(p, blockIdx.x, gridDim.x);
@@ -234,6 +221,10 @@ hopper_weights(const __grid_constant__ Problem p, const __grid_constant__ Launch
         __syncwarp();
     } else {
         registers_up<OWN_REGISTERS>();
+#if LOW
+        consume_few(p, l, grids, maps, s, stages, numbers, staging + warpgroup * STAGING_BYTES, warpgroup);
+#else
         consume_weights(p, l, grids, maps, s, stages, staging + warpgroup * STAGING_BYTES, rank, warpgroup);
+#endif
     }
 }

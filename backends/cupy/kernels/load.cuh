@@ -43,6 +43,16 @@ struct Room {
 constexpr u16 ALL_BLOCKS = (1 << CLUSTER) - 1;
 #endif
 
+// Asks for the next tile, as a whole warp.
+#if LOW
+__device__ __forceinline__ void ask_for_tile(Shared&) { asm volatile("bar.arrive 7, 64;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_ask() { asm volatile("bar.sync 7, 64;" ::: "memory"); }
+#else
+__device__ __forceinline__ void ask_for_tile(Shared& s) {
+    if (elected()) barrier_arrive_here(shared_address(&s.ask));
+}
+#endif
+
 // This block's columns of the weights. Of the leader block this warp also says when the next tile is wanted.
 __device__ __forceinline__ void load_weights(const Given& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank) {
     constexpr int AHEAD = 8, BOXES = W_K ? W_BOXES : COLUMNS / ACROSS;     // blocks of k before the end; boxes of a stage
@@ -61,7 +71,7 @@ __device__ __forceinline__ void load_weights(const Given& p, const Launch& l, co
         const TensorMap* const w = LISTED ? l.listed + 2 * t.group : &maps.w;
         if (LISTED && blocks > 0) refresh_map(w);
         int k = first_k(t, W_K), ask_at = rank == 0 ? max(blocks - AHEAD, 0) : -1;
-        if (rank == 0 && blocks == 0 && elected()) barrier_arrive_here(shared_address(&s.ask));
+        if (rank == 0 && blocks == 0) ask_for_tile(s);
         if (blocks > 0) ring.fit(bytes);
 #pragma unroll 1
         for (int kb = 0; kb < blocks; ++kb, k += BK, ring.next(bytes)) {
@@ -95,8 +105,13 @@ __device__ __forceinline__ void load_weights(const Given& p, const Launch& l, co
                     else load_box(to + i * ACROSS_BYTES, w, full, col + i * ACROSS, k, group, hint);
                 }
 #endif
+#if !LOW
                 if (kb == ask_at) barrier_arrive_here(shared_address(&s.ask));
+#endif
             }
+#if LOW
+            if (kb == ask_at) ask_for_tile(s);
+#endif
         }
     }
     if (CLUSTER > 1) room.wait_for_all(s, ring);            // no block leaves while others will still arrive at its barriers
@@ -150,7 +165,14 @@ struct RowBoxes {
     }
 };
 
-__device__ __forceinline__ void load_rows(const Problem& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank) {
+// What else the warp with the rows loads into a stage.
+struct NothingElse {
+    __device__ __forceinline__ void begin(const Tile&) {}
+    __device__ __forceinline__ void load(Shared&, int) {}
+};
+
+template <class Beside = NothingElse>
+__device__ __forceinline__ void load_rows(const Problem& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank, Beside beside = {}) {
     Ring ring;
     Room room;
 #pragma unroll 1
@@ -164,19 +186,18 @@ __device__ __forceinline__ void load_rows(const Problem& p, const Launch& l, con
         x.begin(p, l, maps, t, rank, marks & HALVES);
         if (LISTED && blocks > 0) refresh_map(x.map);
         if (blocks > 0) ring.fit(bytes);
+        if (LOW && blocks > 0) beside.begin(t);
         int k = first_k(t, X_K);
 #pragma unroll 1
         for (int kb = 0; kb < blocks; ++kb, k += BK, ring.next(bytes)) {
-#if ARRANGED
+#if LOW
             const u32 full = shared_address(&s.rows_full[ring.place]), to = rows + ring.at;
 #else
             const u32 full = shared_address(&s.full[ring.place]), to = rows + ring.at;
 #endif
             room.take(s, s.begins[1], ring, bytes);
-            if (elected()) {
-                if (ARRANGED) show_to_copy_engine();    // the last stage here was written by others, too
-                x.load(to, full, rank, k, t.extra + t.k_len, FEW && t.n <= FEW_ROWS ? FEW_APART : ROWS * LINE_BYTES);
-            }
+            if (elected()) x.load(to, full, rank, k, t.extra + t.k_len, (LOW ? t.n : ROWS) * LINE_BYTES);
+            if (LOW) beside.load(s, kb);
         }
     }
 }

@@ -47,14 +47,8 @@
 #ifndef JAGGED_K
 #define JAGGED_K 0                  // hopper_fp8.cu: both operands are copies of a jagged k
 #endif
-#ifndef FEW
-#define FEW 0                       // hopper_weights.cu: low tiles by few_rows.cuh
-#endif
 #ifndef LOW
 #define LOW 0                       // hopper_weights.cu: all tiles are low, and two thread blocks share a multiprocessor
-#endif
-#ifndef ARRANGED
-#define ARRANGED 0                  // hopper_weights.cu: rows go through a warp that changes their order
 #endif
 #ifndef W_SHIFT
 #define W_SHIFT 0                   // log2 of the k that one element of their map holds
@@ -74,8 +68,8 @@ typedef Problem Given;
 constexpr int LINE_BYTES = 128;                        // of a stage: the swizzle's width
 constexpr int BK = LINE_BYTES / ELEMENT * DEEP, COLUMNS = TILE_COLUMNS, CONSUMERS = 2, THREADS = 384;
 constexpr int W_BYTES = COLUMNS * W_LINE * W_BOXES, X_BYTES = ROWS * LINE_BYTES * DEEP, STAGE_BYTES = W_BYTES + X_BYTES;
-constexpr int FEW_ROWS = LOW ? 8 : 16;                           // of a low tile
-enum { CLUSTER_ROWS = LOW ? FEW_ROWS : SPLIT_ROWS ? ROWS * CLUSTER : ROWS, CLUSTER_COLUMNS = SPLIT_ROWS ? COLUMNS : COLUMNS * CLUSTER };      // of a cluster's tile
+constexpr int LOW_ROWS = 32;                           // of a low tile, as config.LOW_ROWS
+enum { CLUSTER_ROWS = LOW ? LOW_ROWS : SPLIT_ROWS ? ROWS * CLUSTER : ROWS, CLUSTER_COLUMNS = SPLIT_ROWS ? COLUMNS : COLUMNS * CLUSTER };      // of a cluster's tile
 constexpr int BLOCK = 64 * LINE_BYTES;                 // 64 lines
 constexpr int ACROSS = LINE_BYTES / ELEMENT, ACROSS_BYTES = BK * LINE_BYTES;      // columns of a box of weights with contiguous mn, and its bytes
 constexpr int RESULT = WORD_RESULTS ? 4 : 2;                  // bytes of a plain result
@@ -84,14 +78,15 @@ constexpr int SLOTS = 4;                               // tiles announced ahead
 #define FAST_MEMORY 0                                  // as build.FAST_MEMORY
 #endif
 constexpr int LONG_K = FAST_MEMORY ? 0x7FFFFFFF : 5120;        // see stage_bytes
-// Tiles of few rows: how far the blocks of rows of a stage are apart, where lanes that read both meet other banks, and its bytes.
-[[maybe_unused]] constexpr int FEW_APART = (FEW_ROWS + 2) * LINE_BYTES;
-[[maybe_unused]] constexpr int FEW_BYTES = (W_BYTES + (DEEP - 1) * FEW_APART + FEW_ROWS * LINE_BYTES + 1023) / 1024 * 1024;
-constexpr int RING_BYTES = STAGES * (LOW ? FEW_BYTES : STAGE_BYTES);
-// Stages at most, each with its two barriers.
-constexpr int PLACES = EVEN ? STAGES : RING_BYTES / (FEW ? FEW_BYTES : W_BYTES + STEP * LINE_BYTES) + 1;
+// The ring, and stages at most, each with its two barriers.
+constexpr int LEAST_BYTES = W_BYTES + (LOW ? DEEP : 1) * STEP * LINE_BYTES;      // of a stage
+#ifdef RING
+constexpr int RING_BYTES = RING, PLACES = RING / LEAST_BYTES;
+#else
+constexpr int RING_BYTES = STAGES * STAGE_BYTES, PLACES = EVEN ? STAGES : RING_BYTES / LEAST_BYTES + 1;
+#endif
 [[maybe_unused]] constexpr int PITCH = 68;              // floats per row of the general epilogue's staging
-constexpr int STAGING_BYTES = BROAD ? 64 * 2 * COLUMNS : PLAIN || GATE ? 64 * 128 : 9216; // per consumer warpgroup
+constexpr int STAGING_BYTES = LOW && SEND ? LOW_ROWS * 128 : BROAD ? 64 * 2 * COLUMNS : PLAIN || GATE ? 64 * 128 : 9216; // per consumer warpgroup
 constexpr i64 FAR = 1 << 30;                           // ragged maps: see arguments.py
 
 struct Maps {
@@ -110,8 +105,8 @@ struct Launch {
 struct Shared {
     u64 full[PLACES], empty[PLACES], tile_full[SLOTS], tile_empty[SLOTS];
     u64 ask;                    // the next tile is wanted (hopper.cu)
-#if ARRANGED
-    u64 rows_full[PLACES];
+#if LOW
+    u64 rows_full[PLACES], numbers_full[2], numbers_empty[2];
 #endif
 #if GATHER && !RAGGED_K
     alignas(16) int picked[8][ROWS / 8];    // numbers of a tile's rows: of every eighth row one after the other (picked_rows.cuh)
@@ -132,7 +127,7 @@ __device__ __forceinline__ int k_blocks(const Tile& t) { return t.n > 0 ? (t.k_l
 // sooner, but the memory answers just as late. Not so where the memory bounds most tiles (low pieces; on an H100 a long k):
 // there more would only queue, and hold up the tiles that wait for little.
 __device__ __forceinline__ u32 stage_bytes(const Tile& t) {
-    if (LOW || (FEW && t.n <= FEW_ROWS)) return FEW_BYTES;
+    if (LOW) return W_BYTES + t.n * (DEEP * LINE_BYTES);
     if (ROWS <= 128 || t.k_len > LONG_K) return STAGE_BYTES;
     const int rows = LISTED ? max(t.n, t.extra * CLUSTER) : t.n;
     return W_BYTES + (X_K ? (rows + STEP - 1) / STEP * STEP : (rows + 63) & ~63) * LINE_BYTES;

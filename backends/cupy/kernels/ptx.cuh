@@ -47,10 +47,6 @@ __device__ __forceinline__ bool barrier_test(u32 barrier, u32 parity) {
                  "selp.u32 %0, 1, 0, done;\n}" : "=r"(over) : "r"(barrier), "r"(parity) : "memory");
     return over != 0;
 }
-// For one who may be late: the others have the multiprocessor's instructions meanwhile.
-__device__ __forceinline__ void barrier_wait_asleep(u32 barrier, u32 parity) {
-    while (!barrier_test(barrier, parity)) __nanosleep(100);
-}
 // This thread arrives when all of its copies are there.
 __device__ __forceinline__ void arrive_when_copied(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
@@ -195,6 +191,11 @@ __device__ __forceinline__ u32 load_shared_word(u32 address) {
 __device__ __forceinline__ u32 load_shared_half(u32 address) {
     u16 v;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
+    return v;
+}
+__device__ __forceinline__ u32 load_shared_byte(u32 address) {
+    u16 v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=h"(v) : "r"(address));
     return v;
 }
 __device__ __forceinline__ float load_shared(u32 address) {

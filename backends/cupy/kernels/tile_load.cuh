@@ -9,16 +9,6 @@
 // contiguous and aligned travels as 16 bytes, all else element by element, turned on its way if need be. No copy passes
 // through registers, so several k-blocks are in flight. What lies past an edge arrives as zeros, for both operands.
 
-// 4 or 8 bytes, or 16; the first `bytes` of them, the others become zero.
-template <int WIDTH> __device__ __forceinline__ void copy_part(u32 to, const char* from, int bytes) {
-    if (WIDTH == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-    else asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(WIDTH), "r"(bytes) : "memory");
-}
-template <int WIDTH> __device__ __forceinline__ void copy_all(u32 to, const char* from) {
-    if (WIDTH == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-    else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(WIDTH) : "memory");
-}
-
 // A tile of MN x BK elements. CONTIG_K: k is taken to be contiguous in memory; LINES_K: and in shared memory, whose lines
 // are PITCH elements apart.
 template <class T, int MN, int BK, bool CONTIG_K, bool LINES_K, int PITCH, int THREADS>

@@ -92,6 +92,15 @@ __device__ __forceinline__ u32 pair_of_bytes(u32 codes) {
     return BFLOAT ? pack_bf16(to_float(f16{u16(halves)}), to_float(f16{u16(halves >> 16)})) : halves;
 }
 
+// What a pair of weights is multiplied by for its scale in e8m0, both halves alike. Lifting e2m1 as well reaches to
+// 2^0: larger scales are multiplied by `factor_of` that limit, and by `rest_of` themselves.
+__device__ __forceinline__ u32 factor_of(u32 code) {
+    if (AT_ONCE_LIFTED) return code * 0x00800080u + 0x3F003F00u;
+    return code * 0x00800080u | (code == 0 ? 0x00400040u : 0u) | (code == 255 ? 0x00400040u : 0u);
+}
+__device__ __forceinline__ u32 rest_of(u32 code) { return code == 255 ? 0x7FC07FC0u : max(code, 127u) * 0x00800080u; }
+
+#if !LOW
 // ---- The bytes of a stage ----
 
 // One thread's bytes of 64 of k. Columns of 64 bytes lie swizzled (hopper_weights.py), those of 32 bytes as they are.
@@ -119,7 +128,7 @@ struct Codes {
     }
 };
 
-// ---- Scales and zero points of a thread's columns ----
+// ---- Scales and zero points of a thread's columns, which it reads from memory itself ----
 
 constexpr int PER_STAGE = SCALE_K == 32 ? 2 * DEEP : SCALE_K == 64 ? DEEP : SCALE_K == 128 && DEEP > 2 ? DEEP / 2 : 1;      // blocks of k that a stage has numbers of
 constexpr int AHEAD = SCALE_K == 0 ? 1 : ROWS > 64 || DEEP > 1 ? 2 : 4;      // stages whose numbers are held or on their way
@@ -162,14 +171,6 @@ __device__ __forceinline__ constexpr u32 one_of(int code) {
     return code == CODE_F32 ? 0x3F800000u : code == CODE_F16 ? 0x3C00u : code == CODE_BF16 ? 0x3F80u : code == CODE_E8M0 ? 127u : 0u;
 }
 
-// What a pair of weights is multiplied by for its scale in e8m0, both halves alike. Lifting e2m1 as well reaches to
-// 2^0: larger scales are multiplied by `factor_of` that limit, and by `rest_of` themselves.
-__device__ __forceinline__ u32 factor_of(u32 code) {
-    if (AT_ONCE_LIFTED) return code * 0x00800080u + 0x3F003F00u;
-    return code * 0x00800080u | (code == 0 ? 0x00400040u : 0u) | (code == 255 ? 0x00400040u : 0u);
-}
-__device__ __forceinline__ u32 rest_of(u32 code) { return code == 255 ? 0x7FC07FC0u : max(code, 127u) * 0x00800080u; }
-
 // Both columns.
 struct Numbers {
     Queue<SCALE_CODE, PAIRS> scale[2];
@@ -210,3 +211,4 @@ struct Numbers {
         return codes & 0x8080u;
     }
 };
+#endif

@@ -19,6 +19,7 @@ from torch import Tensor
 from multigemm.backends.cupy import build, choice, hopper_fp8, hopper_weights, launch, quantised, support
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import SOURCES
+from multigemm.cuda import tensor_map
 from multigemm.cuda.arguments import Address
 from multigemm.errors import InvalidSetting
 from multigemm.planning.operands import view_of
@@ -149,8 +150,9 @@ def test_other_weights_run_on_the_kernel_for_any_quantised_operands() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "config"),
-    [(4, configs.WEIGHTS_LOW), (8, configs.WEIGHTS_NARROW), (128, configs.WEIGHTS_MIDDLE), (512, configs.WEIGHTS_WIDE)],
-)
+    [(4, configs.WEIGHTS_LOW), (32, configs.WEIGHTS_LOW), (64, configs.WEIGHTS_NARROW), (128, configs.WEIGHTS_MIDDLE),
+     (512, configs.WEIGHTS_WIDE)],
+)  # fmt: skip
 def test_tiles_of_weights_are_as_high_as_groups(rows: int, config: configs.Config) -> None:
     spec = replace(weights().spec, groups=8, total=8 * rows, n=4096)
     assert choice.heuristic(spec) == config
@@ -159,24 +161,78 @@ def test_tiles_of_weights_are_as_high_as_groups(rows: int, config: configs.Confi
 
 
 def test_the_lowest_tiles_take_weights_whose_scales_a_stage_holds() -> None:
-    """Not with zero points, and no float8 with a short k, where they are slower. Two blocks fit on a multiprocessor."""
+    """No float8 with a short k, where they are slower. Two blocks fit on a multiprocessor."""
     low, x, two = configs.WEIGHTS_LOW, torch.ones(8, 4096).bfloat16(), [4, 4]
-    int4 = GroupedGemmProblem(
-        x, torch.zeros(2, 256, 2048, dtype=torch.uint8).mT, scale_b=torch.ones(2, 32, 256), b_format="int4", sizes=two
-    )
-    assert choice.heuristic(int4.spec) == low and configs.is_valid(low, int4.spec)
+    codes = torch.zeros(2, 256, 2048, dtype=torch.uint8).mT
+    options: dict[str, Any] = {"scale_b": torch.ones(2, 32, 256), "sizes": two}
     points = torch.zeros(2, 32, 256, dtype=torch.uint8)
-    zeros = GroupedGemmProblem(
-        x, int4.b, scale_b=torch.ones(2, 32, 256), zero_b=points, b_format="uint4", sizes=two
-    ).spec
-    assert choice.heuristic(zeros) == configs.WEIGHTS_NARROW and not configs.is_valid(low, zeros)
-    for stages in (2, 8):
-        assert not configs.is_valid(replace(low, stages=stages), int4.spec)
+    kinds: list[dict[str, Any]] = [{"b_format": "int4"}, {"b_format": "uint4", "zero_b": points}]
+    for more in kinds:
+        spec = GroupedGemmProblem(x, codes, **options, **more).spec
+        assert choice.heuristic(spec) == low and configs.is_valid(low, spec)
+        for stages in (2, 8):
+            assert not configs.is_valid(replace(low, stages=stages), spec)
+    finer = GroupedGemmProblem(x, codes, b_format="int4", **{**options, "scale_b": torch.ones(2, 64, 256)}).spec
+    assert choice.heuristic(finer) == configs.WEIGHTS_NARROW and not configs.is_valid(low, finer)
     for k, config in ((4096, low), (768, configs.WEIGHTS_NARROW)):
-        codes = torch.ones(2, 256, k).to(E4M3).mT
-        assert choice.heuristic(GroupedGemmProblem(x[:, :k], codes, scale_b=torch.ones(2), sizes=two).spec) == config
-    for plain in (True, False):
-        assert low.low_ring_bytes(plain) >= 3 * 22528 and 2 * (low.shared_bytes(plain) + 1024) <= 228 * 1024
+        floats = torch.ones(2, 256, k).to(E4M3).mT
+        assert choice.heuristic(GroupedGemmProblem(x[:, :k], floats, scale_b=torch.ones(2), sizes=two).spec) == config
+    assert 2 * (low.shared_bytes(True) + 1024) <= 228 * 1024
+
+
+def test_a_mask_leaves_half_of_the_rows() -> None:
+    """A group of 64 rows has 32 that count, as far as the choice knows."""
+    codes, scale = torch.zeros(4, 256, 2048, dtype=torch.uint8).mT, torch.ones(4, 32, 256)
+    for rows, config in ((64, configs.WEIGHTS_LOW), (65, configs.WEIGHTS_MIDDLE)):
+        x = torch.ones(4, rows, 4096).bfloat16()
+        masked = GroupedGemmProblem(x, codes, scale_b=scale, b_format="int4", valid_rows=[3, 0, 9, 30])
+        assert choice.heuristic(masked.spec) == config
+    all_count = GroupedGemmProblem(x[:, :64], codes, scale_b=scale, b_format="int4")
+    assert choice.heuristic(all_count.spec) == configs.WEIGHTS_NARROW
+
+
+def _set_of(scale: Tensor, zero: bool = False) -> tuple[int, ...]:
+    groups, blocks, n = scale.shape
+    k = 32 * blocks if scale.dtype is E8M0 else 128 * blocks
+    points = torch.zeros(groups, blocks, n, dtype=torch.uint8) if zero else None
+    problem = GroupedGemmProblem(
+        torch.ones(8, k).bfloat16(), torch.zeros(groups, n, k // 2, dtype=torch.uint8).mT, scale_b=scale,
+        sizes=[8, *[0] * (groups - 1)], zero_b=points,
+        b_format="uint4" if zero else "e2m1" if scale.dtype is E8M0 else "int4",
+    )  # fmt: skip
+    return tuple(hopper_weights.number_set(problem.spec.b, 4))
+
+
+def test_scales_of_the_lowest_tiles_come_for_as_many_stages_as_there_is_room() -> None:
+    """Side by side in pieces of 16 bytes or fewer, or in the words that hold them; else one by one."""
+    ones = torch.ones(2, 128, 224).to(E8M0)
+    assert _set_of(ones.mT) == (4, 32, 16, 128 * 32)
+    assert _set_of(torch.ones(2, 128, 90).to(E8M0).mT) == (4, 32, 2, 128 * 36), "one word more than aligned ones take"
+    assert _set_of(torch.ones(2, 224, 128).to(E8M0)) == (1, 1, 1, 128 * 8 * 4), "each number comes with its word"
+    assert _set_of(torch.ones(2, 32, 128)) == (4, 1, 4, 128 * 8 * 4)
+    assert _set_of(torch.ones(2, 128, 32).mT) == (4, 8, 16, 128 * 32)
+    assert _set_of(torch.ones(2, 32, 128), zero=True) == (2, 1, 4, 128 * 4 * 8), "points need as much room again"
+
+
+def test_short_columns_ask_memory_for_128_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lowest tiles read them in boxes of as many bytes; others keep what they had."""
+    asked = list[int]()
+    encode = tensor_map.encode_together
+
+    def noted(*given: Any, **modes: Any) -> Any:
+        asked.append(modes["promotion"])
+        return encode(*given, **modes)
+
+    install(monkeypatch)
+    monkeypatch.setattr(hopper_weights, "encode_together", noted)
+    for k in (2048, 4096):
+        problem = GroupedGemmProblem(
+            torch.ones(8, k).bfloat16(), torch.zeros(2, 256, k // 2, dtype=torch.uint8).mT, sizes=[4, 4],
+            scale_b=torch.ones(2), b_format="int4",
+        )  # fmt: skip
+        for config in (configs.WEIGHTS_LOW, configs.WEIGHTS_MIDDLE):
+            bound(config, staged(problem))
+    assert asked == [2, 3, 3, 3]
 
 
 def test_other_float8_runs_on_the_kernel_for_any_quantised_operands() -> None:
@@ -469,7 +525,6 @@ FP8_KINDS = [
     pytest.param({"scale_b": torch.ones(3, 4, 520)}, id="columns-in-blocks"),
     pytest.param({"out_dtype": torch.float32}, id="any-epilogue"),
 ]
-KINDS_OF_LOW_TILES = {64: ("mxfp4", "float8-groups"), 8: ("mxfp4", "int4-blocks", "any-epilogue")}
 
 
 @pytest.mark.slow
@@ -504,8 +559,16 @@ WEIGHT_KINDS = [
     pytest.param({"scale_b": torch.ones(3), "b_format": None, "codes": torch.float8_e4m3fn}, id="float8-groups"),
     pytest.param({"scale_b": torch.ones(3, 4, 5), "b_format": None, "codes": torch.float8_e4m3fn}, id="float8-blocks"),
     pytest.param({"out_dtype": torch.float32}, id="any-epilogue"),
+    pytest.param(
+        {"scale_b": torch.ones(3, 4, 520), "zero_b": torch.zeros(3, 4, 520, dtype=torch.uint8), "b_format": "uint4"},
+        id="uint4-points",
+    ),
 ]
-KINDS_OF_LOW_TILES = {64: ("mxfp4", "float8-groups"), 8: ("mxfp4", "int4-blocks", "any-epilogue")}
+KINDS_OF_TILES = {
+    32: ("mxfp4", "int4-blocks", "float8-groups", "any-epilogue", "uint4-points"), 64: ("mxfp4", "float8-groups"),
+    128: ("mxfp4", "int4-blocks", "float8-groups", "float8-blocks", "any-epilogue"),
+    256: ("mxfp4", "int4-blocks", "float8-groups", "float8-blocks", "any-epilogue"),
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -513,11 +576,11 @@ KINDS_OF_LOW_TILES = {64: ("mxfp4", "float8-groups"), 8: ("mxfp4", "int4-blocks"
     ("config", "changes"),
     [pytest.param(config, *kind.values, id=f"{config.rows}x{config.cluster}-{kind.id}")
      for config in configs.WEIGHTS for kind in WEIGHT_KINDS
-     if kind.id in KINDS_OF_LOW_TILES.get(config.rows, (kind.id,))],
+     if kind.id in KINDS_OF_TILES[config.rows]],
 )  # fmt: skip
 def test_codes_become_numbers_in_registers(changes: dict[str, Any], config: configs.Config) -> None:
-    """No sums in memory, and no product waited for by itself. The lowest tile, whose sums leave most registers free,
-    meets one kind with scales along k and one without. The lowest of all has the fewest registers."""
+    """No sums in memory, and no product waited for by itself. Tiles of 64 rows, whose sums leave most registers free,
+    meet one kind with scales along k and one without. The lowest have the fewest registers."""
     pytest.importorskip("cupy")
     given = dict(changes)
     problem = weights(**given) if "codes" not in given else GroupedGemmProblem(
@@ -529,5 +592,5 @@ def test_codes_become_numbers_in_registers(changes: dict[str, Any], config: conf
         return
     source = hopper_weights.source(problem.spec, config)
     spilled, log = _spilled(source, "sm_90a")
-    assert spilled <= 8 and "serialized" not in log
+    assert spilled <= (0 if config is configs.WEIGHTS_LOW else 8) and "serialized" not in log
     assert source.shared <= configs.SHARED_LIMIT

@@ -116,16 +116,14 @@ BODIES = {
         "void copy_async_if(u32 flags, u32 one, u32 to, const void* from)": (
             "copy_later(dynamic_shared() + to, (const char*)from, 16, flags & one ? 16 : 0);"
         ),
+        "void copy_part(u32 to, const char* from, int bytes)": "copy_later(dynamic_shared() + to, from, WIDTH, bytes);",
+        "void copy_all(u32 to, const char* from)": "copy_later(dynamic_shared() + to, from, WIDTH, WIDTH);",
         "void commit_copies()": "close_group();",
         "void wait_for_copies()": "wait_for_groups(PENDING);",
         "u16 bf16_bits(float x)": "return u16(bf16_of(x));",
         "u32 pack_f16(float low, float high)": "return f16_of(low) | f16_of(high) << 16;",
         "u32 pack_bf16(float low, float high)": "return bf16_of(low) | bf16_of(high) << 16;",
         "u32 shared_address(const void* p)": "return u32((const char*)p - dynamic_shared());",
-    },
-    "tile_load.cuh": {
-        "void copy_part(u32 to, const char* from, int bytes)": "copy_later(dynamic_shared() + to, from, WIDTH, bytes);",
-        "void copy_all(u32 to, const char* from)": "copy_later(dynamic_shared() + to, from, WIDTH, WIDTH);",
     },
     "consume.cuh": {
         "void let_other(int half)": "named_arrive(6 - half, 256);",
@@ -140,10 +138,13 @@ BODIES = {
         ),
         "void load_transposed(u32 (&v)[4], u32 address)": "load_matrices(v, address);",
     },
+    "load.cuh": {
+        "void ask_for_tile(Shared&)": "named_arrive(7, 64);",
+        "void wait_for_ask()": "named_sync(7, 64);",
+    },
     "consume_fp8.cuh": {
         "float4 load_shared_scales(u32 address)": "return load_shared_as<float4>(address);",
     },
-    "few_rows.cuh": {"void sync_both()": "named_sync(7, 256);"},
     "gated.cuh": {
         "float power_of_2(float x)": "return exp2f(x);",
         "float reciprocal(float x)": "return 1.0f / x;",

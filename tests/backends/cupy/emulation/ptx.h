@@ -62,22 +62,24 @@ inline void barrier_wait(u32 b, u32 parity) {
     if (!c.made) fail("a wait for no barrier");
     while (c.phase == int(parity & 1)) yield();
 }
-inline void barrier_wait_asleep(u32 b, u32 parity) { barrier_wait(b, parity); }
 inline bool barrier_test(u32 b, u32 parity) {
     Counter& c = counter(b, local_block());
     if (!c.made) fail("a test of no barrier");
     return c.phase != int(parity & 1);
 }
 inline void barrier_init_fence() {}
-// This thread's copies are under way; it arrives when all of them are there.
-inline void arrive_when_copied(u32 barrier) {
-    const Copies copies = std::move(groups().open);
-    groups().open.clear();
-    const int rank = local_block();
+// This thread's copies are under way; it arrives when all of them are there, which takes long for some.
+inline void arrive_later(u32 barrier, int rank, const Copies& copies, int late) {
     on_their_way.push_back([=] {
+        if (late > 0) return arrive_later(barrier, rank, copies, late - 1);
         for (const auto& copy : copies) copy();
         barrier_arrive(barrier, rank);
     });
+}
+inline void arrive_when_copied(u32 barrier) {
+    const Copies copies = std::move(groups().open);
+    groups().open.clear();
+    arrive_later(barrier, local_block(), copies, random_number() % 32 ? 0 : 40);
 }
 
 // ---- clusters ----
@@ -156,15 +158,29 @@ inline void show_to_copy_engine() {}
 // ---- wgmma ----
 
 inline void wgmma_fence() {}
-inline void wgmma_commit() {}
-inline std::vector<std::function<void()>>& products() {
-    static std::vector<std::function<void()>> of[8][1024];
-    return of[local_block()][self->thread];
+// Of each thread: products that are to be committed, and the numbers of products of groups that are.
+struct Products { std::vector<std::function<void()>> of; std::vector<size_t> groups; };
+inline Products& products_here() {
+    static Products all[8][1024];
+    return all[local_block()][self->thread];
 }
+inline std::vector<std::function<void()>>& products() { return products_here().of; }
+inline void wgmma_commit() {
+    Products& p = products_here();
+    size_t before = 0;
+    for (size_t count : p.groups) before += count;
+    p.groups.push_back(p.of.size() - before);
+}
+// Groups that need not be waited for are over, or are not.
 template <int PENDING> void wgmma_wait() {
     for (int i = 0; i < 3; ++i) yield();
-    for (const auto& product : products()) product();
-    products().clear();
+    Products& p = products_here();
+    const size_t left = PENDING == 0 ? 0 : random_number() % (PENDING + 1);
+    while (p.groups.size() > left) {
+        for (size_t i = 0; i < p.groups[0]; ++i) p.of[i]();
+        p.of.erase(p.of.begin(), p.of.begin() + p.groups[0]), p.groups.erase(p.groups.begin());
+    }
+    if (PENDING == 0 && !p.of.empty()) fail("products that nobody committed");
     wait_for_warp();                    // .sync.aligned: a lane that goes on knows that all of its warp have read
 }
 inline u64 smem_descriptor(u32 address, u32 leading, u32 stride) {
@@ -261,7 +277,16 @@ inline void multiply_weights_later(int n, float* d, const u32 (&w)[4], u64 x, in
     for (int c = 0; c < 4; ++c)
         for (int i = 0; i < 4; ++i) own.of[i & 1][c][i >> 1] = u32(s.of[(lane & ~3) + c][i]);
     wait_for_warp();
+#ifdef LOW
+    const uint4 issued = {w[0], w[1], w[2], w[3]};
+    const u32* const registers = w;
+    products().push_back([=] {
+        if (memcmp(&issued, registers, 16)) fail("registers of products under way were written");
+        multiply_weights(n, d, own, x, keep);
+    });
+#else
     products().push_back([=] { multiply_weights(n, d, own, x, keep); });
+#endif
 }
 template <int N> struct MmaWeights {
     template <int COUNT> static void run(float (&d)[COUNT], const u32 (&w)[4], u64 x, int keep) { multiply_weights_later(N, d, w, x, keep); }
@@ -312,6 +337,7 @@ template <class T> T load_shared_as(u32 address) {
 inline uint4 load_shared16(u32 address) { return load_shared_as<uint4>(address); }
 inline u32 load_shared_word(u32 address) { return load_shared_as<u32>(address); }
 inline u32 load_shared_half(u32 address) { return load_shared_as<u16>(address); }
+inline u32 load_shared_byte(u32 address) { return load_shared_as<u8>(address); }
 inline float load_shared(u32 address) { return load_shared_as<float>(address); }
 template <class T> void load_shared(T& v, u32 address) { v = load_shared_as<T>(address); }
 template <class T> void store_shared(u32 address, T v) {
