@@ -126,9 +126,6 @@ CROWDED_ROWS = 100
 """Rows per group from which some groups of a random routing have more than 128, and tiles are higher."""
 PICKED_ROWS = 48
 """Rows per group up to which picked rows are read where they lie, and not copied first."""
-LONG_FLOAT8_K = 2048
-"""k from which float8 weights, too, are taken by the lowest tiles. H100, 2026-11-24, time over that of the next higher
-tiles: K = 768 1.01 with 4 rows per group (the better of what was tried), 1.10 with 32; K = 4096 1.01, K = 7168 0.96."""
 FULL_ROWS = 2
 """Rows of a masked group for each one that counts, as a guess: what lies behind the mask reads no weights. Lowest tiles
 for 64 rows, H100, 2026-11-24, K = 7168, time over that of the next higher ones: 0.76 to 0.99 if 16 of them count on
@@ -322,9 +319,8 @@ def _quantised_rules(layout: Layout, counts: Counts) -> list[Rule]:
     """
     rows = _rows(layout, counts)
     if layout.spec.quantised == "weights":
-        long = layout.k >= LONG_FLOAT8_K or not layout.spec.b.dtype.is_floating_point
         low = rows <= WEIGHTS_LOW.rows * (FULL_ROWS if layout.spec.form == "masked" else 1)
-        return [(low & long, (WEIGHTS_LOW,)),
+        return [(low, (WEIGHTS_LOW,)),
                 (rows <= FEW_WEIGHT_ROWS, (WEIGHTS_NARROW,)), (rows <= WEIGHTS_MIDDLE.rows, (WEIGHTS_MIDDLE,)),
                 (True, (WEIGHTS_WIDE, WEIGHTS_MIDDLE, WEIGHTS_NARROW, QUANTISED))]  # fmt: skip
     sparse = rows <= FP8_SPARSE_ROWS
