@@ -507,7 +507,7 @@ ANY_KINDS: list[tuple[torch.dtype, torch.dtype, Any]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("turn", "arch"), enumerate(["sm_80", "sm_90a", "sm_100"]))
+@pytest.mark.parametrize(("turn", "arch"), list(enumerate(["sm_80", "sm_90a", "sm_100"])))
 @pytest.mark.parametrize("kind", range(len(ANY_KINDS)))
 def test_the_kernel_for_any_quantised_operands_does_not_spill(kind: int, turn: int, arch: str) -> None:
     """The two orders of operands take turns: each meets every architecture and every kind."""

@@ -346,7 +346,7 @@ def run(
 
 
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_results_are_exact_in_any_order(case: str, seed: int, kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run(case, seed, kernel, monkeypatch)
 

@@ -181,7 +181,7 @@ def test_shipped_kernels_compile_without_spills(capability: int, in_compiler: Co
 def test_a_second_process_loads_what_the_first_compiled(tmp_path: Path) -> None:
     code = (
         "import sys; from multigemm.backends.triton import build as c; from tests.support import triton_kernels as s;"
-        "spec = dict(s.specs())['jagged_m bf16']; source = next(s.sources(spec, 90))[1];"
+        "spec = dict(s.specs())['jagged_m torch.float32']; source = next(s.sources(spec, 90))[1];"
         "made = c.cubin(source, 90); print(c.compilations, 'triton' in sys.modules, len(made.code), made.params)"
     )
     caches = {"MULTIGEMM_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "own")}
