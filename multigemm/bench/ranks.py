@@ -505,7 +505,7 @@ KINDS = {
     ),
     "sorting": (
         "sort", "count_kernel", "start_kernel", "scatter", "scan", "gather", "index",
-        "search", "cat", "memcpy", "place_kernel", "departures", "copy_rows",
+        "search", "cat", "memcpy", "place_kernel", "spread_kernel", "departures", "copy_rows",
     ),
 }  # fmt: skip
 """What a kernel is for, by parts of its name, in this order."""

@@ -239,71 +239,36 @@ def make_multiply(config, signature, n):
     return multiply
 
 
-def _by_height(config, make_leaf, make_choice):
-    """dispatch(height, ...): the function of make_leaf(n) for the least n that covers so many rows, found by
-    halving."""
+def _by_height(config, signature, make):
+    """dispatch(height, ...): `make(config, signature, n)` of the least n that covers so many rows, found by halving."""
+
+    def choice(lower, upper, limit):
+        @synchronising
+        def choose(height, *given):
+            if height <= limit:
+                found = lower(height, *given)
+            else:
+                found = upper(height, *given)
+            return found
+
+        return choose
+
+    def leaf(n):
+        multiply = make(config, signature, n)
+
+        @synchronising
+        def only(_, *given):
+            return multiply(*given)
+
+        return only
 
     def build(heights):
         if len(heights) == 1:
-            return make_leaf(heights[0])
+            return leaf(heights[0])
         middle = len(heights) // 2
-        return make_choice(build(heights[:middle]), build(heights[middle:]), heights[middle - 1])
+        return choice(build(heights[:middle]), build(heights[middle:]), heights[middle - 1])
 
     return build(list(range(config.step, config.n_max + 1, config.step)))
-
-
-@cache
-def make_dispatch_and_send(config, signature):
-    """dispatch(height, ...): `make_multiply_and_send` for tiles of that height."""
-
-    def make_choice(lower, upper, limit):
-        @synchronising
-        def choose(height, words, to, maps, base, ring, size, blocks, warpgroup, thread):
-            if height <= limit:
-                found = lower(height, words, to, maps, base, ring, size, blocks, warpgroup, thread)
-            else:
-                found = upper(height, words, to, maps, base, ring, size, blocks, warpgroup, thread)
-            return found
-
-        return choose
-
-    def make_leaf(n):
-        multiply = make_multiply_and_send(config, signature, n)
-
-        @synchronising
-        def leaf(_, words, to, maps, base, ring, size, blocks, warpgroup, thread):
-            return multiply(words, to, maps, base, ring, size, blocks, warpgroup, thread)
-
-        return leaf
-
-    return _by_height(config, make_leaf, make_choice)
-
-
-@cache
-def make_dispatch(config, signature):
-    """dispatch(height, ...): `make_multiply` for tiles of that height."""
-
-    def make_choice(lower, upper, limit):
-        @synchronising
-        def choose(height, p, tile, base, ring, size, blocks, rank, warpgroup, thread):
-            if height <= limit:
-                found = lower(height, p, tile, base, ring, size, blocks, rank, warpgroup, thread)
-            else:
-                found = upper(height, p, tile, base, ring, size, blocks, rank, warpgroup, thread)
-            return found
-
-        return choose
-
-    def make_leaf(n):
-        multiply = make_multiply(config, signature, n)
-
-        @synchronising
-        def leaf(_, p, tile, base, ring, size, blocks, rank, warpgroup, thread):
-            return multiply(p, tile, base, ring, size, blocks, rank, warpgroup, thread)
-
-        return leaf
-
-    return _by_height(config, make_leaf, make_choice)
 
 
 @cache
@@ -315,7 +280,10 @@ def make_sending_consumer(config, signature):
     """
     bk, take, half = Layout(config, signature).bk, make_take(config, signature), make_half(config)
     (bytes_of, fit, _), send = make_ring(config, signature), make_send(config, signature)
-    nothing, dispatch = make_late(config.n_max, signature.compute)[0], make_dispatch_and_send(config, signature)
+    nothing, dispatch = (
+        make_late(config.n_max, signature.compute)[0],
+        _by_height(config, signature, make_multiply_and_send),
+    )
 
     @synchronising
     def consume(p, q, alpha, beta, longest_k, maps, base, rank, warpgroup, thread):
@@ -347,7 +315,8 @@ def make_storing_consumer(config, signature):
     """The same for results that the copy engine cannot store."""
     at, take, half = Layout(config, signature), make_take(config, signature), make_half(config)
     staging_at, staging_bytes, bk = at.staging, at.staging_bytes, at.bk
-    dispatch, (bytes_of, fit, _) = make_dispatch(config, signature), make_ring(config, signature)
+    dispatch = _by_height(config, signature, make_multiply)
+    bytes_of, fit, _ = make_ring(config, signature)
     write = make_write(config.n_max, signature.compute, make_targets(signature)[1])
 
     @synchronising
