@@ -35,8 +35,9 @@ test: $(STAMP)  ## the whole suite
 	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/backends/triton/test_*interprete*.py; \
 	code=$$?; wait $$lists && exit $$code
 
-quick: $(STAMP)  ## what a contributor runs first: no compiler, no other process, under a minute
-	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)
+quick: $(STAMP)  ## what a contributor runs first: no compiler, no interpreter, no other process, under a minute
+	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu" \
+		--ignore-glob '*/triton/test_*interprete*.py' --ignore-glob '*/triton/test_lists.py' $(ARGS)
 
 test-gpu: $(STAMP)  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)

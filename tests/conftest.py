@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from hypothesis import settings as hypothesis_settings
 
 from multigemm.backends import registry
+from multigemm.backends.triton.support import imported_to_compile
 from multigemm.select import choose
 from multigemm.select import table as tuning
 from multigemm.settings import settings
@@ -85,7 +85,7 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 def interpreter(setting: Callable[..., None]) -> None:
     """Triton's kernels run in its interpreter, which is chosen for a process before triton is imported: tests of other
     files import it to compile, at any time before these."""
-    if torch.cuda.is_available() or ("triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1"):
+    if torch.cuda.is_available() or imported_to_compile():
         pytest.skip("the interpreter must be chosen before triton is imported, without a GPU: run this file alone")
     setting(MULTIGEMM_EMULATE=1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from importlib.util import find_spec
 
@@ -22,9 +21,15 @@ ROWS = 2**31
 """The largest number of rows of all groups of a list or batch together."""
 
 
+def imported_to_compile() -> bool:
+    """Whether Triton was imported without its interpreter. Its own functions tell: the environment may be newer."""
+    triton = sys.modules.get("triton")
+    return triton is not None and isinstance(triton.language.sum, triton.JITFunction)
+
+
 def _interpreter_reason() -> str:
     """Why the interpreter cannot be used: it replaces parts of Triton at import, so it must be requested before."""
-    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+    if imported_to_compile():
         return "triton was imported before emulation was asked for; set MULTIGEMM_EMULATE=1 before the first import"
     if _number(triton_version()) < (3, 7) and _number(np.__version__) >= (2, 4):
         return (

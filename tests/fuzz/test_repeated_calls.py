@@ -35,6 +35,7 @@ def test_a_cache_that_forgets_host_sizes_is_found(monkeypatch: pytest.MonkeyPatc
     assert repeated_calls.run("cpu", 200, 0, "cpu").wrong
 
 
+@pytest.mark.slow
 def test_the_command_tells_what_it_did(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     assert (
         repeated_calls.main(["--backends", "cpu", "--calls", "40", "--device", "cpu", "--json", f"{tmp_path}/x.json"])

@@ -160,6 +160,7 @@ def test_kinds_cover_pairs_better_than_chance() -> None:
     assert len(covered(kinds(Limits(), 30))) > len(covered([random_case(seed) for seed in range(30)]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares", [{}, {"fused": 1}, {"quantised": 1}, {"fused": 2, "quantised": 2}], ids=str)
 @pytest.mark.parametrize("count", [24, 40, 96])
 def test_so_many_kinds_as_asked_for(shares: dict[str, Any], count: int) -> None:

@@ -237,6 +237,7 @@ def test_a_compiled_layer_is_one_operator(name: str) -> None:
     assert [[str(target) for target in graph] for graph in graphs] == [["multigemm.experts"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["swiglu", "gpt-oss", "recompute"])
 def test_opcheck(name: str) -> None:
     experts, (x, index, weights) = layer(**NETWORKS[name]), drawn()

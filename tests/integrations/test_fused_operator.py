@@ -98,6 +98,7 @@ def positional(case: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (*operands, *(given.get(name) for name in names)), {**options, "backend": "cpu", "grad_backend": "cpu"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_opcheck(case: str) -> None:
     torch.manual_seed(2)

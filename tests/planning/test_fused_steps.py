@@ -71,7 +71,8 @@ def bound(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
     return host_kernels.install(monkeypatch, folder)
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, 100])
 def test_random_problems(first: int, bound: list[str]) -> None:
     assert list(findings(IN_STEPS, 25 if first == 0 else 75, first=first)) == []
     assert set(bound) == {"gather_rows", "finish_rows", "sum_rows"}
@@ -91,6 +92,7 @@ def test_the_launches_of_a_layer(bound: list[str]) -> None:
         assert bound == names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "right", "wrong"),
     [

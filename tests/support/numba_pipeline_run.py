@@ -111,8 +111,6 @@ CASES: dict[str, tuple[HopperConfig, Problem]] = {
     "a list": (TALL, a_list([(300, 136, 72), (5, 264, 200), (64, 8, 64), (100, 130 * 8, 136)])),
     "a list, low": (LOW, a_list([(70, 136, 72), (5, 264, 200)])),
     "float32": (TALL, jagged_m([300, 5], 328, 200, out_dtype=torch.float32)),
-}
-SLOW: dict[str, tuple[HopperConfig, Problem]] = {
     "more groups than threads that count": (LOW, jagged_m([1, 0, 3] * 150, 8, 64)),
 }
 

@@ -33,7 +33,9 @@ from multigemm.backends.numba.config import (
 from tests.support.numba_lane_model import plain
 from tests.support.numba_pipeline_faults import FAULTS, Fault
 from tests.support.numba_pipeline_model import BASE, LINE, Machine
-from tests.support.numba_pipeline_run import CASES, KERNELS, SLOW, Problem, Run, in_plain_python, source_of
+from tests.support.numba_pipeline_run import CASES, KERNELS, Problem, Run, in_plain_python, source_of
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def run(
     case: str, seed: int, kernel: Any, monkeypatch: pytest.MonkeyPatch, fault: Fault | None = None, clusters: int = 2
 ) -> None:
     """One launch of a case in the model."""
-    config, make = (CASES | SLOW)[case]
+    config, make = CASES[case]
     made = Run(config, make(), monkeypatch)
     machine = made.machine(seed, clusters)
     modules = kernel(machine, fault)
@@ -55,8 +57,8 @@ def run(
     made.check(machine)
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("seed", range(2))
 def test_results_are_exact_in_any_order(case: str, seed: int, kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run(case, seed, kernel, monkeypatch)
 
@@ -71,7 +73,6 @@ def test_stages_of_a_long_k_are_as_large_as_any_tile_needs(
     run(case, seed, kernel, monkeypatch)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_noticed(name: str, kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one of some orders: as a race, as warps that all wait, or in the result."""

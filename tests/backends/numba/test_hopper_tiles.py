@@ -116,6 +116,7 @@ COUNTED: dict[str, tuple[HopperConfig, Problem]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", COUNTED)
 def test_every_tile_is_found_once(case: str, kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted by all threads of a block; the tiles of each group cover its results, and the short ones come last."""

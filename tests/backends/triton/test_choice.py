@@ -24,6 +24,7 @@ from multigemm.errors import InvalidSetting
 from multigemm.planning.operands import TABLE
 from multigemm.planning.staging import stage
 from multigemm.problem.spec import Form, OperandSpec, Order, ProblemSpec, bucket
+from tests.support.python_process import run_python
 from tests.support.triton_kernels import sources_of, specs
 
 SPECS = dict(specs())
@@ -500,9 +501,19 @@ def test_an_interpreter_that_fails_with_this_numpy_is_not_offered(
 ) -> None:
     monkeypatch.setattr(support, "triton_version", lambda: triton)
     monkeypatch.setattr(np, "__version__", numpy)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(support, "imported_to_compile", bool)
     reason = support._interpreter_reason()
     assert reason == "" if works else "pip install 'numpy<2.4', or 'triton>=3.7'" in reason
+
+
+@pytest.mark.slow
+def test_who_asks_for_the_interpreter_too_late_is_told() -> None:
+    """Also if the environment asks for it by now: Triton looked when it was imported."""
+    code = (
+        "import os, triton; os.environ.update(TRITON_INTERPRET='1', MULTIGEMM_EMULATE='1');"
+        "from multigemm.backends.triton.support import availability; print(availability().reason)"
+    )
+    assert "triton was imported before emulation was asked for" in run_python("-c", code).stdout
 
 
 @pytest.mark.parametrize(("order", "tile"), [("row", (128, 128, 16)), ("col", (64, 64, 32))])
