@@ -92,9 +92,7 @@ def _source(b: OperandSpec, even: bool, bfloat: bool, plain: int, sent: bool, fo
     scale, shared = b.scale or ScaleSpec(torch.float32), config.shared_bytes(plain > 0)
     zero = -1 if scale.zero is None else CODES[scale.zero]
     deep, boxes = stage_of(b, config)
-    stages, more = config.stages, tuple[tuple[str, int], ...]()
-    if deep > 1:
-        stages = config.ring_bytes // (deep * config.rows * 128 + boxes * COLUMNS * CODE_LINE)
+    more: tuple[tuple[str, int], ...]
     if config.rows == LOW_ROWS:
         numbers = number_set(b, deep)
         ring = (config.low_room(plain > 0, sent) - 2 * numbers.room) // 1024 * 1024
@@ -104,7 +102,8 @@ def _source(b: OperandSpec, even: bool, bfloat: bool, plain: int, sent: bool, fo
         )  # fmt: skip
     else:
         pairs = scale.dtype is torch.float8_e8m0fnu and scale.k == 32 and scale.order == "col" and scale.align >= 2
-        more = (("PAIRS", int(pairs and even)), ("STAGES", stages))
+        stage = deep * config.rows * 128 + boxes * COLUMNS * CODE_LINE
+        more = (("PAIRS", int(pairs and even)), ("STAGES", config.ring_bytes // stage if deep > 1 else config.stages))
     defines = (
         ("W_CODE", CODES[b.packed or b.dtype]), ("BFLOAT", int(bfloat)), ("SCALE_K", scale.k),
         ("SCALE_CODE", CODES[scale.dtype]), ("ZERO_CODE", zero), ("FOLD", int(folds)),

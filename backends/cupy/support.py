@@ -24,7 +24,7 @@ INSTALL = "pip install cupy-cuda13x  (cupy-cuda12x for CUDA 12)"
 MAX_GROUPS = 960
 """Groups that the Hopper kernel's schedule holds."""
 MAX_ROWS = 1 << 30
-"""Rows of a result that the copy engine can tell apart, and what a group may have of a jagged k."""
+"""The most rows of a result, and the longest k of a group of a jagged k, that tensor maps reach."""
 MAX_LISTED_GROUPS, SMALL_MAX_ROWS = 16, 8192
 """Groups that the small kernel (of a list) and the kernel for small lists take as an argument; rows from which tiles as
 small as the small kernel's only lose."""
@@ -203,7 +203,7 @@ def hopper_reasons(spec: ProblemSpec, padded: bool = False) -> list[str]:
     if spec.form == "jagged_k" and not padded and not (spec.a.order == "col" and spec.b.order == "row"):
         reasons.append("jagged k is the contiguous direction of an operand, where a group may start at any address")
     if spec.form == "jagged_k" and spec.total > MAX_ROWS:
-        reasons.append(f"a group may have up to {spec.total} of k: maps of a jagged k count {MAX_ROWS}")
+        reasons.append(f"a group's k may be up to {spec.total}: tensor maps of a jagged k reach {MAX_ROWS}")
     return reasons if spec.fused is None else reasons + _hopper_fused_reasons(spec, spec.fused)
 
 

@@ -132,10 +132,10 @@ def operand_obstacle(spec: ProblemSpec) -> str:
 
 
 def _number_obstacle(spec: ProblemSpec) -> str:
-    """Why there is too much for the Hopper kernels to count; "" if there is not."""
+    """Why a group's k or the number of groups is too large for the Hopper kernels; "" if neither is."""
     if spec.form == "jagged_k" and spec.total > FAR:
-        return f"a group may have up to {spec.total} of k: its tensor maps count {FAR}"
-    return f"{spec.groups} groups: it numbers {MOST_GROUPS}" if spec.groups > MOST_GROUPS else ""
+        return f"a group's k may be up to {spec.total}: tensor maps of a jagged k reach {FAR}"
+    return f"{spec.groups} groups: a tile's record numbers {MOST_GROUPS}" if spec.groups > MOST_GROUPS else ""
 
 
 def float8_obstacle(spec: ProblemSpec, device: torch.device) -> str:

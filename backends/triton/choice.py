@@ -272,7 +272,7 @@ def ranked(tiles: tuple[Timed, ...], spec: ProblemSpec) -> list[Config]:
     return [timed.config for timed in sorted(tiles, key=lambda timed: busiest_us(timed, spec))]
 
 
-def sixty_four_bit(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> list[Config]:
+def sixty_four_bit(spec: ProblemSpec, capability: tuple[int, int]) -> list[Config]:
     if burdened(spec):
         return [replace(x, warps=2 * x.warps) if x.block_m > 16 else x for x in ranked(DOUBLE, spec)]
     if capability[0] != 9 or typical_rows(spec) < LARGE_ROWS or shape_of(spec).deep < LARGE_K:

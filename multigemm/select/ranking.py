@@ -163,7 +163,8 @@ def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
     if c.dtype not in ("float16", "bfloat16"):
         return by_dtype(c)
     k = c.total / max(c.groups, 1) if c.form == "jagged_k" else c.k or 0
-    many, long = c.rows >= MANY_ROWS, k >= LONG_K and c.rows >= MANY_ROWS
+    many = c.rows >= MANY_ROWS
+    long = many and k >= LONG_K
     if "+combine" in c.precision and _of_hopper(c) and (long or not many or "+epilogue" in c.precision):
         return "cupy", "triton"
     few = c.form in ("jagged_m", "masked", "batched") and c.rows <= FEW_ROWS

@@ -24,8 +24,8 @@ FAULTS = {
     ),
     "stages of one size are not waited for": Fault(
         "hopper_tiles",
-        ("int32(ring.parity ^ 1))\n            return room"),
-        ("int32(ring.parity))\n            return room"),
+        "int32(ring.parity ^ 1))\n            return room",
+        "int32(ring.parity))\n            return room",
         "tiles of 128 rows",
     ),
     "the oldest stage is forgotten": Fault(
@@ -36,20 +36,20 @@ FAULTS = {
     ),
     "a stage reaches past the end of the ring": Fault(
         "hopper_tiles",
-        ("        where = ring.at\n        if variable and int32(where + size) > ring_bytes:"),
-        ("        where = ring.at\n        if variable and int32(where) > ring_bytes:"),
+        "        where = ring.at\n        if variable and int32(where + size) > ring_bytes:",
+        "        where = ring.at\n        if variable and int32(where) > ring_bytes:",
         UNEVEN,
     ),
     "the parity stays": Fault(
         "hopper_tiles",
-        ("place, parity = int32(0), int32(parity ^ 1)\n            if not variable:"),
-        ("place, parity = int32(0), int32(parity)\n            if not variable:"),
+        "place, parity = int32(0), int32(parity ^ 1)\n            if not variable:",
+        "place, parity = int32(0), int32(parity)\n            if not variable:",
         LONG,
     ),
     "a record is written over": Fault(
         "hopper_tiles",
-        ("int32(((number // SLOTS) & 1) ^ 1))\n        a, b"),
-        ("int32(1))\n        a, b"),
+        "int32(((number // SLOTS) & 1) ^ 1))\n        a, b",
+        "int32(1))\n        a, b",
         UNEVEN,
     ),
     "the other block does not expect a tile": Fault(
@@ -146,13 +146,13 @@ FAULTS = {
     ),
     "products are not waited for": Fault(
         "hopper",
-        ("        acc = result(acc)\n        release(base, before)\n        return pack(acc), ring"),
+        "        acc = result(acc)\n        release(base, before)\n        return pack(acc), ring",
         "        return pack(acc), ring",
         UNEVEN,
     ),
     "the last stage is not handed back": Fault(
         "hopper",
-        ("        release(base, before)\n        return pack(acc), ring"),
+        "        release(base, before)\n        return pack(acc), ring",
         "        return pack(acc), ring",
         LONG,
     ),
@@ -164,19 +164,19 @@ FAULTS = {
     ),
     "staging is written over by other warps": Fault(
         "hopper",
-        ("        ptx.named_barrier(int32(warpgroup + 1), WARPGROUP)\n        put("),
+        "        ptx.named_barrier(int32(warpgroup + 1), WARPGROUP)\n        put(",
         "        put(",
         LONG,
     ),
     "the copy engine does not see the staging": Fault(
         "hopper",
-        ("        ptx.fence_async()\n        ptx.named"),
+        "        ptx.fence_async()\n        ptx.named",
         "        ptx.named",
         UNEVEN,
     ),
     "other warps' results are not waited for": Fault(
         "hopper",
-        ("        ptx.fence_async()\n        ptx.named_barrier(int32(warpgroup + 1), WARPGROUP)"),
+        "        ptx.fence_async()\n        ptx.named_barrier(int32(warpgroup + 1), WARPGROUP)",
         "        ptx.fence_async()",
         UNEVEN,
     ),

@@ -1,4 +1,7 @@
-"""Problems for the model of numba's Hopper kernel, its modules as plain Python, and a launch of them in the model."""
+"""Problems for the model of numba's Hopper kernel, its modules as plain Python, and a launch of them in the model.
+
+Tests that import this are skipped where Numba is missing or runs as a simulator.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,14 @@ import torch
 from torch import Tensor
 
 import multigemm as mg
+
+pytest.importorskip("numba_cuda", reason="pip install 'multigemm[numba]'")
+
+from multigemm.settings import settings
+
+if settings().emulate:
+    pytest.skip("Numba runs as a simulator in this process", allow_module_level=True)
+
 from multigemm.backends.numba import arguments
 from multigemm.backends.numba.arguments import Call, MapEncoder, call_of, epilogue_words, list_table
 from multigemm.backends.numba.config import (

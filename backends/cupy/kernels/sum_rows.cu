@@ -1,6 +1,6 @@
 // Sums of rows in a fixed order: out[r] = sum over j of weights[r, j] * y[index[r, j]], j ascending, + beta * C; or, of
 // sorted places, of the rows y[order[at]] whose place is r, ascending. An index that means no row, or one that no group
-// owns, adds nothing: neither the row nor its weight is read.
+// owns, adds nothing: the row is not read, and its weight not used.
 //
 // Y_TYPE is the type of the rows, which lie one behind the other; a block sums columns of one row, VECTOR of them per thread, and a
 // thread has AHEAD of them under way. SORTED: places come with an order. WEIGHTS: their type, or 0. INDEX64: the numbers' width.

@@ -280,10 +280,8 @@ def make_sending_consumer(config, signature):
     """
     bk, take, half = Layout(config, signature).bk, make_take(config, signature), make_half(config)
     (bytes_of, fit, _), send = make_ring(config, signature), make_send(config, signature)
-    nothing, dispatch = (
-        make_late(config.n_max, signature.compute)[0],
-        _by_height(config, signature, make_multiply_and_send),
-    )
+    nothing = make_late(config.n_max, signature.compute)[0]
+    dispatch = _by_height(config, signature, make_multiply_and_send)
 
     @synchronising
     def consume(p, q, alpha, beta, longest_k, maps, base, rank, warpgroup, thread):

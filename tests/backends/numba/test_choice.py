@@ -100,8 +100,8 @@ def test_aligned_halves_go_to_wgmma_first_and_always_have_plain_cores_last() -> 
         ({"form": "jagged_k"}, "offsets cut"),
         ({"compute": torch.float32}, "does not run on these tensor cores"),
         ({"compute": torch.float32, "precision": "tf32"}, "contiguous along k"),
-        ({"form": "jagged_k", "a": replace(BF16, order="col"), "total": 1 << 31}, "maps count 1073741824"),
-        ({"groups": (1 << 29) + 1}, "it numbers 536870912"),
+        ({"form": "jagged_k", "a": replace(BF16, order="col"), "total": 1 << 31}, "a jagged k reach 1073741824"),
+        ({"groups": (1 << 29) + 1}, "record numbers 536870912"),
     ],
 )
 def test_obstacles_are_named(changes: dict[str, object], part: str) -> None:

@@ -7,7 +7,6 @@ Each problem is of whole numbers, so its result is exact. The faults below show 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,33 +15,13 @@ import torch
 from torch import Tensor
 
 import multigemm as mg
-
-pytest.importorskip("numba_cuda", reason="pip install 'multigemm[numba]'")
-
-from multigemm.settings import settings
-
-if settings().emulate:
-    pytest.skip("Numba runs as a simulator in this process", allow_module_level=True)
-
-from multigemm.backends.numba.config import (
-    FLOAT8_LOW,
-    FLOAT8_MEDIUM,
-    FLOAT8_TALL,
-    Float8Config,
-)
+from multigemm.backends.numba.config import FLOAT8_LOW, FLOAT8_MEDIUM, FLOAT8_TALL, Float8Config
 from tests.support.numba_lane_model import plain
 from tests.support.numba_pipeline_faults import FAULTS, Fault
 from tests.support.numba_pipeline_model import BASE, LINE, Machine
-from tests.support.numba_pipeline_run import CASES, KERNELS, Problem, Run, in_plain_python, source_of
+from tests.support.numba_pipeline_run import CASES, KERNELS, Problem, Run, source_of
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """kernel(machine, fault): the modules of the kernel as plain Python that runs in this machine."""
-    with in_plain_python(monkeypatch) as install:
-        yield install
 
 
 def run(

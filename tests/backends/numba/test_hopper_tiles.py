@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,18 +15,8 @@ import torch
 from torch import Tensor
 
 import multigemm as mg
-
-pytest.importorskip("numba_cuda", reason="pip install 'multigemm[numba]'")
-
-from multigemm.settings import settings
-
-if settings().emulate:
-    pytest.skip("Numba runs as a simulator in this process", allow_module_level=True)
-
 from multigemm.backends.numba import arguments
-from multigemm.backends.numba.config import (
-    HopperConfig,
-)
+from multigemm.backends.numba.config import HopperConfig
 from tests.support.numba_lane_model import plain
 from tests.support.numba_pipeline_model import BASE
 from tests.support.numba_pipeline_run import (
@@ -35,20 +25,11 @@ from tests.support.numba_pipeline_run import (
     Problem,
     Run,
     a_list,
-    in_plain_python,
     jagged_k,
     jagged_m,
     masked,
     whole,
 )
-
-
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """kernel(machine, fault): the modules of the kernel as plain Python that runs in this machine."""
-    with in_plain_python(monkeypatch) as install:
-        yield install
-
 
 # --- how tiles are counted and found -------------------------------------------------------------------
 
