@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -48,6 +48,7 @@ T = TypeVar("T")
 POOL, SMALL_POOL = 1200, 500
 """Random cases, and quantised and fused ones, that kinds and cases for every required class are chosen from."""
 DTYPES = ("bfloat16", "float16", "float32", "float64", "int8")
+HALVES = ("bfloat16", "float16")
 DISTINCT = ("onehot", "bitmask", "precise", "cancel", "beside")
 """Modes that need distinct rows and columns, so no zero strides."""
 WHOLE = ("int", "ties", "onehot", "precise", "beside")
@@ -64,6 +65,8 @@ WEIGHTS = ("float8_e4m3fn", "float8_e5m2", "int8", "int4", "uint4", "e2m1")
 PACKED = ("int4", "uint4", "e2m1")
 COVERS = ("", "tensor", "group", "row", "1x32", "1x64", "1x128", "128x128")
 """What a scale may cover; see multigemm.testing.case.Scale."""
+FLOAT8_RECIPES = (("tensor", "tensor"), ("row", "row"), ("1x128", "128x128"), ("1x128", "1x128"))
+"""What scales of tokens and of weights cover in layers of float8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +291,7 @@ def _formats(ch: Random, form: str) -> dict[str, Any]:
         return {"dtype": ch.choice(FLOAT8), "dtype_b": ch.choice(FLOAT8)}
     weights = ch.choice([name for name in WEIGHTS if form != "jagged_k" or name not in PACKED])
     held = {"dtype_b": "uint8", "b_format": weights} if weights in PACKED else {"dtype_b": weights}
-    return {"dtype": ch.choice(("bfloat16", "float16")), **held}
+    return {"dtype": ch.choice(HALVES), **held}
 
 
 def _scale(ch: Random, case: Case, side: str) -> Scale:
@@ -502,17 +505,47 @@ def kinds(limits: Limits, count: int, seed: int = 0) -> list[Case]:
     left = count - len(first)
     pool = _pool(replace(limits, quantised=0, fused=0), seed, max(POOL, 12 * count))
     pool = tuple(case for case in pool if case not in first)
-    fast = [case for case in pool if case.aligned and case.dtype in ("float16", "bfloat16") and not case.dtype_b]
+    fast = [case for case in pool if case.aligned and case.dtype in HALVES and not case.dtype_b]
     found = list(islice(most_new_first(fast, _pairs), left // 3))
     rest = [case for case in pool if case not in found]
     return [*first, *found, *islice(most_new_first(rest, _pairs), left - len(found))]
 
 
 def _kinds_of(limits: Limits, kind: str, count: int, seed: int) -> list[Case]:
-    """Quantised or fused cases that together show as many of the required classes as a greedy choice can find."""
-    pool = _pool_of(limits, kind, seed + SMALL_POOL)
-    wanted = required(limits) - REQUIRED | {f"form:{form}" for form in FORMS}
-    return list(islice(most_new_first(pool, lambda case: classes(case) & wanted), count))
+    """Quantised or fused cases that together show as many of the required classes, and of the scales of each form, as a
+    greedy choice can find; every other one is such as Hopper's kernels take."""
+    wanted = required(limits) - REQUIRED
+
+    def traits_of(case: Case) -> Set[Any]:
+        return classes(case) & wanted | {(case.form, case.scale_a.covers, case.scale_b.covers)}
+
+    halves = tuple(dtype for dtype in limits.dtypes if dtype in HALVES)
+    drawn = _pool_of(replace(limits, dtypes=halves or limits.dtypes), kind, seed)
+    fast = [for_copy_engine(case, limits) for case in drawn if case.quantised or case.dtype in HALVES]
+    pools = [pool for pool in (_pool_of(limits, kind, seed + SMALL_POOL), fast) if pool]
+    return list(islice(chain.from_iterable(zip(*(most_new_first(pool, traits_of) for pool in pools))), count))
+
+
+def for_copy_engine(case: Case, limits: Limits) -> Case:
+    """A quantised or 16-bit case with operands that Hopper's copy engine reads, results as layers have them, and scales
+    as recipes have them."""
+    orders, more = (case.a.order, case.b.order), dict[str, Any]()
+    if case.form == "jagged_k":
+        orders = "col", "row"
+    elif case.quantised:
+        orders = "row", "col"
+    a, b = (Layout(order, pad=-32) for order in orders)
+    if not case.quantised:
+        more = {name: getattr(case, name) and case.dtype for name in ("c_dtype", "bias_dtype")}
+        more |= {"dtype_b": "", "out_dtype": ""}
+    elif case.weights:
+        more = {"scale_b": replace(case.scale_b, dtype="float32")}
+    else:
+        of_tokens, of_weights = FLOAT8_RECIPES[case.seed % len(FLOAT8_RECIPES)]
+        tokens, weights = ("b", "a") if case.form == "jagged_n" else ("a", "b")
+        more = {f"scale_{tokens}": Scale(of_tokens), f"scale_{weights}": Scale(of_weights)}
+    case = replace(case, a=a, b=b, out=PLAIN, alias=False, batch_invariant=False, **more)
+    return settled(case, limits)
 
 
 @lru_cache(maxsize=8)

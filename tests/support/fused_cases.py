@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
 
 import torch
 
 from multigemm.backend import Backend
 from multigemm.testing import Case, DeviceCase, Finding, Limits, Scale, Subject, check, random_case
-from multigemm.testing.case import PLAIN, Layout
 from multigemm.testing.placed_case import spec_of
-from multigemm.testing.strategies import settled
+from multigemm.testing.strategies import for_copy_engine
 from tests.model_mutants.faults import FUSED_HUNTING
 
 LAYERS = Limits(work=1 << 22, groups=8, longest=200, forms=("jagged_m", "batched", "masked", "jagged_k"),
@@ -44,10 +41,5 @@ def findings(
 
 
 def as_in_layers(seed: int, limits: Limits = LAYERS) -> Case:
-    """The case of a seed as layers have it and the copy engine can read it: aligned, in one dtype of 16 bits."""
-    case = random_case(seed, limits)
-    a = Layout("col" if case.form == "jagged_k" else "row")
-    b = Layout("col" if seed % 2 and case.form != "jagged_k" else "row")
-    same = {name: getattr(case, name) and case.dtype for name in ("c_dtype", "bias_dtype")}
-    more: dict[str, Any] = {"dtype_b": "", "out_dtype": "", "alias": False, "batch_invariant": False} | same
-    return settled(replace(case, aligned=True, a=a, b=b, out=PLAIN, **more), limits)
+    """The case of a seed with what Hopper's kernels take."""
+    return for_copy_engine(random_case(seed, limits), limits)

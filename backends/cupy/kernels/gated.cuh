@@ -42,14 +42,15 @@ struct Lines {
     i64 pitch;
     int cols;
 
-    __device__ __forceinline__ void take(u32 staging, int r0, int rows) const {
+    // Rows `skip` to `rows` of those that begin at row r0 of the tile.
+    __device__ __forceinline__ void take(u32 staging, int r0, int skip, int rows) const {
         const int tid = threadIdx.x & 127;
         char* const out = first + r0 * pitch;
         if (((u64(first) | u64(pitch)) & 15) == 0) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int row = i * 16 + (tid >> 3), chunk = tid & 7;
-                if (row < rows && chunk * 8 < cols) {
+                if (row >= skip && row < rows && chunk * 8 < cols) {
                     const uint4 v = load_shared16(staging + row * 128 + ((chunk ^ (row & 7)) << 4));
                     char* const at = out + row * pitch + chunk * 16;
                     if (chunk * 8 + 8 <= cols) *(uint4*)at = v;
@@ -58,7 +59,7 @@ struct Lines {
             }
         } else {
 #pragma unroll
-            for (int row = 0; row < 64; row += 4 * AT_ONCE) store_rows(out, pitch, staging, row + (tid >> 5), 0, rows, cols);
+            for (int row = 0; row < 64; row += 4 * AT_ONCE) store_rows(out, pitch, staging, row + (tid >> 5), skip, rows, cols);
         }
     }
 };
@@ -96,7 +97,7 @@ __device__ __forceinline__ void finish_gated(const Given& p, const Tile& t, u32 
 
 #pragma unroll
     for (int q = 0; q < ROWS / 64; ++q) {                   // 64 rows, 32 registers of either half
-        const int r0 = q * 64, rows = min(t.rows - r0, 64);
+        const int r0 = q * 64, skip = max(rows_to_skip(p, t) - r0, 0), rows = min(t.rows - r0, 64);
         if (r0 >= t.rows) continue;
         float *const low = d + q * 32, *const high = low + ROWS / 2;
 #pragma unroll
@@ -124,7 +125,7 @@ __device__ __forceinline__ void finish_gated(const Given& p, const Tile& t, u32 
                 }
             }
             warpgroup_sync(half);
-            if (to.cols > 0) to.take(staging, r0, rows);
+            if (to.cols > 0) to.take(staging, r0, skip, rows);
         }
 #endif
         warpgroup_sync(half);
@@ -152,6 +153,6 @@ __device__ __forceinline__ void finish_gated(const Given& p, const Tile& t, u32 
         }
 #endif
         warpgroup_sync(half);
-        if (out.cols > 0) out.take(staging, r0, rows);
+        if (out.cols > 0) out.take(staging, r0, skip, rows);
     }
 }

@@ -21,7 +21,8 @@ from multigemm.planning.operands import Operands
 from multigemm.planning.staging import allocate, stage, staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import FusedSpec, OperandSpec, ProblemSpec
-from multigemm.testing import DeviceCase, Subject, check
+from multigemm.testing import Case, DeviceCase, Fused, Subject, check
+from multigemm.testing.case import Layout
 from multigemm.testing.placed_case import spec_of
 from tests.backends.cupy import emulation
 from tests.model_mutants.faults import FUSED_HUNTING
@@ -274,6 +275,20 @@ def test_cases_of_layers_on_hopper(
         if ran == ON_HOPPER:
             break
     assert ran == ON_HOPPER
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(("order", "layout"), [("row", "interleaved"), ("col", "halves")])
+def test_gates_of_rows_across_k(order: Any, layout: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where tiles begin up to seven rows before their group, the rows of the group before stay as they are."""
+    host_kernels.install(monkeypatch, tmp_path)
+    case = Case(form="jagged_m", dtype="bfloat16", n=32, k=24, lengths=(9, 140, 0, 15, 44), head=5, activation="geglu",
+                a=Layout("col", pad=-8), b=Layout(order), aligned=True, seed=3,
+                fused=Fused(preact=True, glu_layout=layout))  # fmt: skip
+    outcome = check(DeviceCase.from_case(case, CPU), Subject(emulation.EmulatedBackend(configs.GATED[2])))
+    assert outcome.ran and outcome.ok, outcome
 
 
 @needs_compiler
