@@ -219,7 +219,7 @@ class Rows:
             amount = (terms + 4) * (unit(self._acc) * size + smallest_normal(self._acc))
             amount = np.where((whole & (size < 1 / unit(self._acc))) | ~np.isfinite(amount), 0, amount)
             free = total.free | (np.isfinite(total.value) & ~(size < largest(self._acc)))
-            free |= np.isnan(total.value) != np.isnan(total.low)
+            free |= (np.isnan(total.value) != np.isnan(total.low)) | (np.isnan(total.value) != np.isnan(total.high))
             return Enclosed(total.value, total.low - amount, total.high + amount, free)
 
     def _rounded(self, y: Enclosed) -> Enclosed:
@@ -234,7 +234,9 @@ class Rows:
 
 def _scaled(y: Enclosed, weight: float) -> Enclosed:
     ends = y.low * weight, y.high * weight
-    return Enclosed(y.value * weight, np.minimum(*ends), np.maximum(*ends), y.free)
+    signless = (y.low < y.high) & (y.low <= 0) & (y.high >= 0)
+    free = y.free | (signless & (not np.isfinite(weight)))
+    return Enclosed(y.value * weight, np.minimum(*ends), np.maximum(*ends), free)
 
 
 def _plus(x: Enclosed, y: Enclosed) -> Enclosed:

@@ -161,7 +161,8 @@ def test_nan_and_infinity() -> None:
 
 
 def test_what_is_not_judged() -> None:
-    """A row beyond float16's range may be infinite or not, before the sum; an overflow may be lost before row_scale."""
+    """A row beyond float16's range may be infinite or not, before the sum; an overflow may be lost before row_scale; a
+    row that rounding may make zero, times infinity, may be NaN."""
     a = torch.full((1, 1), 300.0).half()
     problem = mg.GroupedGemmProblem(
         a, a[None], sizes=[1], combine=(torch.tensor([[0]]), torch.tensor([[2.0**-10]])), out_dtype=torch.float32
@@ -170,6 +171,13 @@ def test_what_is_not_judged() -> None:
     big = np.array([1e30], F32)
     problem = gate_of(big, big, "reglu", row_scale=torch.tensor([1e-30]))
     assert answer(problem).blocks[0].free.all()
+    thirds = torch.tensor([[1 / 3 + 2.0**-25, 1 / 3], [torch.inf, 1.0]])
+    for terms in ([0], [0, 1], [1, 0]):
+        weights = torch.tensor([[torch.inf if term == 0 else -1.0 for term in terms]])
+        problem = mg.GroupedGemmProblem(
+            thirds, torch.tensor([[[1.0], [-1.0]]]), sizes=[2], combine=(torch.tensor([terms]), weights)
+        )
+        assert answer(problem).blocks[0].free.all()
 
 
 def test_preact_has_an_answer_of_its_own() -> None:
