@@ -6,7 +6,6 @@ and the remedy. A backend supports a problem exactly if the list of reasons is e
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -31,8 +30,9 @@ Tell = Callable[[Operands], str]
 class WithSizes(Protocol):
     """A launch for any sizes on the host."""
 
-    def __call__(self, a: Tensor, b: Tensor, offsets: array[int]) -> Tensor:
-        """Computes a call on the current stream. `offsets` are int32, rising, within the extent; returns the result."""
+    def __call__(self, a: Tensor, b: Tensor, offsets: memoryview) -> Tensor:
+        """Computes a call on the current stream; returns the result. `offsets` are int32, rising, within the extent,
+        and other ones when the next call comes."""
 
     def workspace_bytes(self) -> int:
         """The device memory that it owns."""

@@ -141,7 +141,9 @@ class Work:
     `known`: a column, and its sum.
     """
 
-    __slots__ = ("_known", "count", "itemsize", "k", "longest", "m", "n", "rate", "sum_n", "traffic", "transposed")
+    __slots__ = (
+        "_known", "count", "itemsize", "k", "longest", "m", "most_n", "n", "rate", "sum_n", "traffic", "transposed",
+    )  # fmt: skip
 
     def __init__(
         self, spec: ProblemSpec, count: int, extents: tuple[Any, Any, Any], transposed: Any,
@@ -149,7 +151,7 @@ class Work:
     ) -> None:  # fmt: skip
         self.count, (m, n, k), self.transposed, self._known = count, extents, transposed, known
         self.m, self.n, self.k, self.sum_n = m, n, k, self.total(n)
-        self.longest = k if isinstance(k, int) else int(k.max())
+        self.most_n, self.longest = _largest(n), _largest(k)
         tf32 = spec.compute is torch.float32 and spec.precision == "tf32"
         self.rate = TF32_FLOPS_PER_US if tf32 else FLOPS_PER_US.get(spec.compute, TENSOR_FLOPS_PER_US)
         self.itemsize = spec.compute.itemsize
@@ -172,7 +174,7 @@ class Work:
 
     def tiles(self, rows: int, columns: int) -> tuple[int, int]:
         """The tiles of all products, n by rows and m by columns; and the steps of k in them."""
-        along, across, k = _tiles(self.n, rows), _tiles(self.m, columns), self.k
+        along, across, k = 1 if self.most_n <= rows else _tiles(self.n, rows), _tiles(self.m, columns), self.k
         count = self.total(along, across)
         return count, count * k if isinstance(k, int) else self.total(along, across, k)
 
@@ -229,6 +231,14 @@ def _together(work: Any, traffic: Any, power: int) -> Any:
     return (work**power + traffic**power) ** (1 / power)
 
 
+def _first(extents: Any) -> int:
+    return extents if isinstance(extents, int) else int(extents[0])
+
+
+def _largest(extents: Any) -> int:
+    return extents if isinstance(extents, int) else int(np.maximum.reduce(extents))
+
+
 def _tiles(extents: Any, tile: int) -> Any:
     """The whole tiles that cover an extent, or each of a column."""
     return (extents + (tile - 1)) // tile
@@ -253,9 +263,8 @@ def separately(work: Work) -> float:
 
 def by_grouped_mm(spec: ProblemSpec, work: Work) -> float:
     """The time of torch's grouped_mm. The result is row-major, so a product's n counts its rows."""
-    first_m, first_n = (x if isinstance(x, int) else int(x[0]) for x in (work.m, work.n))
-    average = work.sum_n // spec.groups if spec.form == "jagged_m" else first_n
-    small = average <= 128 or first_m <= 128
+    average = work.sum_n // spec.groups if spec.form == "jagged_m" else _first(work.n)
+    small = average <= 128 or _first(work.m) <= 128
     rows, cols, step, alone, each = SMALL_TILE if small else LARGE_TILE
     pairs, steps = work.tiles(2 * rows, cols)
     busy, traffic = 2 * (steps * (step / 1e3) + pairs * each) / PROCESSORS, work.traffic

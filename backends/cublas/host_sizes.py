@@ -2,14 +2,15 @@
 
 `HostSizes` serves calls that differ in addresses, number of tokens and sizes alone. It makes the choice that a bind
 makes and passes the library what a bind passes, so the bits of a result do not depend on whether its sizes came before.
-What sizes do not change is made once; sizes and addresses are written into it by NumPy. Separate and batched calls are
-bound: they serve few products, or products of one size.
+What sizes do not change is made once. What they change on the device, one launch writes there whose argument holds the
+offsets (`kernels/place_groups.cu`); the extents of products, which the library reads on the host, NumPy writes.
+Separate and batched calls are bound: they serve few products, or products of one size.
 """
 
 from __future__ import annotations
 
 import ctypes
-from array import array
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -22,129 +23,150 @@ from multigemm.backends.cublas import library
 from multigemm.backends.cublas.choice import GROUPED, GROUPED_MM, Work, fastest
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.grouped_mm import FromHost
-from multigemm.backends.cublas.library import LONG, MIXED_GROUPS, Types
+from multigemm.backends.cublas.library import Types
 from multigemm.backends.cublas.products import TRANSPOSE, Bytes, Ints, Leading, Shape, packed_forms, shape_of
-from multigemm.backends.cublas.run import FEW_ZEROS, Calls, zero_lines
-from multigemm.cuda.device import STAGED_BYTES, Upload, index_of, to_device
+from multigemm.backends.cublas.run import Calls
+from multigemm.cuda import nvrtc
+from multigemm.cuda.device import index_of, to_device
 from multigemm.planning.operands import Operands, Packed, packed
 
+MOST_GROUPS = 512
+"""More would not fit in the argument of a launch, which has 4 KiB."""
 BYTES_EACH = 28
 """Bytes of device memory for each group: three addresses and an end."""
 BOUND = Config("auto")
 """In place of what a bind chooses among separate and batched calls."""
+THREADS, ZEROING_BLOCKS = 256, 263
+"""Of `place_groups`: threads of a block, and the blocks that zero, two on each of an H100's 132 multiprocessors."""
+SOURCE = nvrtc.source_of(Path(__file__).parent / "kernels" / "place_groups.cu")
+
+
+class Groups(ctypes.Structure):
+    """The argument of `place_groups`; the fields are those of `struct Groups`, in its order."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("table", "ends", "out")),
+        *((name, ctypes.c_int64 * 3) for name in ("bases", "of_group", "of_token")),
+        *((name, ctypes.c_int64) for name in ("line", "lines")),
+        *((name, ctypes.c_int32) for name in ("groups", "count", "each")),
+        ("offsets", ctypes.c_int32 * (MOST_GROUPS + 1)),
+        ("order", ctypes.c_uint16 * MOST_GROUPS),
+    ]
+
+
+BASES = Groups.bases.offset // 8
+"""The first word of the addresses in the argument."""
+
+
+class PlacedGroups:
+    """Launches that take offsets to the device, and zero what no group owns. `offsets` are the next launch's."""
+
+    __slots__ = ("_launch", "_memory", "_order", "_task", "_words", "_zeroing", "ends", "offsets", "table")
+
+    def __init__(self, p: Packed, size: Bytes, out: Tensor, device: torch.device) -> None:
+        groups, rows = p.groups, p.jagged == "m"
+        memory = torch.empty(BYTES_EACH * groups, dtype=torch.uint8, device=device)
+        self._memory, self.ends = memory, memory[24 * groups :].view(torch.int32)
+        self.table = [memory.data_ptr() + row * 8 * groups for row in range(3)]
+        of_group = (p.b.group * size.operand, 0, 0) if rows else (0, 0, p.out.group * size.out)
+        of_token = (0, p.a.row * size.operand, p.out.row * size.out)
+        if not rows:
+            of_token = (p.b.row * size.operand, p.a.col * size.operand, 0)
+        line = out.stride(0) * size.out
+        task = self._task = Groups(0, 0, 0, (0, 0, 0), of_group, of_token, line, 0, groups, 0, not rows)
+        self._words = memoryview(task).cast("B")[: Groups.groups.offset].cast("q")  # type: ignore[arg-type]
+        self.offsets = np.frombuffer(task, np.int32, groups + 1, Groups.offsets.offset)
+        self._order = np.frombuffer(task, np.uint16, groups, Groups.order.offset)
+        kernel = nvrtc.loaded(SOURCE, "place_groups", (f"-DMOST={MOST_GROUPS}",), index_of(device))
+        self._launch, self._zeroing = (kernel.step(n, THREADS, (task,), memory) for n in (1, 1 + ZEROING_BLOCKS))
+
+    def write_table(self, stream: int, bases: tuple[int, int, int], order: Ints, zeroed: Tensor | None) -> None:
+        """Writes the addresses of the products of the groups `order`, and zeroes what no group owns of a result."""
+        words, count = self._words, len(order)
+        words[0], words[1] = self.table[0], 0
+        words[BASES], words[BASES + 1], words[BASES + 2] = bases
+        self._order[:count], self._task.count = order, count
+        self._start(stream, zeroed)
+
+    def write_ends(self, stream: int) -> None:
+        """Writes `ends`, from the first offset on."""
+        self._words[0], self._words[1] = 0, self.ends.data_ptr()
+        self._start(stream, None)
+
+    def zero(self, stream: int, zeroed: Tensor) -> None:
+        """Zeroes what no group owns of a result."""
+        self._words[0], self._words[1] = 0, 0
+        self._start(stream, zeroed)
+
+    def _start(self, stream: int, zeroed: Tensor | None) -> None:
+        if zeroed is None:
+            self._launch(stream)
+        else:
+            self._words[2], self._task.lines = zeroed.data_ptr(), zeroed.shape[0]
+            self._zeroing(stream)
 
 
 class GroupedCut:
-    """One cublasGemmGroupedBatchedEx of products that are cut from packed operands.
+    """One cublasGemmGroupedBatchedEx of products that are cut from packed operands, each a group of the call."""
 
-    Rows of positions are those of b, a and the result, in bytes from where they begin; rows of addresses likewise.
-    """
+    __slots__ = ("_call", "_count", "_extents", "_placed")
 
-    __slots__ = (
-        "_addresses",
-        "_bases",
-        "_call",
-        "_count",
-        "_cuts",
-        "_device",
-        "_extents",
-        "_members",
-        "_positions",
-        "_steps",
-        "_upload",
-        "_work_of_token",
-    )  # fmt: skip
-
-    def __init__(self, p: Packed, whole: Shape, size: Bytes, types: Types, device: torch.device) -> None:
-        groups, rows = p.groups, p.jagged == "m"
-        self._addresses, self._bases = np.zeros((3, groups), np.int64), np.zeros((3, 1), np.int64)
-        self._device = torch.empty((3, groups), dtype=torch.int64, device=device)
-        at, source = self._device.data_ptr(), self._addresses
-        self._upload = Upload(at, source.ctypes.data, source.nbytes, index_of(device))
-        pointers = [ctypes.c_void_p(at + row * 8 * groups) for row in range(3)]
-        blas = library.cublas()
+    def __init__(self, placed: PlacedGroups, rows: bool, whole: Shape, groups: int, types: Types) -> None:
+        blas, pointers = library.cublas(), [ctypes.c_void_p(at) for at in placed.table]
         batch = library.grouped_call(blas, [[x] * groups for x in whole], [1] * groups, pointers, types)
         ((_, arguments, _),) = batch.calls
-        self._call, self._count = Calls(blas, batch), arguments[-3]
+        self._call, self._count, self._placed = Calls(blas, batch), arguments[-3], placed
         self._extents = np.frombuffer(arguments[3 if rows else 4], np.int64)
-        self._members = np.frombuffer(arguments[-2], np.int64)
-        self._work_of_token = whole.m * (whole.k if rows else whole.n)
-        group = p.b.group * size.operand if rows else p.out.group * size.out
-        self._positions = np.tile(np.arange(groups, dtype=np.int64) * group, (3, 1))
-        self._cuts = self._positions[1:] if rows else self._positions[:2]
-        steps = (p.a.row, p.out.row) if rows else (p.b.row, p.a.col)
-        self._steps = np.array(steps, np.int64)[:, None] * [[size.operand], [size.out if rows else size.operand]]
 
     def __call__(
-        self, a: Tensor, b: Tensor, out: Tensor, starts: Ints, lengths: Ints, owned: Ints, tokens: int, stream: int
+        self, stream: int, a: Tensor, b: Tensor, out: Tensor, owned: Ints, lengths: Ints, zeroed: Tensor | None
     ) -> None:
-        """Multiplies the groups that have tokens: those at `owned`. Behind the lengths of all groups stands a 0."""
-        bases = self._bases
-        bases[0, 0], bases[1, 0], bases[2, 0] = b.data_ptr(), a.data_ptr(), out.data_ptr()
-        np.multiply(starts, self._steps, out=self._cuts)
-        order = self._arranged(lengths, owned, tokens)
-        np.add(self._positions.take(order, axis=1), bases, out=self._addresses[:, : len(order)])
-        self._upload(stream)
+        """Multiplies the groups `owned`, which have these lengths, and zeroes what no group owns of a result."""
+        self._count.value = count = len(owned)
+        self._extents[:count] = lengths
+        self._placed.write_table(stream, (b.data_ptr(), a.data_ptr(), out.data_ptr()), owned, zeroed)
         self._call(stream)
-
-    def _arranged(self, lengths: Ints, owned: Ints, tokens: int) -> Ints:
-        """Writes the groups of the call, as `library.in_groups` makes them. Returns the products in their order."""
-        count = len(owned)
-        order = (-lengths).argsort(kind="stable")[: count + 1]
-        falling = lengths[order]
-        (last,) = (falling[1:] != falling[:-1]).nonzero()  # the last product of each length
-        kinds = len(last)
-        if kinds > 1 and count <= MIXED_GROUPS and self._work_of_token * tokens > LONG:
-            self._extents[:count], self._members[:count], self._count.value = lengths[owned], 1, count
-            return owned
-        self._extents[:kinds], self._members[0], self._count.value = falling[last], last[0] + 1, kinds
-        np.subtract(last[1:], last[:-1], out=self._members[1:kinds])
-        return order[:count]
 
 
 class HostSizes:
     """Calls of one layout, for any sizes (`multigemm.backend.WithSizes`). It serves one thread on one stream."""
 
-    __slots__ = ("_alpha", "_bind", "_config", "_cut", "_device", "_ends", "_flags", "_from_host", "_grouped", "_index",
-                 "_rows", "_shape", "_spec", "_strides", "_transposed", "_upload", "_whole")  # fmt: skip
+    __slots__ = ("_alpha", "_bind", "_config", "_device", "_flags", "_from_host", "_grouped", "_index", "_placed",
+                 "_rows", "_shape", "_spec", "_strides", "_transposed", "_whole")  # fmt: skip
 
     def __init__(
-        self, ops: Operands, whole: Shape, config: Config, flags: tuple[bool, bool], grouped: GroupedCut | None,
-        bind: Bind,
+        self, ops: Operands, whole: Shape, config: Config, flags: tuple[bool, bool], placed: PlacedGroups,
+        grouped: GroupedCut | None, bind: Bind,
     ) -> None:  # fmt: skip
         self._spec, self._alpha, self._device, self._bind = ops.spec, ops.alpha, ops.device, bind
         self._config, self._flags, self._grouped, self._whole = config, flags, grouped, whole
         self._rows, self._transposed = ops.spec.form == "jagged_m", whole.op_first == TRANSPOSE
         out = cast(Tensor, ops.out)
-        self._shape, self._strides = tuple(out.shape), out.stride()
-        self._index, groups = index_of(ops.device), ops.spec.groups
-        self._cut, self._ends = np.zeros(groups + 2, np.int64), np.zeros(groups, np.int32)
-        on_device = torch.empty(groups, dtype=torch.int32, device=ops.device)
-        self._upload = Upload(on_device.data_ptr(), self._ends.ctypes.data, self._ends.nbytes, self._index)
-        self._from_host = FromHost(ops.spec, on_device, 0, 0, clears=True)
+        self._shape, self._strides, self._index = tuple(out.shape), out.stride(), index_of(ops.device)
+        self._placed, self._from_host = placed, FromHost(ops.spec, placed.ends, 0, 0, clears=False)
 
-    def __call__(self, a: Tensor, b: Tensor, offsets: array[int]) -> Tensor:
-        cut = self._cut
-        cut[:-1], cut[-1] = offsets, offsets[-1]
-        lengths = cut[1:] - cut[:-1]  # and a 0
-        (owned,) = lengths.nonzero()
-        tokens = offsets[-1] - offsets[0]
-        chosen = self._chosen(lengths[owned], tokens)
-        if chosen is GROUPED_MM:
-            return self._by_grouped_mm(a, b, offsets)
-        out = self._result(a)
+    def __call__(self, a: Tensor, b: Tensor, offsets: memoryview) -> Tensor:
+        placed, start, end = self._placed, offsets[0], offsets[-1]
+        cut = placed.offsets
+        cut[:] = offsets
+        every = cut[1:] - cut[:-1]
+        (owned,) = every.nonzero()
+        lengths = every.take(owned)
+        chosen = self._chosen(lengths, end - start)
         if chosen is BOUND:
-            self._by_bind(a, b, offsets, out)
-            return out
-        assert self._grouped is not None, "the choice knows whether there is such a call"
+            return self._by_bind(a, b, offsets)
         stream = torch_internals.current_raw_stream(self._index)
-        self._grouped(a, b, out, cut[:-2], lengths, owned, tokens, stream)
-        if self._rows:
-            self._clear(out, stream, 0, offsets[0])
-            self._clear(out, stream, offsets[-1], out.shape[0])
-        else:
-            for group in (lengths[:-1] == 0).nonzero()[0].tolist():
-                self._clear(out, stream, group, group + 1)
+        unowned = start > 0 or end < a.shape[0] if self._rows else len(owned) < len(every)
+        if chosen is GROUPED:
+            assert self._grouped is not None, "the choice knows whether there is such a call"
+            out = self._result(a)
+            self._grouped(stream, a, b, out, owned, lengths, out if unowned else None)
+            return out
+        placed.write_ends(stream)
+        self._from_host.start = start
+        out = self._from_host(a, b, None, None)
+        if unowned and self._rows:  # results of groups without tokens are torch's zeros
+            placed.zero(stream, out)
         return out
 
     def workspace_bytes(self) -> int:
@@ -161,33 +183,20 @@ class HostSizes:
             extents = (m, lengths, k) if self._rows else (m, n, lengths)
             work = Work(self._spec, count, extents, self._transposed, (lengths, tokens))
             config = fastest(self._spec, work, *self._flags)
-        if config.variant == "grouped":
-            return GROUPED if self._rows or self._spec.groups - count <= FEW_ZEROS else BOUND
-        return GROUPED_MM if config.variant == "grouped_mm" else BOUND
+        return GROUPED if config.variant == "grouped" else GROUPED_MM if config.variant == "grouped_mm" else BOUND
 
-    def _by_grouped_mm(self, a: Tensor, b: Tensor, offsets: array[int]) -> Tensor:
-        call, start = self._from_host, offsets[0]
-        call.start, call.end = start, offsets[-1]
-        np.subtract(self._cut[1:-1], start, out=self._ends, casting="unsafe")
-        self._upload(torch_internals.current_raw_stream(self._index))
-        return call(a, b, None, None)
-
-    def _by_bind(self, a: Tensor, b: Tensor, offsets: array[int], out: Tensor) -> None:
-        ends, host = to_device(np.frombuffer(offsets, np.int32), self._device)[1:], self._cut[:-1].copy()
+    def _by_bind(self, a: Tensor, b: Tensor, offsets: memoryview) -> Tensor:
+        on_host = np.array(offsets)
+        ends, host, out = to_device(on_host, self._device)[1:], on_host.astype(np.int64), self._result(a)
         alpha, device = self._alpha, self._device
         ops = Operands(self._spec, a, b, out, alpha=alpha, device=device, ends=ends, head=True, host_offsets=host)
         self._bind(ops)()
+        return out
 
     def _result(self, a: Tensor) -> Tensor:
         """Memory for the result."""
         shape = (a.shape[0], self._shape[1]) if self._rows else self._shape
         return torch_internals.empty_cuda(shape, self._strides, self._spec.out.dtype)
-
-    def _clear(self, out: Tensor, stream: int, first: int, end: int) -> None:
-        """Zeroes some rows, or results."""
-        if end > first:
-            size = out.stride(0) * out.element_size()
-            zero_lines(self._index, stream, out.data_ptr() + first * size, size, size, end - first)
 
 
 def bind_sizes(
@@ -208,9 +217,10 @@ def bind_sizes(
     p = packed(ops)
     forms, per_group = packed_forms(p, size), p.b.group if p.jagged == "m" else p.out.group
     extents = (spec.groups, p.m, p.n, p.k)
-    if min(extents) < 2 or per_group == 0 or 24 * spec.groups > STAGED_BYTES or None in forms:
+    if min(extents) < 2 or per_group == 0 or spec.groups > MOST_GROUPS or None in forms:
         return None
     whole = shape_of(p.m, p.n, p.k, *cast(tuple[Leading, Leading, Leading], forms))
     types = library.types(spec.compute, compute, spec.out.dtype, ops.alpha, 0.0)
-    grouped = GroupedCut(p, whole, size, types, ops.device) if flags[0] else None
-    return HostSizes(ops, whole, config, flags, grouped, bind)
+    placed = PlacedGroups(p, size, cast(Tensor, ops.out), ops.device)
+    grouped = GroupedCut(placed, p.jagged == "m", whole, spec.groups, types) if flags[0] else None
+    return HostSizes(ops, whole, config, flags, placed, grouped, bind)

@@ -289,10 +289,11 @@ def test_only_addresses_that_changed_are_written(warm: Given) -> None:
     assert patched is not None
     written: list[int] = []
 
-    def noted(piece: int) -> tuple[int, Any]:
-        return 0, lambda _: written.append(piece)
+    class Noted(dict[int, int]):
+        def __setitem__(self, piece: int, address: int) -> None:
+            written.append(piece)
 
-    patched._words = tuple((piece, [noted(piece)]) for piece, _ in patched._words)
+    patched._words = tuple((piece, [(0, Noted(), piece)]) for piece, _ in patched._words)
     addresses: Any = patched._at
     patched(addresses)
     assert written == []
