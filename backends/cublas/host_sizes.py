@@ -54,12 +54,13 @@ class Groups(ctypes.Structure):
     ]
 
 
-BASES = Groups.bases.offset // 8
-"""The first word of the addresses in the argument."""
+OUT, BASES, LINES = (field.offset // 8 for field in (Groups.out, Groups.bases, Groups.lines))
+"""Words of the argument that change from call to call."""
 
 
 class PlacedGroups:
-    """Launches that take offsets to the device, and zero what no group owns. `offsets` are the next launch's."""
+    """Launches that take `offsets` to the device: as `ends` from the first one on, and as addresses of products in the
+    rows of `table`. They zero what no group owns of a result, if they are given one."""
 
     __slots__ = ("_launch", "_memory", "_order", "_task", "_words", "_zeroing", "ends", "offsets", "table")
 
@@ -67,42 +68,32 @@ class PlacedGroups:
         groups, rows = p.groups, p.jagged == "m"
         memory = torch.empty(BYTES_EACH * groups, dtype=torch.uint8, device=device)
         self._memory, self.ends = memory, memory[24 * groups :].view(torch.int32)
-        self.table = [memory.data_ptr() + row * 8 * groups for row in range(3)]
+        at = memory.data_ptr()
+        self.table = [at + row * 8 * groups for row in range(3)]
         of_group = (p.b.group * size.operand, 0, 0) if rows else (0, 0, p.out.group * size.out)
-        of_token = (0, p.a.row * size.operand, p.out.row * size.out)
-        if not rows:
-            of_token = (p.b.row * size.operand, p.a.col * size.operand, 0)
+        steps = (0, p.a.row, p.out.row) if rows else (p.b.row, p.a.col, 0)
+        of_token = steps[0] * size.operand, steps[1] * size.operand, steps[2] * size.out
         line = out.stride(0) * size.out
-        task = self._task = Groups(0, 0, 0, (0, 0, 0), of_group, of_token, line, 0, groups, 0, not rows)
-        self._words = memoryview(task).cast("B")[: Groups.groups.offset].cast("q")  # type: ignore[arg-type]
-        self.offsets = np.frombuffer(task, np.int32, groups + 1, Groups.offsets.offset)
-        self._order = np.frombuffer(task, np.uint16, groups, Groups.order.offset)
+        self._task = Groups(at, self.ends.data_ptr(), 0, (0, 0, 0), of_group, of_token, line, 0, groups, 0, not rows)
+        argument = memoryview(self._task).cast("B")
+        self._words = argument[: Groups.groups.offset].cast("q")
+        self.offsets = np.frombuffer(argument, np.int32, groups + 1, Groups.offsets.offset)
+        self._order = np.frombuffer(argument, np.uint16, groups, Groups.order.offset)
         kernel = nvrtc.loaded(SOURCE, "place_groups", (f"-DMOST={MOST_GROUPS}",), index_of(device))
-        self._launch, self._zeroing = (kernel.step(n, THREADS, (task,), memory) for n in (1, 1 + ZEROING_BLOCKS))
+        grids = 1, 1 + ZEROING_BLOCKS
+        self._launch, self._zeroing = (kernel.step(grid, THREADS, (self._task,), memory) for grid in grids)
 
-    def write_table(self, stream: int, bases: tuple[int, int, int], order: Ints, zeroed: Tensor | None) -> None:
-        """Writes the addresses of the products of the groups `order`, and zeroes what no group owns of a result."""
-        words, count = self._words, len(order)
-        words[0], words[1] = self.table[0], 0
+    def take_products(self, bases: tuple[int, int, int], order: Ints) -> None:
+        """The products of the next launch: those of the groups `order`, cut from operands at these addresses."""
+        self._order[: len(order)], self._task.count = order, len(order)
+        words = self._words
         words[BASES], words[BASES + 1], words[BASES + 2] = bases
-        self._order[:count], self._task.count = order, count
-        self._start(stream, zeroed)
 
-    def write_ends(self, stream: int) -> None:
-        """Writes `ends`, from the first offset on."""
-        self._words[0], self._words[1] = 0, self.ends.data_ptr()
-        self._start(stream, None)
-
-    def zero(self, stream: int, zeroed: Tensor) -> None:
-        """Zeroes what no group owns of a result."""
-        self._words[0], self._words[1] = 0, 0
-        self._start(stream, zeroed)
-
-    def _start(self, stream: int, zeroed: Tensor | None) -> None:
+    def __call__(self, stream: int, zeroed: Tensor | None) -> None:
         if zeroed is None:
             self._launch(stream)
         else:
-            self._words[2], self._task.lines = zeroed.data_ptr(), zeroed.shape[0]
+            self._words[OUT], self._words[LINES] = zeroed.data_ptr(), zeroed.shape[0]
             self._zeroing(stream)
 
 
@@ -124,7 +115,8 @@ class GroupedCut:
         """Multiplies the groups `owned`, which have these lengths, and zeroes what no group owns of a result."""
         self._count.value = count = len(owned)
         self._extents[:count] = lengths
-        self._placed.write_table(stream, (b.data_ptr(), a.data_ptr(), out.data_ptr()), owned, zeroed)
+        self._placed.take_products((b.data_ptr(), a.data_ptr(), out.data_ptr()), owned)
+        self._placed(stream, zeroed)
         self._call(stream)
 
 
@@ -162,11 +154,11 @@ class HostSizes:
             out = self._result(a)
             self._grouped(stream, a, b, out, owned, lengths, out if unowned else None)
             return out
-        placed.write_ends(stream)
+        placed(stream, None)
         self._from_host.start = start
         out = self._from_host(a, b, None, None)
         if unowned and self._rows:  # results of groups without tokens are torch's zeros
-            placed.zero(stream, out)
+            placed(stream, out)
         return out
 
     def workspace_bytes(self) -> int:

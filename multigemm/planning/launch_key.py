@@ -184,14 +184,13 @@ def class_key_of(key: Key, call: Call) -> Key | None:
     rest, options = key[GROUPS + 1], key[GROUPS + 2 :]
     if scales:
         rest = (*rest[:4], _of_tokens(rest[4], rows), *rest[5:])
-    return ("tokens", depth, half_octave(rows), min(rows, 2), *key[1:GROUPS], groups, rest, *options)
+    return ("tokens", depth, half_octave(rows), key[1:GROUPS], groups, rest, options)
 
 
 def _inner_class_key(key: Key, groups: Key) -> Key:
     """The class key where tokens are summed over: a [M, T] and b [T, N], whose strides stay in the key."""
     (rows, tokens), columns = key[0], key[4][1]
-    layouts = (*key[1:4], *key[5:GROUPS])
-    return ("inner tokens", rows, columns, half_octave(tokens), min(tokens, 2), *layouts, groups, *key[GROUPS + 1 :])
+    return ("inner tokens", rows, columns, half_octave(tokens), key[1:4], key[5:GROUPS], groups, key[GROUPS + 1 :])
 
 
 def _counts(shape: Sequence[int], strides: Sequence[int], axis: int, other: int) -> bool:
