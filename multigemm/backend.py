@@ -28,11 +28,13 @@ Tell = Callable[[Operands], str]
 
 
 class WithSizes(Protocol):
-    """A launch for any sizes on the host."""
+    """A launch for any sizes on the host. `offsets` (int32, groups + 1) are written before each call: rising, and
+    within the extent."""
 
-    def __call__(self, a: Tensor, b: Tensor, offsets: memoryview) -> Tensor:
-        """Computes a call on the current stream; returns the result. `offsets` are int32, rising, within the extent,
-        and other ones when the next call comes."""
+    offsets: memoryview
+
+    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
+        """Computes a call on the current stream; returns the result."""
 
     def workspace_bytes(self) -> int:
         """The device memory that it owns."""

@@ -135,29 +135,32 @@ Column = npt.NDArray[np.float64]
 
 
 class Work:
-    """The extents of `count` products, and the rate and bytes of their spec. An extent is a number that all products
-    share, or a column with one number per product. Both give the same estimates: the sums over products are exact.
-
-    `known`: a column, and its sum.
-    """
+    """The rate and bytes of products of a spec, and their extents. An extent is a number that all products share, or a
+    column with one number per product. Both give the same estimates: the sums over products are exact."""
 
     __slots__ = (
         "_known", "count", "itemsize", "k", "longest", "m", "most_n", "n", "rate", "sum_n", "traffic", "transposed",
     )  # fmt: skip
 
-    def __init__(
-        self, spec: ProblemSpec, count: int, extents: tuple[Any, Any, Any], transposed: Any,
-        known: tuple[Any, int] = (None, 0),
-    ) -> None:  # fmt: skip
-        self.count, (m, n, k), self.transposed, self._known = count, extents, transposed, known
-        self.m, self.n, self.k, self.sum_n = m, n, k, self.total(n)
-        self.most_n, self.longest = _largest(n), _largest(k)
+    def __init__(self, spec: ProblemSpec, transposed: Any) -> None:
         tf32 = spec.compute is torch.float32 and spec.precision == "tf32"
         self.rate = TF32_FLOPS_PER_US if tf32 else FLOPS_PER_US.get(spec.compute, TENSOR_FLOPS_PER_US)
-        self.itemsize = spec.compute.itemsize
+        self.itemsize, self.transposed = spec.compute.itemsize, transposed
+
+    def of(self, count: int, m: Any, n: Any, k: Any, known: tuple[Any, int, int] = (None, 0, 0)) -> Work:
+        """The work of this many products. `known`: a column, its sum and its largest number."""
+        self.count, self.m, self.n, self.k, self._known = count, m, n, k, known
+        self.sum_n, self.most_n, self.longest = self.total(n), self._largest(n), self._largest(k)
         others = m + k
         elements = self.total(m, k) + (others * self.sum_n if isinstance(others, int) else self.total(n, others))
         self.traffic = elements * (self.itemsize / BYTES_PER_US)
+        return self
+
+    def _largest(self, extents: Any) -> int:
+        if isinstance(extents, int):
+            return extents
+        column, _, largest = self._known
+        return largest if extents is column else int(np.maximum.reduce(extents))
 
     def total(self, *factors: Any) -> int:
         """The sum over all products of a product of extents."""
@@ -169,7 +172,7 @@ class Work:
                 column = factor if column is None else column * factor
         if column is None:
             return shared * self.count
-        known, total = self._known
+        known, total, _ = self._known
         return shared * (total if column is known else int(np.add.reduce(column)))
 
     def tiles(self, rows: int, columns: int) -> tuple[int, int]:
@@ -182,7 +185,7 @@ class Work:
 def work_of(spec: ProblemSpec, products: Products) -> Work:
     """The extents of listed products."""
     op_first, _, m, n, k, *_ = np.array(products.shapes, dtype=np.int64)[products.kinds].T
-    return Work(spec, len(products), (m, n, k), op_first == TRANSPOSE)
+    return Work(spec, op_first == TRANSPOSE).of(len(products), m, n, k)
 
 
 def choose(spec: ProblemSpec, products: Products, grouped: bool, grouped_mm: bool) -> Config:
@@ -233,10 +236,6 @@ def _together(work: Any, traffic: Any, power: int) -> Any:
 
 def _first(extents: Any) -> int:
     return extents if isinstance(extents, int) else int(extents[0])
-
-
-def _largest(extents: Any) -> int:
-    return extents if isinstance(extents, int) else int(np.maximum.reduce(extents))
 
 
 def _tiles(extents: Any, tile: int) -> Any:

@@ -10,8 +10,9 @@ Separate and batched calls are bound: they serve few products, or products of on
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,15 +24,16 @@ from multigemm.backends.cublas import library
 from multigemm.backends.cublas.choice import GROUPED, GROUPED_MM, Work, fastest
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.grouped_mm import FromHost
-from multigemm.backends.cublas.library import Types
+from multigemm.backends.cublas.library import LONG, Types
 from multigemm.backends.cublas.products import TRANSPOSE, Bytes, Ints, Leading, Shape, packed_forms, shape_of
 from multigemm.backends.cublas.run import Calls
 from multigemm.cuda import nvrtc
 from multigemm.cuda.device import index_of, to_device
 from multigemm.planning.operands import Operands, Packed, packed
+from multigemm.problem.spec import bucket
 
-MOST_GROUPS = 512
-"""More would not fit in the argument of a launch, which has 4 KiB."""
+FEWEST, MOST_GROUPS = 64, 512
+"""Groups that the argument of a launch has room for: powers of two. More would not fit in its 4 KiB."""
 BYTES_EACH = 28
 """Bytes of device memory for each group: three addresses and an end."""
 BOUND = Config("auto")
@@ -39,23 +41,22 @@ BOUND = Config("auto")
 THREADS, ZEROING_BLOCKS = 256, 263
 """Of `place_groups`: threads of a block, and the blocks that zero, two on each of an H100's 132 multiprocessors."""
 SOURCE = nvrtc.source_of(Path(__file__).parent / "kernels" / "place_groups.cu")
+OUT, BASES, LINES = 2, 3, 13
+"""The words of an argument that change from call to call."""
 
 
-class Groups(ctypes.Structure):
-    """The argument of `place_groups`; the fields are those of `struct Groups`, in its order."""
-
-    _fields_ = [
+@cache
+def argument_of(most: int) -> Any:
+    """The type of the argument of `place_groups`; the fields are those of `struct Groups`, in its order."""
+    parts = [
         *((name, ctypes.c_int64) for name in ("table", "ends", "out")),
         *((name, ctypes.c_int64 * 3) for name in ("bases", "of_group", "of_token")),
         *((name, ctypes.c_int64) for name in ("line", "lines")),
         *((name, ctypes.c_int32) for name in ("groups", "count", "each")),
-        ("offsets", ctypes.c_int32 * (MOST_GROUPS + 1)),
-        ("order", ctypes.c_uint16 * MOST_GROUPS),
+        ("offsets", ctypes.c_int32 * (most + 1)),
+        ("order", ctypes.c_uint16 * most),
     ]
-
-
-OUT, BASES, LINES = (field.offset // 8 for field in (Groups.out, Groups.bases, Groups.lines))
-"""Words of the argument that change from call to call."""
+    return type("Groups", (ctypes.Structure,), {"_fields_": parts})
 
 
 class PlacedGroups:
@@ -65,7 +66,7 @@ class PlacedGroups:
     __slots__ = ("_launch", "_memory", "_order", "_task", "_words", "_zeroing", "ends", "offsets", "table")
 
     def __init__(self, p: Packed, size: Bytes, out: Tensor, device: torch.device) -> None:
-        groups, rows = p.groups, p.jagged == "m"
+        groups, rows, most = p.groups, p.jagged == "m", max(FEWEST, bucket(p.groups))
         memory = torch.empty(BYTES_EACH * groups, dtype=torch.uint8, device=device)
         self._memory, self.ends = memory, memory[24 * groups :].view(torch.int32)
         at = memory.data_ptr()
@@ -73,13 +74,13 @@ class PlacedGroups:
         of_group = (p.b.group * size.operand, 0, 0) if rows else (0, 0, p.out.group * size.out)
         steps = (0, p.a.row, p.out.row) if rows else (p.b.row, p.a.col, 0)
         of_token = steps[0] * size.operand, steps[1] * size.operand, steps[2] * size.out
-        line = out.stride(0) * size.out
-        self._task = Groups(at, self.ends.data_ptr(), 0, (0, 0, 0), of_group, of_token, line, 0, groups, 0, not rows)
-        argument = memoryview(self._task).cast("B")
-        self._words = argument[: Groups.groups.offset].cast("q")
-        self.offsets = np.frombuffer(argument, np.int32, groups + 1, Groups.offsets.offset)
-        self._order = np.frombuffer(argument, np.uint16, groups, Groups.order.offset)
-        kernel = nvrtc.loaded(SOURCE, "place_groups", (f"-DMOST={MOST_GROUPS}",), index_of(device))
+        line, kind = out.stride(0) * size.out, argument_of(most)
+        self._task = kind(at, self.ends.data_ptr(), 0, (0, 0, 0), of_group, of_token, line, 0, groups, 0, not rows)
+        argument, first = memoryview(self._task).cast("B"), kind.offsets.offset
+        self._words = argument[: kind.groups.offset].cast("q")
+        self.offsets = argument[first : first + 4 * (groups + 1)].cast("i")
+        self._order = np.frombuffer(argument, np.uint16, groups, kind.order.offset)
+        kernel = nvrtc.loaded(SOURCE, "place_groups", (f"-DMOST={most}",), index_of(device))
         grids = 1, 1 + ZEROING_BLOCKS
         self._launch, self._zeroing = (kernel.step(grid, THREADS, (self._task,), memory) for grid in grids)
 
@@ -98,33 +99,45 @@ class PlacedGroups:
 
 
 class GroupedCut:
-    """One cublasGemmGroupedBatchedEx of products that are cut from packed operands, each a group of the call."""
+    """One cublasGemmGroupedBatchedEx of products that are cut from packed operands."""
 
-    __slots__ = ("_call", "_count", "_extents", "_placed")
+    __slots__ = ("_call", "_count", "_extents", "_members", "_work_of_token")
 
-    def __init__(self, placed: PlacedGroups, rows: bool, whole: Shape, groups: int, types: Types) -> None:
-        blas, pointers = library.cublas(), [ctypes.c_void_p(at) for at in placed.table]
+    def __init__(self, table: list[int], rows: bool, whole: Shape, groups: int, types: Types) -> None:
+        blas, pointers = library.cublas(), [ctypes.c_void_p(row) for row in table]
         batch = library.grouped_call(blas, [[x] * groups for x in whole], [1] * groups, pointers, types)
         ((_, arguments, _),) = batch.calls
-        self._call, self._count, self._placed = Calls(blas, batch), arguments[-3], placed
+        self._call, self._count = Calls(blas, batch), arguments[-3]
         self._extents = np.frombuffer(arguments[3 if rows else 4], np.int64)
+        self._members = np.frombuffer(arguments[-2], np.int64)
+        self._work_of_token = whole.m * (whole.k if rows else whole.n)
 
-    def __call__(
-        self, stream: int, a: Tensor, b: Tensor, out: Tensor, owned: Ints, lengths: Ints, zeroed: Tensor | None
-    ) -> None:
-        """Multiplies the groups `owned`, which have these lengths, and zeroes what no group owns of a result."""
-        self._count.value = count = len(owned)
-        self._extents[:count] = lengths
-        self._placed.take_products((b.data_ptr(), a.data_ptr(), out.data_ptr()), owned)
-        self._placed(stream, zeroed)
+    def __call__(self, stream: int) -> None:
+        """Multiplies what was arranged last."""
         self._call(stream)
+
+    def arrange(self, every: Ints, falling: Ints, order: Ints, count: int, tokens: int) -> Ints:
+        """Writes the groups of the call, as `library.in_groups` makes them; returns the products in their order.
+
+        `every`: the lengths of all groups, and `falling` in this `order`, the `count` that are not 0 first, and a 0
+        behind them.
+        """
+        if self._work_of_token * tokens > LONG:
+            (owned,) = every.nonzero()
+            self._extents[:count], self._members[:count], self._count.value = every.take(owned), 1, count
+            return owned
+        (last,) = (falling[1:] != falling[:-1]).nonzero()  # the last product of each length
+        self._count.value = kinds = len(last)
+        self._extents[:kinds], self._members[0] = falling.take(last), last[0] + 1
+        np.subtract(last[1:], last[:-1], out=self._members[1:kinds])
+        return order[:count]
 
 
 class HostSizes:
     """Calls of one layout, for any sizes (`multigemm.backend.WithSizes`). It serves one thread on one stream."""
 
-    __slots__ = ("_alpha", "_bind", "_config", "_device", "_flags", "_from_host", "_grouped", "_index", "_placed",
-                 "_rows", "_shape", "_spec", "_strides", "_transposed", "_whole")  # fmt: skip
+    __slots__ = ("_alpha", "_bind", "_config", "_cut", "_device", "_falling", "_flags", "_from_host", "_grouped",
+                 "_index", "_placed", "_rows", "_shape", "_spec", "_strides", "_whole", "_work", "offsets")  # fmt: skip
 
     def __init__(
         self, ops: Operands, whole: Shape, config: Config, flags: tuple[bool, bool], placed: PlacedGroups,
@@ -132,54 +145,57 @@ class HostSizes:
     ) -> None:  # fmt: skip
         self._spec, self._alpha, self._device, self._bind = ops.spec, ops.alpha, ops.device, bind
         self._config, self._flags, self._grouped, self._whole = config, flags, grouped, whole
-        self._rows, self._transposed = ops.spec.form == "jagged_m", whole.op_first == TRANSPOSE
+        self._rows, self._work = ops.spec.form == "jagged_m", Work(ops.spec, whole.op_first == TRANSPOSE)
         out = cast(Tensor, ops.out)
         self._shape, self._strides, self._index = tuple(out.shape), out.stride(), index_of(ops.device)
         self._placed, self._from_host = placed, FromHost(ops.spec, placed.ends, 0, 0, clears=False)
+        self.offsets, self._cut = placed.offsets, np.frombuffer(placed.offsets, np.int32)
+        self._falling = np.zeros(ops.spec.groups + 1, np.int32)
 
-    def __call__(self, a: Tensor, b: Tensor, offsets: memoryview) -> Tensor:
-        placed, start, end = self._placed, offsets[0], offsets[-1]
-        cut = placed.offsets
-        cut[:] = offsets
+    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
+        placed, offsets, falling, cut = self._placed, self.offsets, self._falling, self._cut
         every = cut[1:] - cut[:-1]
-        (owned,) = every.nonzero()
-        lengths = every.take(owned)
-        chosen = self._chosen(lengths, end - start)
+        order = (-every).argsort(kind="stable")
+        every.take(order, out=falling[:-1], mode="clip")
+        start, end, count = offsets[0], offsets[-1], int(np.count_nonzero(every))
+        chosen = self._chosen(falling[:count], count, end - start)
         if chosen is BOUND:
-            return self._by_bind(a, b, offsets)
+            return self._by_bind(a, b)
         stream = torch_internals.current_raw_stream(self._index)
-        unowned = start > 0 or end < a.shape[0] if self._rows else len(owned) < len(every)
-        if chosen is GROUPED:
-            assert self._grouped is not None, "the choice knows whether there is such a call"
-            out = self._result(a)
-            self._grouped(stream, a, b, out, owned, lengths, out if unowned else None)
+        unowned = start > 0 or end < a.shape[0] if self._rows else count < len(every)
+        if chosen is GROUPED_MM:
+            placed(stream, None)
+            self._from_host.start = start
+            out = self._from_host(a, b, None, None)
+            if unowned and self._rows:  # results of groups without tokens are torch's zeros
+                placed(stream, out)
             return out
-        placed(stream, None)
-        self._from_host.start = start
-        out = self._from_host(a, b, None, None)
-        if unowned and self._rows:  # results of groups without tokens are torch's zeros
-            placed(stream, out)
+        grouped, out = self._grouped, self._result(a)
+        assert grouped is not None, "the choice knows whether there is such a call"
+        order = grouped.arrange(every, falling[: count + 1], order, count, end - start)
+        placed.take_products((b.data_ptr(), a.data_ptr(), out.data_ptr()), order)
+        placed(stream, out if unowned else None)
+        grouped(stream)
         return out
 
     def workspace_bytes(self) -> int:
         return BYTES_EACH * self._spec.groups
 
-    def _chosen(self, lengths: Ints, tokens: int) -> Config:
+    def _chosen(self, falling: Ints, count: int, tokens: int) -> Config:
         """What a bind chooses for groups of these lengths, none of them empty, as `choice.choose` does."""
-        count = len(lengths)
-        if count < 2 or (lengths[0] == lengths[1] and bool((lengths == lengths[0]).all())):
+        if count < 2 or falling[0] == falling[-1]:
             return BOUND
         config = self._config
         if config.variant == "auto":
             _, _, m, n, k, *_ = self._whole
-            extents = (m, lengths, k) if self._rows else (m, n, lengths)
-            work = Work(self._spec, count, extents, self._transposed, (lengths, tokens))
+            extents = (m, falling, k) if self._rows else (m, n, falling)
+            work = self._work.of(count, *extents, (falling, tokens, int(falling[0])))
             config = fastest(self._spec, work, *self._flags)
         return GROUPED if config.variant == "grouped" else GROUPED_MM if config.variant == "grouped_mm" else BOUND
 
-    def _by_bind(self, a: Tensor, b: Tensor, offsets: memoryview) -> Tensor:
-        on_host = np.array(offsets)
-        ends, host, out = to_device(on_host, self._device)[1:], on_host.astype(np.int64), self._result(a)
+    def _by_bind(self, a: Tensor, b: Tensor) -> Tensor:
+        on_host, out = self._cut.copy(), self._result(a)
+        ends, host = to_device(on_host, self._device)[1:], on_host.astype(np.int64)
         alpha, device = self._alpha, self._device
         ops = Operands(self._spec, a, b, out, alpha=alpha, device=device, ends=ends, head=True, host_offsets=host)
         self._bind(ops)()
@@ -214,5 +230,5 @@ def bind_sizes(
     whole = shape_of(p.m, p.n, p.k, *cast(tuple[Leading, Leading, Leading], forms))
     types = library.types(spec.compute, compute, spec.out.dtype, ops.alpha, 0.0)
     placed = PlacedGroups(p, size, cast(Tensor, ops.out), ops.device)
-    grouped = GroupedCut(placed, p.jagged == "m", whole, spec.groups, types) if flags[0] else None
+    grouped = GroupedCut(placed.table, p.jagged == "m", whole, spec.groups, types) if flags[0] else None
     return HostSizes(ops, whole, config, flags, placed, grouped, bind)

@@ -148,8 +148,8 @@ def scalar(compute: int, value: float) -> Any:
 
 GROUPED = "cublasGemmGroupedBatchedEx"
 ADDRESS_ALIGNMENT = 16
-MIXED_GROUPS = 1023
-"""The number of products that a call takes in their order at most."""
+LONG, MIXED_GROUPS = 6e9, 1023
+"""Multiply-adds of a call whose products are left in their order, and how many of them at most."""
 LARGEST_BATCH = 65535
 """More products than this go in several calls: a grid's third extent, which some kernels use, ends there."""
 
@@ -330,13 +330,14 @@ def aligned(addresses: Ints) -> bool:
 
 
 def in_groups(products: Products) -> list[tuple[Shape, list[int]]]:
-    """Each product as a group of the call, in the order in which they come; those of one shape, and too many, by shape.
+    """Products of equal shape as one group of the call, which spares it work for each; but long ones as they come.
 
-    Some products are bound by their sums and others by reading their weights: side by side they hide each other, and
-    one kind behind the other took up to a twelfth longer.
+    Among those, some are bound by their sums and others by reading their weights: side by side they hide each other,
+    and one kind behind the other took up to a twelfth longer.
     """
     shapes, kinds = products.shapes, products.kinds.tolist()
-    if len(shapes) > 1 and len(kinds) <= MIXED_GROUPS:
+    work = [shape.m * shape.n * shape.k for shape in shapes]
+    if len(shapes) > 1 and len(kinds) <= MIXED_GROUPS and sum(work[kind] for kind in kinds) > LONG:
         return [(shapes[kind], [place]) for place, kind in enumerate(kinds)]
     return products.groups()
 

@@ -182,11 +182,11 @@ class _HostCut:
 
     __slots__ = ("_address", "_kind", "_layout", "_memory", "_place", "index")
 
-    def __init__(self, kind: str, ops: Operands, index: int) -> None:
+    def __init__(self, kind: str, ops: Operands, index: int, memory: memoryview | None = None) -> None:
         assert ops.ends is not None and ops.ends.dtype is torch.int32 and ops.head
         self._kind, self.index, self._place = kind, index, ops.ends.data_ptr() - 4
         self._layout = Struct(f"{ops.spec.groups + 1}i")
-        self._memory = memoryview(bytearray(self._layout.size)).cast("i")
+        self._memory = memoryview(bytearray(self._layout.size)).cast("i") if memory is None else memory
         self._address = addressof(c_char.from_buffer(self._memory))
 
     def offsets(self, cut: Any, rows: int) -> memoryview | None:
@@ -397,7 +397,7 @@ class _SizesEntry(_TensorEntry):
 
     def _result(self, call: Call) -> Tensor | None:
         offsets = self._host.offsets(call[4], call[1].shape[self._inner])
-        return None if offsets is None else self._on_tensors(call[1], call[2], offsets)
+        return None if offsets is None else self._on_tensors(call[1], call[2])
 
 
 class LaunchCache:
@@ -516,7 +516,7 @@ def _entry_of(problem: GroupedGemmProblem, bound: Bound, choice: Choice, kind: s
         return None
     if counted and cut is not None and cut.live is None and (with_sizes := _with_sizes(problem, bound, choice)):
         index = problem.device.index if problem.device.type == "cuda" else -1
-        return _SizesEntry(problem, choice, with_sizes, _HostCut(kind, ops, index))
+        return _SizesEntry(problem, choice, with_sizes, _HostCut(kind, ops, index, with_sizes.offsets))
     on_tensors = _on_tensors(problem, bound, kind, counted)
     if on_tensors is not None:
         return _TensorEntry(problem, choice, on_tensors, counted)

@@ -81,7 +81,13 @@ def with_sizes(a: Tensor, b: Tensor, offsets: list[int], more: dict[str, Any], v
 
 @pytest.mark.parametrize("variant", ["auto", "grouped", "grouped_mm"])
 @pytest.mark.parametrize("form", FORMS)
-def test_the_library_gets_what_a_bind_passes(fake: Fake, passed: list[Any], form: str, variant: str) -> None:
+@pytest.mark.parametrize("long", [False, True], ids=["short", "long"])
+def test_the_library_gets_what_a_bind_passes(
+    monkeypatch: pytest.MonkeyPatch, fake: Fake, passed: list[Any], form: str, variant: str, long: bool
+) -> None:
+    if long:
+        monkeypatch.setattr(library, "LONG", 1.0)
+        monkeypatch.setattr(host_sizes, "LONG", 1.0)
     launched = with_sizes(*operands(form, 72)[:2], [0, 8, 24, 24, 48, 56, 72], operands(form, 72)[2], variant)
     assert type(launched) is HostSizes
     for head, tokens, sizes in ((0, 72, UNEVEN[0]), (8, 90, UNEVEN[1]), (0, 72, UNEVEN[2]), (0, 56, UNEVEN[3]), *(
@@ -94,7 +100,8 @@ def test_the_library_gets_what_a_bind_passes(fake: Fake, passed: list[Any], form
         bound_calls, bound_passed = [x[:2] for x in fake.log if x[0] != "kernel"], passed[:]
         fake.log.clear()
         passed.clear()
-        got = launched(a, b, memoryview(array("i", offsets)))
+        launched.offsets[:] = array("i", offsets)
+        got = launched(a, b)
         assert torch.equal(got, want)
         assert [x[:2] for x in fake.log if x[0] != "kernel"] == bound_calls
         assert [at_distance(x, got) for x in passed] == [at_distance(x, want) for x in bound_passed]
@@ -114,7 +121,8 @@ def test_as_many_groups_as_an_argument_holds_are_answered_right(fake: Fake, form
     for _ in range(3):
         offsets = sorted(rng.randrange(100, 1100) for _ in range(groups + 1))
         offsets[4:9] = [offsets[4]] * 5
-        got = launched(a, b, memoryview(array("i", offsets)))
+        launched.offsets[:] = array("i", offsets)
+        got = launched(a, b)
         assert torch.equal(got, bound(a, b, offsets, more, "grouped"))
 
 
@@ -124,7 +132,10 @@ def test_the_kernel_compiles_and_its_argument_fits_into_a_launch(monkeypatch: py
     for arch in ("sm_80", "sm_90"):
         options = (f"--gpu-architecture={arch}", "--std=c++17", f"-DMOST={host_sizes.MOST_GROUPS}")
         assert nvrtc.compile_source(host_sizes.SOURCE, "place_groups", options)[:4] == b"\x7fELF"
-    assert ctypes.sizeof(host_sizes.Groups) <= 4096
+    kind = host_sizes.argument_of(host_sizes.MOST_GROUPS)
+    assert ctypes.sizeof(kind) <= 4096
+    words = [field.offset // 8 for field in (kind.out, kind.bases, kind.lines)]
+    assert words == [host_sizes.OUT, host_sizes.BASES, host_sizes.LINES]
 
 
 def at_distance(passed: Any, out: Tensor) -> Any:
@@ -179,7 +190,8 @@ def test_sizes_lead_to_the_variant_that_a_bind_chooses(fake: Fake, form: str, dt
             if want in ("loop", "streams", "batched"):
                 want = BOUND.variant
             lengths = np.diff(offsets)
-            assert launched._chosen(lengths[lengths > 0], int(lengths.sum())).variant == want
+            falling = -np.sort(-lengths[lengths > 0])
+            assert launched._chosen(falling, len(falling), int(lengths.sum())).variant == want
             seen.add(want)
     assert seen >= {"grouped", "auto"} and ("grouped_mm" in seen) is (dtype is torch.bfloat16)
 
@@ -251,7 +263,8 @@ def test_a_launch_of_any_sizes_keeps_no_operand(fake: Fake) -> None:
     a, b, more = operands("rows", 72)
     launched = with_sizes(a, b, [0, 8, 24, 24, 48, 56, 72], more)
     assert launched.workspace_bytes() == 28 * GROUPS
-    out = launched(a, b, memoryview(array("i", [0, 8, 16, 40, 40, 56, 64])))
+    launched.offsets[:] = array("i", [0, 8, 16, 40, 40, 56, 64])
+    out = launched(a, b)
     alive = [weakref.ref(x) for x in (a, b, out)]
     del a, b, out
     gc.collect()
