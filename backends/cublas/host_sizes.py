@@ -128,7 +128,7 @@ class GroupedCut:
             return owned
         (last,) = (falling[1:] != falling[:-1]).nonzero()  # the last product of each length
         self._count.value = kinds = len(last)
-        self._extents[:kinds], self._members[0] = falling.take(last), last[0] + 1
+        self._extents[:kinds], self._members[0] = falling.take(last), int(last[0]) + 1
         np.subtract(last[1:], last[:-1], out=self._members[1:kinds])
         return order[:count]
 

@@ -149,15 +149,15 @@ def _layout(x: Tensor, phase: int, index: int) -> Key:
 
 def _index_key(cut: Any, phase: int, index: int) -> Key:
     """The key of group sizes: their layout if they are on the operands' GPU, their values if they are on the host."""
-    if isinstance(cut, Tensor):
-        if cut.is_cpu:
-            return (*_layout(cut, phase, -1), tuple(cut.tolist()))
-        return _layout(cut, phase, index)
     if type(cut) in HOST_SEQUENCES:
         values = tuple(cut)
         if countOf(map(type, values), int) != len(values):  # 1.0 and True are equal to 1, and no sizes
             raise _NotPlain
         return ("host", values)
+    if isinstance(cut, Tensor):
+        if cut.is_cpu:
+            return (*_layout(cut, phase, -1), tuple(cut.tolist()))
+        return _layout(cut, phase, index)
     if type(cut) is np.ndarray and cut.ndim == 1 and cut.dtype.isnative and cut.dtype.char in _INDEX_TYPES:
         return (cut.dtype.str, cut.shape, cut.tobytes())
     raise _NotPlain
@@ -211,10 +211,11 @@ def _host_class(kind: str, cut: Any) -> Key | None:
     """The part of host sizes that belongs to a class: their number, and whether all are equal. Tensors and lists are
     told apart, because the torch operator takes tensors only: a class must not serve what its first call would have
     refused."""
-    if isinstance(cut, Tensor) and (cut.dtype not in _INDEX_DTYPES or cut.dim() != 1):
+    tensor = isinstance(cut, Tensor)
+    if tensor and (cut.dtype not in _INDEX_DTYPES or cut.dim() != 1):
         return None
     values = cut if type(cut) in HOST_SEQUENCES else cut.tolist()
-    if not len(values) or 4 * len(values) >= STAGED_BYTES:
+    if not 0 < 4 * len(values) < STAGED_BYTES:
         return None
     if kind == "sizes":
         equal = values[1:] == values[:-1]
@@ -223,4 +224,4 @@ def _host_class(kind: str, cut: Any) -> Key | None:
         if kind == "ends":
             lengths.add(values[0])
         equal = len(lengths) == 1
-    return ("host", isinstance(cut, Tensor), len(values), equal)
+    return ("host", tensor, len(values), equal)
