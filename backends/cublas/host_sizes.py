@@ -101,20 +101,17 @@ class PlacedGroups:
 class GroupedCut:
     """One cublasGemmGroupedBatchedEx of products that are cut from packed operands."""
 
-    __slots__ = ("_call", "_count", "_extents", "_members", "_work_of_token")
+    __slots__ = ("_count", "_extents", "_members", "_work_of_token", "call")
 
     def __init__(self, table: list[int], rows: bool, whole: Shape, groups: int, types: Types) -> None:
         blas, pointers = library.cublas(), [ctypes.c_void_p(row) for row in table]
         batch = library.grouped_call(blas, [[x] * groups for x in whole], [1] * groups, pointers, types)
         ((_, arguments, _),) = batch.calls
-        self._call, self._count = Calls(blas, batch), arguments[-3]
+        self.call, self._count = Calls(blas, batch), arguments[-3]
+        """Multiplies what was arranged last, on a raw stream."""
         self._extents = np.frombuffer(arguments[3 if rows else 4], np.int64)
         self._members = np.frombuffer(arguments[-2], np.int64)
         self._work_of_token = whole.m * (whole.k if rows else whole.n)
-
-    def __call__(self, stream: int) -> None:
-        """Multiplies what was arranged last."""
-        self._call(stream)
 
     def arrange(self, every: Ints, falling: Ints, order: Ints, count: int, tokens: int) -> Ints:
         """Writes the groups of the call, as `library.in_groups` makes them; returns the products in their order.
@@ -175,7 +172,7 @@ class HostSizes:
         order = grouped.arrange(every, falling[: count + 1], order, count, end - start)
         placed.take_products((b.data_ptr(), a.data_ptr(), out.data_ptr()), order)
         placed(stream, out if unowned else None)
-        grouped(stream)
+        grouped.call(stream)
         return out
 
     def workspace_bytes(self) -> int:
