@@ -147,9 +147,10 @@ class Work:
         self.rate = TF32_FLOPS_PER_US if tf32 else FLOPS_PER_US.get(spec.compute, TENSOR_FLOPS_PER_US)
         self.itemsize, self.transposed = spec.compute.itemsize, transposed
 
-    def of(self, count: int, m: Any, n: Any, k: Any, known: tuple[Any, int, int] = (None, 0, 0)) -> Work:
-        """The work of this many products. `known`: a column, its sum and its largest number."""
-        self.count, self.m, self.n, self.k, self._known = count, m, n, k, known
+    def of(self, count: int, extents: tuple[Any, Any, Any], known: tuple[Any, int, int] = (None, 0, 0)) -> Work:
+        """The work of this many products of extents m, n and k. `known`: a column, its sum and its largest number."""
+        self.count, (m, n, k), self._known = count, extents, known
+        self.m, self.n, self.k = m, n, k
         self.sum_n, self.most_n, self.longest = self.total(n), self._largest(n), self._largest(k)
         others = m + k
         elements = self.total(m, k) + (others * self.sum_n if isinstance(others, int) else self.total(n, others))
@@ -185,7 +186,7 @@ class Work:
 def work_of(spec: ProblemSpec, products: Products) -> Work:
     """The extents of listed products."""
     op_first, _, m, n, k, *_ = np.array(products.shapes, dtype=np.int64)[products.kinds].T
-    return Work(spec, op_first == TRANSPOSE).of(len(products), m, n, k)
+    return Work(spec, op_first == TRANSPOSE).of(len(products), (m, n, k))
 
 
 def choose(spec: ProblemSpec, products: Products, grouped: bool, grouped_mm: bool) -> Config:

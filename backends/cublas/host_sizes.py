@@ -147,11 +147,11 @@ class HostSizes:
         self._shape, self._strides, self._index = tuple(out.shape), out.stride(), index_of(ops.device)
         self._placed, self._from_host = placed, FromHost(ops.spec, placed.ends, 0, 0, clears=False)
         self.offsets, self._cut = placed.offsets, np.frombuffer(placed.offsets, np.int32)
-        self._falling = np.zeros(ops.spec.groups + 1, np.int32)
+        self._falling = np.zeros(ops.spec.groups + 1, np.int64)
 
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
         placed, offsets, falling, cut = self._placed, self.offsets, self._falling, self._cut
-        every = cut[1:] - cut[:-1]
+        every = np.subtract(cut[1:], cut[:-1], dtype=np.int64)
         order = (-every).argsort(kind="stable")
         every.take(order, out=falling[:-1], mode="clip")
         start, end, count = offsets[0], offsets[-1], int(np.count_nonzero(every))
@@ -186,7 +186,7 @@ class HostSizes:
         if config.variant == "auto":
             _, _, m, n, k, *_ = self._whole
             extents = (m, falling, k) if self._rows else (m, n, falling)
-            work = self._work.of(count, *extents, (falling, tokens, int(falling[0])))
+            work = self._work.of(count, extents, (falling, tokens, int(falling[0])))
             config = fastest(self._spec, work, *self._flags)
         return GROUPED if config.variant == "grouped" else GROUPED_MM if config.variant == "grouped_mm" else BOUND
 

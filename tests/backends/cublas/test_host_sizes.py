@@ -175,7 +175,7 @@ def described(form: str, groups: int, tokens: int, k: int, n: int, dtype: torch.
 def test_sizes_lead_to_the_variant_that_a_bind_chooses(fake: Fake, form: str, dtype: torch.dtype) -> None:
     rng, seen = random.Random(7), set[str]()
     for _ in range(60):
-        groups, tokens = rng.choice((2, 8, 64, 200)), 16 * rng.choice((4, 64, 512, 4096))
+        groups, tokens = rng.choice((2, 8, 64, 200)), 16 * rng.choice((4, 64, 512, 4096, 1 << 17))
         k, n = (16 * rng.choice((2, 16, 64, 448)) for _ in range(2))
         ops, _ = described(form, groups, tokens, k, n, dtype)
         flags = True, dtype is torch.bfloat16
@@ -190,8 +190,13 @@ def test_sizes_lead_to_the_variant_that_a_bind_chooses(fake: Fake, form: str, dt
             if want in ("loop", "streams", "batched"):
                 want = BOUND.variant
             lengths = np.diff(offsets)
-            falling = -np.sort(-lengths[lengths > 0])
-            assert launched._chosen(falling, len(falling), int(lengths.sum())).variant == want
+            count = np.count_nonzero(lengths)
+            falling = launched._falling[:count]
+            falling[:] = -np.sort(-lengths)[:count]
+            assert launched._chosen(falling, count, int(lengths.sum())).variant == want
+            if len(products.shapes) > 1:
+                apart = choice.separately(choice.work_of(ops.spec, products))
+                assert choice.separately(launched._work) == pytest.approx(apart)
             seen.add(want)
     assert seen >= {"grouped", "auto"} and ("grouped_mm" in seen) is (dtype is torch.bfloat16)
 
