@@ -175,7 +175,7 @@ def described(form: str, groups: int, tokens: int, k: int, n: int, dtype: torch.
 def test_sizes_lead_to_the_variant_that_a_bind_chooses(fake: Fake, form: str, dtype: torch.dtype) -> None:
     rng, seen = random.Random(7), set[str]()
     for _ in range(60):
-        groups, tokens = rng.choice((2, 8, 64, 200)), 16 * rng.choice((4, 64, 512, 4096, 1 << 17))
+        groups, tokens = rng.choice((2, 8, 64, 200)), 16 * rng.choice((4, 64, 512, 4096, 1 << 20))
         k, n = (16 * rng.choice((2, 16, 64, 448)) for _ in range(2))
         ops, _ = described(form, groups, tokens, k, n, dtype)
         flags = True, dtype is torch.bfloat16
