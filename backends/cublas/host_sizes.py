@@ -113,21 +113,20 @@ class GroupedCut:
         self._members = np.frombuffer(arguments[-2], np.int64)
         self._work_of_token = whole.m * (whole.k if rows else whole.n)
 
-    def arrange(self, every: Ints, falling: Ints, order: Ints, count: int, tokens: int) -> Ints:
+    def arrange(self, every: Ints, falling: Ints, order: Ints, last: Ints, tokens: int) -> Ints:
         """Writes the groups of the call, as `library.in_groups` makes them; returns the products in their order.
 
-        `every`: the lengths of all groups, and `falling` in this `order`, the `count` that are not 0 first, and a 0
-        behind them.
+        `every`: the lengths of all groups, and `falling` in this `order`, where `last` of each length, but 0, are.
         """
         if self._work_of_token * tokens > LONG:
             (owned,) = every.nonzero()
-            self._extents[:count], self._members[:count], self._count.value = every.take(owned), 1, count
+            self._count.value = count = len(owned)
+            self._extents[:count], self._members[:count] = every.take(owned), 1
             return owned
-        (last,) = (falling[1:] != falling[:-1]).nonzero()  # the last product of each length
         self._count.value = kinds = len(last)
         self._extents[:kinds], self._members[0] = falling.take(last), int(last[0]) + 1
         np.subtract(last[1:], last[:-1], out=self._members[1:kinds])
-        return order[:count]
+        return order[: int(last[-1]) + 1]
 
 
 class HostSizes:
@@ -153,8 +152,11 @@ class HostSizes:
         placed, offsets, falling, cut = self._placed, self.offsets, self._falling, self._cut
         every = np.subtract(cut[1:], cut[:-1], dtype=np.int64)
         order = (-every).argsort(kind="stable")
-        every.take(order, out=falling[:-1], mode="clip")
-        start, end, count = offsets[0], offsets[-1], int(np.count_nonzero(every))
+        every.take(order, out=falling[:-1], mode="clip")  # and a 0 behind them
+        (last,) = (falling[1:] != falling[:-1]).nonzero()
+        if len(last) < 2:  # one length, or no tokens
+            return self._by_bind(a, b)
+        start, end, count = offsets[0], offsets[-1], int(last[-1]) + 1
         chosen = self._chosen(falling[:count], count, end - start)
         if chosen is BOUND:
             return self._by_bind(a, b)
@@ -169,7 +171,7 @@ class HostSizes:
             return out
         grouped, out = self._grouped, self._result(a)
         assert grouped is not None, "the choice knows whether there is such a call"
-        order = grouped.arrange(every, falling[: count + 1], order, count, end - start)
+        order = grouped.arrange(every, falling, order, last, end - start)
         placed.take_products((b.data_ptr(), a.data_ptr(), out.data_ptr()), order)
         placed(stream, out if unowned else None)
         grouped.call(stream)
@@ -179,9 +181,7 @@ class HostSizes:
         return BYTES_EACH * self._spec.groups
 
     def _chosen(self, falling: Ints, count: int, tokens: int) -> Config:
-        """What a bind chooses for groups of these lengths, none of them empty, as `choice.choose` does."""
-        if count < 2 or falling[0] == falling[-1]:
-            return BOUND
+        """What a bind chooses for groups of these lengths, which differ, and none of which is 0."""
         config = self._config
         if config.variant == "auto":
             _, _, m, n, k, *_ = self._whole

@@ -193,8 +193,8 @@ def test_sizes_lead_to_the_variant_that_a_bind_chooses(fake: Fake, form: str, dt
             count = np.count_nonzero(lengths)
             falling = launched._falling[:count]
             falling[:] = -np.sort(-lengths)[:count]
-            assert launched._chosen(falling, count, int(lengths.sum())).variant == want
             if len(products.shapes) > 1:
+                assert launched._chosen(falling, count, int(lengths.sum())).variant == want
                 apart = choice.separately(choice.work_of(ops.spec, products))
                 assert choice.separately(launched._work) == pytest.approx(apart)
             seen.add(want)
