@@ -190,7 +190,7 @@ def test_sizes_lead_to_the_variant_that_a_bind_chooses(fake: Fake, form: str, dt
             if want in ("loop", "streams", "batched"):
                 want = BOUND.variant
             lengths = np.diff(offsets)
-            count = np.count_nonzero(lengths)
+            count = int(np.count_nonzero(lengths))
             falling = launched._falling[:count]
             falling[:] = -np.sort(-lengths)[:count]
             if len(products.shapes) > 1:
