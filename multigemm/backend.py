@@ -6,7 +6,6 @@ and the remedy. A backend supports a problem exactly if the list of reasons is e
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -29,10 +28,13 @@ Tell = Callable[[Operands], str]
 
 
 class WithSizes(Protocol):
-    """A launch for any sizes on the host."""
+    """A launch for any sizes on the host. `offsets` (int32, groups + 1) are written before each call: rising, and
+    within the extent."""
 
-    def __call__(self, a: Tensor, b: Tensor, offsets: array[int]) -> Tensor:
-        """Computes a call on the current stream. `offsets` are int32, rising, within the extent; returns the result."""
+    offsets: memoryview
+
+    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
+        """Computes a call on the current stream; returns the result."""
 
     def workspace_bytes(self) -> int:
         """The device memory that it owns."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
@@ -90,3 +91,9 @@ def parse(environ: Mapping[str, str]) -> Settings:
 def settings() -> Settings:
     """The settings of this process."""
     return parse(os.environ)
+
+
+def report(text: str) -> None:
+    """Prints what was chosen or measured to stderr, if MULTIGEMM_PRINT_CONFIG asks for it."""
+    if settings().print_config:
+        print(f"multigemm: {text}", file=sys.stderr)

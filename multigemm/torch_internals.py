@@ -133,9 +133,10 @@ def dispatch_keys(*tensors: Tensor | None) -> Any:
 
 def only_result_wanted(*tensors: Tensor | None) -> bool:
     """Whether a call needs only its result: no gradient, mode, transform, autocast or trace is active."""
-    if (grad_enabled() and any_requires_grad(*tensors)) or forward_mode() or in_transform():
+    if grad_enabled() and any_requires_grad(*tensors):
         return False
-    return not _any_autocast() and not _function_modes()
+    watched = _transforms() or dispatch_modes() or _traced() or _any_autocast() or _function_modes()
+    return not watched and not forward_mode()
 
 
 def _redispatched(name: str) -> tuple[Any, ...] | None:

@@ -135,27 +135,33 @@ Column = npt.NDArray[np.float64]
 
 
 class Work:
-    """The extents of `count` products, and the rate and bytes of their spec. An extent is a number that all products
-    share, or a column with one number per product. Both give the same estimates: the sums over products are exact.
+    """The rate and bytes of products of a spec, and their extents. An extent is a number that all products share, or a
+    column with one number per product. Both give the same estimates: the sums over products are exact."""
 
-    `known`: a column, and its sum.
-    """
+    __slots__ = (
+        "_known", "count", "itemsize", "k", "longest", "m", "most_n", "n", "rate", "sum_n", "traffic", "transposed",
+    )  # fmt: skip
 
-    __slots__ = ("_known", "count", "itemsize", "k", "longest", "m", "n", "rate", "sum_n", "traffic", "transposed")
-
-    def __init__(
-        self, spec: ProblemSpec, count: int, extents: tuple[Any, Any, Any], transposed: Any,
-        known: tuple[Any, int] = (None, 0),
-    ) -> None:  # fmt: skip
-        self.count, (m, n, k), self.transposed, self._known = count, extents, transposed, known
-        self.m, self.n, self.k, self.sum_n = m, n, k, self.total(n)
-        self.longest = k if isinstance(k, int) else int(k.max())
+    def __init__(self, spec: ProblemSpec, transposed: Any) -> None:
         tf32 = spec.compute is torch.float32 and spec.precision == "tf32"
         self.rate = TF32_FLOPS_PER_US if tf32 else FLOPS_PER_US.get(spec.compute, TENSOR_FLOPS_PER_US)
-        self.itemsize = spec.compute.itemsize
+        self.itemsize, self.transposed = spec.compute.itemsize, transposed
+
+    def of(self, count: int, extents: tuple[Any, Any, Any], known: tuple[Any, int, int] = (None, 0, 0)) -> Work:
+        """The work of this many products of extents m, n and k. `known`: a column, its sum and its largest number."""
+        self.count, (m, n, k), self._known = count, extents, known
+        self.m, self.n, self.k = m, n, k
+        self.sum_n, self.most_n, self.longest = self.total(n), self._largest(n), self._largest(k)
         others = m + k
         elements = self.total(m, k) + (others * self.sum_n if isinstance(others, int) else self.total(n, others))
         self.traffic = elements * (self.itemsize / BYTES_PER_US)
+        return self
+
+    def _largest(self, extents: Any) -> int:
+        if isinstance(extents, int):
+            return extents
+        column, _, largest = self._known
+        return largest if extents is column else int(np.maximum.reduce(extents))
 
     def total(self, *factors: Any) -> int:
         """The sum over all products of a product of extents."""
@@ -167,12 +173,12 @@ class Work:
                 column = factor if column is None else column * factor
         if column is None:
             return shared * self.count
-        known, total = self._known
+        known, total, _ = self._known
         return shared * (total if column is known else int(np.add.reduce(column)))
 
     def tiles(self, rows: int, columns: int) -> tuple[int, int]:
         """The tiles of all products, n by rows and m by columns; and the steps of k in them."""
-        along, across, k = _tiles(self.n, rows), _tiles(self.m, columns), self.k
+        along, across, k = 1 if self.most_n <= rows else _tiles(self.n, rows), _tiles(self.m, columns), self.k
         count = self.total(along, across)
         return count, count * k if isinstance(k, int) else self.total(along, across, k)
 
@@ -180,7 +186,7 @@ class Work:
 def work_of(spec: ProblemSpec, products: Products) -> Work:
     """The extents of listed products."""
     op_first, _, m, n, k, *_ = np.array(products.shapes, dtype=np.int64)[products.kinds].T
-    return Work(spec, len(products), (m, n, k), op_first == TRANSPOSE)
+    return Work(spec, op_first == TRANSPOSE).of(len(products), (m, n, k))
 
 
 def choose(spec: ProblemSpec, products: Products, grouped: bool, grouped_mm: bool) -> Config:
@@ -229,6 +235,10 @@ def _together(work: Any, traffic: Any, power: int) -> Any:
     return (work**power + traffic**power) ** (1 / power)
 
 
+def _first(extents: Any) -> int:
+    return extents if isinstance(extents, int) else int(extents[0])
+
+
 def _tiles(extents: Any, tile: int) -> Any:
     """The whole tiles that cover an extent, or each of a column."""
     return (extents + (tile - 1)) // tile
@@ -253,9 +263,8 @@ def separately(work: Work) -> float:
 
 def by_grouped_mm(spec: ProblemSpec, work: Work) -> float:
     """The time of torch's grouped_mm. The result is row-major, so a product's n counts its rows."""
-    first_m, first_n = (x if isinstance(x, int) else int(x[0]) for x in (work.m, work.n))
-    average = work.sum_n // spec.groups if spec.form == "jagged_m" else first_n
-    small = average <= 128 or first_m <= 128
+    average = work.sum_n // spec.groups if spec.form == "jagged_m" else _first(work.n)
+    small = average <= 128 or _first(work.m) <= 128
     rows, cols, step, alone, each = SMALL_TILE if small else LARGE_TILE
     pairs, steps = work.tiles(2 * rows, cols)
     busy, traffic = 2 * (steps * (step / 1e3) + pairs * each) / PROCESSORS, work.traffic

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -102,32 +102,19 @@ def handle() -> ctypes.c_void_p:
     return ctypes.c_void_p(torch_internals.blas_handle())
 
 
-def make(blas: ctypes.c_void_p, calls: Sequence[Call]) -> None:
-    """Makes the calls. Raises at the first that fails."""
-    for function, args, name in calls:
-        status = function(blas, *args)
-        if status:
-            check(status, name)
-
-
-class ExactMath:
-    """A context in which a handle uses neither tf32 nor 16-bit partial sums."""
-
-    __slots__ = ("_blas", "_library", "_mode")
-
-    def __init__(self, library: Cublas, blas: ctypes.c_void_p) -> None:
-        self._library, self._blas, self._mode = library, blas, ctypes.c_int()
-
-    def __enter__(self) -> None:
-        library, blas = self._library, self._blas
-        status = library.get_math_mode(blas, ctypes.byref(self._mode)) or library.set_math_mode(blas, EXACT_MATH)
-        if status:
-            check(status, "cublasGetMathMode or cublasSetMathMode")
-
-    def __exit__(self, *error: object) -> None:
-        status = self._library.set_math_mode(self._blas, self._mode)
-        if status and error[0] is None:
-            check(status, "cublasSetMathMode")
+def make(library: Cublas, blas: ctypes.c_void_p, calls: Iterable[Call]) -> None:
+    """Makes the calls with neither tf32 nor 16-bit partial sums, and gives the handle its math mode back. Raises at the
+    first that fails."""
+    mode = ctypes.c_int()
+    if status := library.get_math_mode(blas, ctypes.byref(mode)) or library.set_math_mode(blas, EXACT_MATH):
+        check(status, "cublasGetMathMode or cublasSetMathMode")
+    try:
+        for function, args, name in calls:
+            if status := function(blas, *args):
+                check(status, name)
+    finally:
+        failed = library.set_math_mode(blas, mode)
+    check(failed, "cublasSetMathMode")
 
 
 def aim(library: Cublas, blas: ctypes.c_void_p, stream: ctypes.c_void_p, space: Tensor) -> None:

@@ -14,14 +14,14 @@ import heapq
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from multigemm import torch_internals
-from multigemm.backends.cublas.library import Batch, Cublas, ExactMath, aim, handle, make
+from multigemm.backends.cublas.library import Batch, Call, Cublas, aim, handle, make
 from multigemm.backends.cublas.products import Shape, leading
 from multigemm.cuda import driver
 from multigemm.cuda.arguments import OPERANDS, Addresses
@@ -125,9 +125,7 @@ class Calls(MovableStep):
         batch = self._batch
         if self._captured is not None and torch_internals.is_capturing():
             batch = self._captured
-        blas = handle()
-        with ExactMath(self._library, blas):
-            make(blas, batch.calls)
+        make(self._library, handle(), batch.calls)
 
     def move(self, addresses: Addresses) -> None:
         """Gives the calls other addresses of the operands."""
@@ -342,15 +340,16 @@ class Streamed(MovableStep):
         if self._apart or (captured and self._shares):
             kit = self._kit(stream, capture_of(current) if captured else 0)
         if kit is None:
-            with ExactMath(self._library, blas):
-                make(blas, self._batch.calls)
+            make(self._library, blas, self._batch.calls)
             return
         try:
             spaces = [side.space for side in kit.sides]
             if captured:
                 here, *spaces = self._own_spaces()
                 aim(self._library, blas, current, here)
-            self._spread(kit, current, blas, spaces)
+            make(self._library, blas, self._spread(kit, current, blas, spaces))
+            for side in kit.sides[: len(self._shares)]:
+                side.done.hold(current)
         finally:
             handle()  # torch aims it at the current stream and its own workspace again
             kit.give_back()
@@ -375,18 +374,18 @@ class Streamed(MovableStep):
             self._spaces.append(workspace(self._device))
         return self._spaces
 
-    def _spread(self, kit: Kit, current: ctypes.c_void_p, blas: ctypes.c_void_p, spaces: Sequence[Tensor]) -> None:
-        fork, library, used = kit.fork, self._library, kit.sides[: len(self._shares)]
+    def _spread(
+        self, kit: Kit, current: ctypes.c_void_p, blas: ctypes.c_void_p, spaces: Sequence[Tensor]
+    ) -> Iterator[Call]:
+        """The calls in order. Between two of them the handle is aimed at the stream of the next."""
+        fork = kit.fork
         fork.record(current)
-        with ExactMath(library, blas):
-            make(blas, self._here)
-            for side, space, calls in zip(used, spaces, self._shares, strict=False):
-                fork.hold(side.raw)
-                aim(library, blas, side.raw, space)
-                make(blas, calls)
-                side.done.record(side.raw)
-        for side in used:
-            side.done.hold(current)
+        yield from self._here
+        for side, space, calls in zip(kit.sides, spaces, self._shares, strict=False):
+            fork.hold(side.raw)
+            aim(self._library, blas, side.raw, space)
+            yield from calls
+            side.done.record(side.raw)
 
 
 def _work(shapes: Sequence[Shape]) -> tuple[list[int], float]:

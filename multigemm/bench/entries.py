@@ -22,7 +22,7 @@ from multigemm.errors import BackendUnavailable, BackendUnsupported
 from multigemm.planning.plan import Plan
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
-from multigemm.select.problem_class import class_of
+from multigemm.select.problem_class import Query
 from multigemm.select.ranking import static_order
 from multigemm.select.timing import Call
 
@@ -110,7 +110,7 @@ def backend_entry(
         kernel = f"{plan.backend}: {plan.kernel}" if name in (AUTO, STATIC) else plan.kernel
         ready = Prepared(plan, tensors.out, kernel, str(plan.config or ""), plan.why, plan.syncs, whole, built)
         if name not in (AUTO, STATIC):
-            ready.problem_class, ready.fields = str(class_of(posed, staged_spec(posed))), as_fields(plan.config)
+            ready.problem_class, ready.fields = str(Query(posed).problem_class), as_fields(plan.config)
         return ready
 
     label = name + HOST_SIZES * host_sizes + INVARIANT * batch_invariant
@@ -119,7 +119,7 @@ def backend_entry(
 
 def _first_of_static_order(posed: GroupedGemmProblem) -> Plan:
     """The plan that `auto` makes where it may not measure and no table knows the class."""
-    for name in static_order(class_of(posed, staged_spec(posed))):
+    for name in static_order(Query(posed).problem_class):
         try:
             plan = api.plan(posed, name)
         except (BackendUnsupported, BackendUnavailable):
@@ -203,7 +203,7 @@ def config_entries(case: Workload, names: Sequence[str], limit: int, device: tor
     posed: dict[bool, tuple[GroupedGemmProblem, str]] = {}
     for on_host in (False, True) if tensors.host_offsets is not None else (False,):
         whole = tensors.pose(on_host)
-        key = str(class_of(whole, staged_spec(whole)))
+        key = str(Query(whole).problem_class)
         if key not in [other for _, other in posed.values()]:
             posed[on_host] = whole, key
     found: list[tuple[int, Entry]] = []

@@ -190,17 +190,19 @@ class ArgumentBlock:
         for operand, writers in self._writers:
             address = addresses[operand]
             if address != before[operand]:
-                for distance, fill in writers:
-                    fill(address + distance)
+                for distance, words, place in writers:
+                    words[place] = address + distance
         self._addresses = addresses
 
     def writers(self) -> tuple[tuple[int, list[Writer]], ...]:
-        """For each operand its slots: the distance, and the function that writes all words of the slot."""
-        found, writers = np.frombuffer(self._words, dtype=np.uint64), dict[int, list[Writer]]()
+        """For each operand what is written when it moves."""
+        words, found = self._words, np.frombuffer(self._words, dtype=np.uint64)
+        writers = dict[int, list[Writer]]()
         for start, slots in self._slots:
             for slot in slots:
-                fill = found[_words_of(slot, start)].fill
-                writers.setdefault(slot.operand, []).append((slot.distance, fill))
+                places = _words_of(slot, start)
+                where = (words, places.start) if slot.repeats == 1 else (found, places)
+                writers.setdefault(slot.operand, []).append((slot.distance, *where))
         return tuple(writers.items())
 
     def resize(self, before: int, after: int) -> None:
@@ -323,7 +325,8 @@ class DeviceFields:
         return copy
 
 
-Writer = tuple[int, Callable[[int], None]]
+Writer = tuple[int, Any, int | slice]
+"""A distance from an operand's address, and where it is written: words in memory, and the place or places there."""
 _Resizer = tuple["CountedMaps", list[Callable[[int], None]]]
 _COUNT = fields(b"", (), (0,))
 """An argument that is the number of tokens."""

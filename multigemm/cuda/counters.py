@@ -44,10 +44,7 @@ class Words:
         """Called when a launch is captured; None where the words came from no pool."""
         size = next((size for size in SLOTS if words <= size), 0)
         slot = self._borrow(index, size) if size else None
-        if slot is None:
-            self.tensor = self._own(index, words)
-        else:
-            self.tensor = slot
+        self.tensor = self._own(index, words) if slot is None else slot
 
     def _borrow(self, index: int, size: int) -> Tensor | None:
         memory, free = pool(index, size)

@@ -87,22 +87,3 @@ def upload(address: int, source: int, size: int, index: int) -> None:
     copy = partial(library().cuMemcpyHtoDAsync_v2, *given, ctypes.c_void_p(current_raw_stream(index)))
     if code := copy():
         settle(code, index, copy, "cuMemcpyHtoDAsync")
-
-
-class Upload:
-    """A copy of the same bytes of the host (at most STAGED_BYTES) to the same place of a device, again and again.
-
-    It is `upload` with arguments that are made once. The caller keeps both memories alive.
-    """
-
-    __slots__ = ("_copy", "_given", "_index")
-
-    def __init__(self, address: int, source: int, size: int, index: int) -> None:
-        self._given = ctypes.c_uint64(address), ctypes.c_void_p(source), ctypes.c_size_t(size)
-        self._copy, self._index = library().cuMemcpyHtoDAsync_v2, index
-
-    def __call__(self, stream: int) -> None:
-        """Copies on a raw stream of the current device. The bytes may be changed afterwards."""
-        given = *self._given, ctypes.c_void_p(stream)
-        if code := self._copy(*given):
-            settle(code, self._index, partial(self._copy, *given), "cuMemcpyHtoDAsync")

@@ -208,7 +208,7 @@ class BoundKernel:
         return self._call, self._records[stream], self._handle, self._block.pointers, self._block.extra
 
     def writers(self) -> tuple[tuple[int, list[Writer]], ...]:
-        """For each operand that the launch follows: distances from there, and what writes the words of each."""
+        """For each operand that the launch follows: what is written when it moves."""
         return self._block.writers()
 
     def move(self, addresses: Addresses) -> None:
@@ -358,7 +358,7 @@ class PatchedLaunches:
                 kernel.drop_lent()
                 for operand, writers in kernel.writers():
                     piece, distance = places[operand]
-                    words.setdefault(piece, []).extend((distance + more, write) for more, write in writers)
+                    words.setdefault(piece, []).extend((distance + more, *where) for more, *where in writers)
                 starts.append((*kernel.prepared(stream), kernel, stream))
         self._words, self._starts = tuple(words.items()), tuple(starts)
         self._nowhere: Sequence[int | None] = (None,) * pieces
@@ -370,8 +370,8 @@ class PatchedLaunches:
         for piece, words in self._words:
             address = at[piece]
             if address != before[piece]:
-                for distance, write in words:
-                    write(address + distance)
+                for distance, memory, place in words:
+                    memory[place] = address + distance
         self._at = at
         for launch, record, handle, pointers, extra, kernel, stream in self._starts:
             if launch(record, handle, pointers, extra):

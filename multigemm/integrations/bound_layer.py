@@ -2,9 +2,9 @@
 
 With few tokens a layer's time is the host's: six operators cross torch's dispatcher, allocate, and look up their
 launches. Here one look-up finds all launches of the layer for its number of tokens. They share one block of memory for
-intermediate results, and a call writes only the addresses that differ from those of the last call. The launches are
-those of the layer in steps, by fused products, or for few tokens, and give the same bits. Every unusual call runs
-operator by operator.
+intermediate results, which few tokens find where the layer before had it, and a call writes only the addresses that
+differ from those of the last call. The launches are those of the layer in steps, by fused products, or for few tokens,
+and give the same bits. Every unusual call runs operator by operator.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from itertools import accumulate
 from math import prod
 from threading import get_ident
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -40,6 +41,8 @@ from multigemm.torch_internals import current_device, current_raw_stream, empty_
 
 LINE = 256
 """The alignment in bytes of the parts of the memory between the launches, equal to the allocator's."""
+KEPT_BYTES = 4 << 20
+"""Bytes of memory between launches that a thread keeps for each of its streams."""
 FIXED_SETS = 8
 """The number of sets of addresses that an allocator hands out in turn."""
 WORK = 8
@@ -119,6 +122,30 @@ def _on_current_device(x: Tensor) -> bool:
     return here and not is_capturing()
 
 
+class _Between:
+    """Memory between the launches of a layer, lent to one call after the other of a thread on a stream."""
+
+    __slots__ = ("__weakref__", "_kept", "busy")
+
+    def __init__(self) -> None:
+        self._kept: Tensor | None = None
+        self.busy = False
+
+    def lend(self, size: int) -> Tensor:
+        """Memory of at least this size. Little memory is kept for the next call, which comes behind this one."""
+        kept = self._kept
+        if kept is not None and size <= kept.shape[0]:
+            return kept
+        found = empty_cuda((size,), (1,), torch.uint8)
+        if size <= KEPT_BYTES:
+            self._kept = found
+        return found
+
+
+_between: WeakValueDictionary[tuple[int, int, int], _Between] = WeakValueDictionary()
+"""By device, stream and thread, as long as a layer is bound there."""
+
+
 class _BoundLayer:
     """The launches of a layer for one number of tokens. One entry serves all calls of one key.
 
@@ -127,7 +154,7 @@ class _BoundLayer:
     """
 
     __slots__ = (
-        "_bound", "_busy", "_dtype", "_fixed", "_fused", "_net", "_parts", "_patched", "_settings", "_shape", "_size",
+        "_between", "_dtype", "_fixed", "_fused", "_net", "_parts", "_patched", "_settings", "_shape", "_size",
         "_stream", "_strides", "workspace",
     )  # fmt: skip
 
@@ -139,17 +166,18 @@ class _BoundLayer:
         self._size = _starts(parts)[-1]
         self._patched: PatchedLaunches | None = None
         self._fixed: dict[tuple[int, ...], Launches] = {}
-        self._busy, self.workspace = False, 0
+        self._between = _between.setdefault((given.x.get_device(), stream, get_ident()), _Between())
+        self.workspace = 0
 
     def run(self, given: tuple[Any, ...], at: list[int]) -> Tensor | None:
         """The layer's result; None in the middle of another call, which a finaliser may make. `at`: the addresses of
         the operands."""
-        if self._busy:
+        between = self._between
+        if between.busy:
             return None
-        self._busy = True
+        between.busy = True
         try:
-            out = empty_cuda(self._shape, self._strides, self._dtype)
-            work = empty_cuda((self._size,), (1,), torch.uint8)
+            out, work = empty_cuda(self._shape, self._strides, self._dtype), between.lend(self._size)
             at += (out.data_ptr(), work.data_ptr(), 0)
             if self._patched is None:
                 self._bind_or_repeat(Given(*given), out, work, at)
@@ -157,7 +185,7 @@ class _BoundLayer:
                 self._patched(at)
             return out
         finally:
-            self._busy = False
+            between.busy = False
 
     def _bind_or_repeat(self, given: Given, out: Tensor, work: Tensor, at: list[int]) -> None:
         """Runs the first call, and each call whose launches cannot follow their operands."""
@@ -181,7 +209,7 @@ class _BoundLayer:
         self._size = size + max(getattr(launch, "work_bytes", 0) for launch, _ in launches)
         self.workspace = sum(_workspace_of(launch) for launch, _ in launches)
         placed = [(launch, _places_of(operands, spans, size)) for launch, operands in launches]
-        work = empty_cuda((self._size,), (1,), torch.uint8)
+        work = self._between.lend(self._size)
         at[WORK] = work.data_ptr()
         self._patched = PatchedLaunches(placed, PIECES, self._stream)
         self._patched(at)

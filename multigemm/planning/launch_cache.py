@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from array import array
+from ctypes import addressof, c_char
 from dataclasses import replace
 from itertools import accumulate
+from struct import Struct, error
 from threading import RLock
 from typing import Any
 
@@ -177,34 +178,37 @@ def _bytes_of(tensors: tuple[Tensor | None, ...]) -> int:
 
 
 class _HostCut:
-    """The offsets on the device of a class of calls whose sizes are on the host."""
+    """The offsets of a class of calls whose sizes are on the host, and where their launch reads them on the device."""
 
-    __slots__ = ("_bytes", "_groups", "_kind", "_place", "index")
+    __slots__ = ("_address", "_kind", "_layout", "_memory", "_place", "index")
 
-    def __init__(self, kind: str, ops: Operands, index: int) -> None:
+    def __init__(self, kind: str, ops: Operands, index: int, memory: memoryview | None = None) -> None:
         assert ops.ends is not None and ops.ends.dtype is torch.int32 and ops.head
-        self._kind, self._groups, self.index = kind, ops.spec.groups, index
-        self._place, self._bytes = ops.ends.data_ptr() - 4, 4 * (self._groups + 1)
+        self._kind, self.index, self._place = kind, index, ops.ends.data_ptr() - 4
+        self._layout = Struct(f"{ops.spec.groups + 1}i")
+        self._memory = memoryview(bytearray(self._layout.size)).cast("i") if memory is None else memory
+        self._address = addressof(c_char.from_buffer(self._memory))
 
-    def offsets(self, cut: Any, rows: int) -> array[int] | None:
-        """The cut as offsets; None if it must be refused, which the full path does with a message."""
-        kind = self._kind
+    def offsets(self, cut: Any, rows: int) -> memoryview | None:
+        """The cut as offsets, valid until the next call; None if it must be refused, which the full path does with a
+        message."""
+        kind, offsets = self._kind, self._memory
         values = cut if type(cut) in HOST_SEQUENCES else cut.tolist()
         try:
             if kind == "sizes":
-                offsets = array("i", [*accumulate(values, initial=0)])  # faster than of an iterator
+                self._layout.pack_into(offsets, 0, *accumulate(values, initial=0))
             else:
-                offsets = array("i", values if kind == "offsets" else (0, *values))
-        except OverflowError:
+                self._layout.pack_into(offsets, 0, *(values if kind == "offsets" else (0, *values)))
+        except error:  # past 31 bits, or not as many
             return None
-        if len(offsets) != self._groups + 1 or offsets[0] < 0 or offsets[-1] > rows:
+        if offsets[0] < 0 or offsets[-1] > rows:
             return None
-        rising = min(values, default=0) >= 0 if kind == "sizes" else sorted(offsets) == list(offsets)
+        rising = min(values, default=0) >= 0 if kind == "sizes" else sorted(offsets) == [*offsets]
         return offsets if rising else None
 
-    def upload(self, offsets: array[int]) -> None:
+    def upload(self) -> None:
         """Copies the offsets to the device before the next launch. The driver takes so few bytes before it returns."""
-        upload(self._place, offsets.buffer_info()[0], self._bytes, self.index)
+        upload(self._place, self._address, self._layout.size, self.index)
 
 
 class _MovingEntry(_Entry):
@@ -243,10 +247,9 @@ class _MovingEntry(_Entry):
         elif self._kind == "sizes" and type(cut) in PLAIN:
             sizes = cut.data_ptr()
         if self._host is not None:
-            offsets = self._host.offsets(cut, self._tokens)
-            if offsets is None:
+            if self._host.offsets(cut, self._tokens) is None:
                 return False
-            self._host.upload(offsets)
+            self._host.upload()
         if valid_rows is not None and self._follows_valid:
             valid = valid_rows.data_ptr()
         rest, lent = NOTHING_MORE, None
@@ -329,7 +332,7 @@ class _BindingEntry(_Entry):
             offsets = self._host.offsets(cut, self._tokens)
             if offsets is None:
                 return None
-            on_host = np.frombuffer(offsets, dtype=np.int32)
+            on_host = np.array(offsets)
             on_device = to_device(on_host, self._device)
             return {"ends": on_device[1:], "head": True, "host_offsets": on_host.astype(np.int64)}
         if valid_rows is not None:
@@ -394,7 +397,7 @@ class _SizesEntry(_TensorEntry):
 
     def _result(self, call: Call) -> Tensor | None:
         offsets = self._host.offsets(call[4], call[1].shape[self._inner])
-        return None if offsets is None else self._on_tensors(call[1], call[2], offsets)
+        return None if offsets is None else self._on_tensors(call[1], call[2])
 
 
 class LaunchCache:
@@ -513,7 +516,7 @@ def _entry_of(problem: GroupedGemmProblem, bound: Bound, choice: Choice, kind: s
         return None
     if counted and cut is not None and cut.live is None and (with_sizes := _with_sizes(problem, bound, choice)):
         index = problem.device.index if problem.device.type == "cuda" else -1
-        return _SizesEntry(problem, choice, with_sizes, _HostCut(kind, ops, index))
+        return _SizesEntry(problem, choice, with_sizes, _HostCut(kind, ops, index, with_sizes.offsets))
     on_tensors = _on_tensors(problem, bound, kind, counted)
     if on_tensors is not None:
         return _TensorEntry(problem, choice, on_tensors, counted)

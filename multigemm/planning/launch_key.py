@@ -149,15 +149,15 @@ def _layout(x: Tensor, phase: int, index: int) -> Key:
 
 def _index_key(cut: Any, phase: int, index: int) -> Key:
     """The key of group sizes: their layout if they are on the operands' GPU, their values if they are on the host."""
-    if isinstance(cut, Tensor):
-        if cut.is_cpu:
-            return (*_layout(cut, phase, -1), tuple(cut.tolist()))
-        return _layout(cut, phase, index)
     if type(cut) in HOST_SEQUENCES:
         values = tuple(cut)
         if countOf(map(type, values), int) != len(values):  # 1.0 and True are equal to 1, and no sizes
             raise _NotPlain
         return ("host", values)
+    if isinstance(cut, Tensor):
+        if cut.is_cpu:
+            return (*_layout(cut, phase, -1), tuple(cut.tolist()))
+        return _layout(cut, phase, index)
     if type(cut) is np.ndarray and cut.ndim == 1 and cut.dtype.isnative and cut.dtype.char in _INDEX_TYPES:
         return (cut.dtype.str, cut.shape, cut.tobytes())
     raise _NotPlain
@@ -184,14 +184,13 @@ def class_key_of(key: Key, call: Call) -> Key | None:
     rest, options = key[GROUPS + 1], key[GROUPS + 2 :]
     if scales:
         rest = (*rest[:4], _of_tokens(rest[4], rows), *rest[5:])
-    return ("tokens", depth, half_octave(rows), min(rows, 2), *key[1:GROUPS], groups, rest, *options)
+    return ("tokens", depth, half_octave(rows), key[1:GROUPS], groups, rest, options)
 
 
 def _inner_class_key(key: Key, groups: Key) -> Key:
     """The class key where tokens are summed over: a [M, T] and b [T, N], whose strides stay in the key."""
     (rows, tokens), columns = key[0], key[4][1]
-    layouts = (*key[1:4], *key[5:GROUPS])
-    return ("inner tokens", rows, columns, half_octave(tokens), min(tokens, 2), *layouts, groups, *key[GROUPS + 1 :])
+    return ("inner tokens", rows, columns, half_octave(tokens), key[1:4], key[5:GROUPS], groups, key[GROUPS + 1 :])
 
 
 def _counts(shape: Sequence[int], strides: Sequence[int], axis: int, other: int) -> bool:
@@ -212,10 +211,11 @@ def _host_class(kind: str, cut: Any) -> Key | None:
     """The part of host sizes that belongs to a class: their number, and whether all are equal. Tensors and lists are
     told apart, because the torch operator takes tensors only: a class must not serve what its first call would have
     refused."""
-    if isinstance(cut, Tensor) and (cut.dtype not in _INDEX_DTYPES or cut.dim() != 1):
+    tensor = isinstance(cut, Tensor)
+    if tensor and (cut.dtype not in _INDEX_DTYPES or cut.dim() != 1):
         return None
     values = cut if type(cut) in HOST_SEQUENCES else cut.tolist()
-    if not len(values) or 4 * len(values) >= STAGED_BYTES:
+    if not 0 < 4 * len(values) < STAGED_BYTES:
         return None
     if kind == "sizes":
         equal = values[1:] == values[:-1]
@@ -224,4 +224,4 @@ def _host_class(kind: str, cut: Any) -> Key | None:
         if kind == "ends":
             lengths.add(values[0])
         equal = len(lengths) == 1
-    return ("host", isinstance(cut, Tensor), len(values), equal)
+    return ("host", tensor, len(values), equal)

@@ -7,7 +7,6 @@ sizes back from the device while another one need not.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,13 +17,12 @@ from multigemm.backends.registry import Candidate, candidates
 from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSetting
 from multigemm.planning.binding import Choice, captured, reasons
 from multigemm.planning.launch_key import config_key
-from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ProblemSpec, describe_spec
 from multigemm.select import measure_once, ranking, table
-from multigemm.select.problem_class import Query, class_of
+from multigemm.select.problem_class import Query
 from multigemm.select.table import plan
-from multigemm.settings import settings
+from multigemm.settings import report, settings
 
 Which = str | Sequence[str]
 CHOICES_KEPT = 4096
@@ -42,24 +40,22 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
         BackendUnsupported: none of those asked for can solve the problem.
         InvalidSetting: `config` is none of this backend.
     """
-    spec, which = staged_spec(problem), backend if isinstance(backend, str) else registry.several(backend)
-    c, remembered = class_of(problem, spec), table.table().remembered
-    eager = eager and which == "auto" and not captured(problem)
+    which = backend if isinstance(backend, str) else registry.several(backend)
+    query = Query(problem, config, eager and which == "auto" and not captured(problem))
+    remembered = table.table().remembered
     try:
         given = None if config is None else config_key(config)
-        key = (spec, c, problem.device, which, given, eager, measure_once.forbidden())
+        key = (query.spec, query.problem_class, problem.device, which, given, query.eager, measure_once.forbidden())
         found = remembered.get(key)
     except TypeError:
         raise InvalidSetting(f"config={config!r} cannot be remembered: pass a frozen config or plain values") from None
     if found is None:
-        query, names = Query(problem, spec, c, config, eager), (which,) if isinstance(which, str) else which
+        names = (which,) if isinstance(which, str) else which
         chosen = _choose_auto(query) if which == "auto" else _choose_named(query, names)
         if len(remembered) >= CHOICES_KEPT:
             remembered.clear()
         found = remembered.setdefault(key, chosen)  # that of another thread, if it came first
-        if settings().print_config:
-            recipe = found.recipe
-            print(f"multigemm: {found.backend} {recipe.kernel} {recipe.config} ({found.why})", file=sys.stderr)
+        report(f"{found.backend} {found.recipe.kernel} {found.recipe.config} ({found.why})")
     return found
 
 
@@ -157,10 +153,10 @@ class Explanation:
 
 def explain_choice(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Explanation:
     """Explains the choice of an eager call. Measures wherever that call would."""
-    spec = staged_spec(problem)
-    query = Query(problem, spec, class_of(problem, spec), eager=True)
-    cast, compute = "" if problem.quantisation is not None else "ab", spec.compute
-    steps = [f"{x} is cast to {compute}" for x in cast if getattr(problem.spec, x).dtype is not compute]
+    query = Query(problem, eager=True)
+    spec = query.spec
+    cast = [x for x in "ab" if getattr(spec, x).dtype is not getattr(problem.spec, x).dtype]
+    steps = [f"{x} is cast to {spec.compute}" for x in cast]
     if problem.refreshes:
         steps.append(f"{len(problem.refreshes)} array(s) with negative strides are copied")
     chosen, kernel, ran, why = None, "", None, ""

@@ -9,7 +9,6 @@ that hold other data and other code.
 from __future__ import annotations
 
 import math
-import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,7 @@ from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.select.problem_class import Query
 from multigemm.select.table import Entry, Measured, device_name, plan
 from multigemm.select.timing import FLUSH_BYTES, Mode, describe, free_bytes, measure, rough_time_us
-from multigemm.settings import settings
+from multigemm.settings import report, settings
 
 LONG_US = 150.0
 """Calls from this many microseconds on keep a GPU busy without the host, up to its power limit."""
@@ -81,10 +80,9 @@ def measure_once(query: Query, names: Sequence[str]) -> Entry:
         return Entry(device, key, {}, failed=dict.fromkeys(names, obstacle or "fewer than two backends could be timed"))
     chosen = fastest({n: m.us for n, m in took.items()}, names)
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    if settings().print_config:
-        times = ", ".join(f"{name} {m.us:.1f} us" for name, m in took.items())
-        spent = f"{time.perf_counter() - began:.2f} s with compiling"
-        print(f"multigemm: measured {key}: {times}; {chosen} from now on ({spent})", file=sys.stderr)
+    times = ", ".join(f"{name} {m.us:.1f} us" for name, m in took.items())
+    spent = f"{time.perf_counter() - began:.2f} s with compiling"
+    report(f"measured {key}: {times}; {chosen} from now on ({spent})")
     untimed = {name: failed.get(name, "its plan waits for the sizes") for name in names if name not in took}
     return Entry(device, key, took, chosen, date, untimed)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from multigemm.planning.staging import equal_sizes
+from multigemm.planning.staging import equal_sizes, staged_spec
 from multigemm.problem.arrays import dtype_name
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import OperandSpec, ProblemSpec, bucket, half_octave
@@ -73,21 +73,15 @@ class ProblemClass:
         return any(x.partition("/")[2].partition("/")[0] not in ("row", "col") for x in (self.a, self.b, self.out))
 
 
-@dataclass(frozen=True, slots=True)
 class Query:
     """The input of a choice: a problem with its staged spec and its class, the config that the caller gave, and whether
     the call is eager, so that the host's time counts."""
 
-    problem: GroupedGemmProblem
-    spec: ProblemSpec
-    problem_class: ProblemClass
-    config: Any = None
-    eager: bool = False
+    __slots__ = ("config", "eager", "problem", "problem_class", "spec")
 
-
-def class_of(problem: GroupedGemmProblem, spec: ProblemSpec) -> ProblemClass:
-    """The class of a problem with the staged spec `spec`."""
-    return _class_of(spec, half_octave(_tokens(problem)), equal_sizes(problem))
+    def __init__(self, problem: GroupedGemmProblem, config: Any = None, eager: bool = False) -> None:
+        self.problem, self.spec, self.config, self.eager = problem, staged_spec(problem), config, eager
+        self.problem_class = _class_of(self.spec, half_octave(_tokens(problem)), equal_sizes(problem))
 
 
 def _tokens(problem: GroupedGemmProblem) -> int:
@@ -96,8 +90,7 @@ def _tokens(problem: GroupedGemmProblem) -> int:
     spec = problem.spec
     if problem.extents is not None:
         return problem.extents.along(spec.jagged) if spec.jagged else spec.groups * (spec.m or 0)
-    each = zip(problem.each("a"), problem.each("b"), strict=True)
-    return sum(a.shape[0] * (1 if spec.n else b.shape[1]) * (1 if spec.k else a.shape[1]) for a, b in each)
+    return problem.flops // (2 * (spec.n or 1) * (spec.k or 1))
 
 
 @lru_cache(maxsize=4096)

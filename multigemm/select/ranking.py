@@ -103,9 +103,8 @@ def _measured(query: Query, names: Sequence[str], why_not: str) -> tuple[Entry |
 def _ranked(query: Query, order: Sequence[str], times: Mapping[str, Measured], chosen: str = "") -> Ranking:
     """Ranks the backends by the time that counts, those without a time last. `chosen`: the backend that was measured
     to be best for a plan; "" for times of a table, where the fastest is best."""
-    us = {name: measured.us for name, measured in times.items()}
-    if query.eager:  # which takes at least as long as the host needs
-        us = {n: max(m.us, m.host_us or HOST_US.get(n, 0.0)) for n, m in times.items()}
+    host_us = {n: m.host_us or HOST_US.get(n, 0.0) for n, m in times.items()} if query.eager else {}
+    us = {n: max(m.us, host_us.get(n, 0.0)) for n, m in times.items()}  # an eager call takes the host's time at least
     best = chosen or min(times, key=lambda name: (us[name], times[name].us))
     if chosen and query.eager:
         best = _best_eager(times, us, order, equal=query.problem_class.where == EQUAL)

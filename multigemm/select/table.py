@@ -145,10 +145,9 @@ class TuningTable:
     def find(self, problem_class: ProblemClass, device: torch.device) -> dict[str, Measured]:
         """The times of backends for a class, by the user's entry, else a shipped one. Kernels that read sizes on the
         device run alike wherever these lie, so their times also serve classes with sizes on the host."""
-        others = {EQUAL: (ON_HOST, ON_DEVICE), ON_HOST: (ON_DEVICE,)}.get(problem_class.where, ())
-        found = dict[str, Measured]()
-        for c in (problem_class, *(replace(problem_class, where=where) for where in others)):
-            place = device_name(device), str(c)
+        found, order = dict[str, Measured](), (EQUAL, ON_HOST, ON_DEVICE)
+        for where in order[order.index(problem_class.where) :]:
+            place = device_name(device), str(replace(problem_class, where=where))
             for entry in (self.own.find(*place), self._shipped.get(place)):
                 if entry is not None:
                     found = {**entry.backends, **found}

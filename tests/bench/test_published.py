@@ -13,9 +13,8 @@ from multigemm.__main__ import main
 from multigemm.bench import reports, table
 from multigemm.bench.operands import make
 from multigemm.bench.suites import suite
-from multigemm.planning.staging import staged_spec
 from multigemm.select import table as tuning
-from multigemm.select.problem_class import class_of
+from multigemm.select.problem_class import Query
 from multigemm.select.table import SCHEMA, decoded
 from tests.support.bench_reports import made_up_report
 
@@ -105,7 +104,7 @@ def test_shipped_tunings_are_found_by_the_problems_they_were_measured_on(
     met = 0
     for case in light:
         posed = make(case, "cpu", drawn=False).problem
-        on_host = class_of(posed, staged_spec(posed))
+        on_host = Query(posed).problem_class
         for c in (on_host, replace(on_host, where="device-sizes")):
             if str(c) not in entries:
                 continue

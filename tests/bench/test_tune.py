@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +24,8 @@ from multigemm.bench.suites import UNTUNED
 from multigemm.bench.tune import ClassResult, from_reports, kept_of, lines_of, tuner
 from multigemm.bench.workloads import Workload, parse_shape
 from multigemm.problem.problem import GroupedGemmProblem
-from multigemm.problem.spec import ProblemSpec
 from multigemm.select import table as tuning
-from multigemm.select.problem_class import class_of
+from multigemm.select.problem_class import Query
 from tests.support.bench_entries import CASE, CPU, FAST, loop, run
 
 
@@ -80,11 +80,11 @@ def test_ctrl_c_keeps_what_was_tuned(
 
 
 def test_sizes_on_the_host_are_a_class_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def key(problem: GroupedGemmProblem, spec: ProblemSpec) -> str:  # on a CPU sizes lie on the host anyway
-        return str(class_of(problem, spec)) + next(told)
+    def query(problem: GroupedGemmProblem) -> Any:  # on a CPU sizes lie on the host anyway
+        return SimpleNamespace(problem_class=str(Query(problem).problem_class) + next(told))
 
     told = itertools.cycle(["", " elsewhere"])
-    monkeypatch.setattr(entries, "class_of", key)
+    monkeypatch.setattr(entries, "Query", query)
     by_sizes = replace(CPU_BACKEND, decides_at_bind=True)
     monkeypatch.setattr(registry, "get", lambda name: by_sizes)
     found = entries.config_entries(parse_shape("G=3,T=24,N=8,K=16,dist=empty"), ["cpu"], 2, CPU)

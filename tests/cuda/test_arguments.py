@@ -71,15 +71,16 @@ def test_a_move_that_was_interrupted_is_made_whole_by_the_next(monkeypatch: pyte
     block = ArgumentBlock([a, b])
     block.move(moved_to(a=0x1000, b=0x2000))
 
-    def interrupted(value: int) -> None:
-        raise KeyboardInterrupt
+    class Interrupted(dict[int, int]):
+        def __setitem__(self, place: int, value: int) -> None:
+            raise KeyboardInterrupt
 
     assert block._writers is not None
-    first, (operand, [(distance, fill)]) = block._writers
-    block._writers = (first, (operand, [(distance, interrupted)]))
+    first, (operand, [writer]) = block._writers
+    block._writers = (first, (operand, [(0, Interrupted(), 0)]))
     with pytest.raises(KeyboardInterrupt):
         block.move(moved_to(a=0x9000, b=0x8000))
-    block._writers = (first, (operand, [(distance, fill)]))
+    block._writers = (first, (operand, [writer]))
     block.move(moved_to(a=0x1000, b=0x2000))
     assert block_words(block) == [0x1000, 0x2000]
 

@@ -15,13 +15,11 @@ from multigemm.cuda.device import (
     MEMORY_BUS_BITS,
     MEMORY_CLOCK_KHZ,
     STAGED_BYTES,
-    Upload,
     memory_rate,
     to_device,
     upload,
 )
 from multigemm.errors import LibraryError, NotCapturable
-from multigemm.torch_internals import current_raw_stream
 from tests.support import cuda_driver
 
 Array = np.ndarray[Any, Any]
@@ -65,18 +63,12 @@ def _upload(source: Array, target: Tensor) -> Tensor:
     return target
 
 
-def _upload_again(source: Array, target: Tensor) -> Tensor:
-    index = target.device.index
-    Upload(target.data_ptr(), source.ctypes.data, source.nbytes, index)(current_raw_stream(index))
-    return target
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("copy", "count"),
     [
         *((_array, count) for count in (*STAGED, STAGED[-1] + 1, 1 << 16)),
-        *((copy, count) for copy in (_upload, _upload_again) for count in STAGED),
+        *((_upload, count) for count in STAGED),
     ],
 )
 def test_the_source_may_change_at_once_and_a_busy_stream_is_not_waited_for(

@@ -289,15 +289,48 @@ def test_only_addresses_that_changed_are_written(warm: Given) -> None:
     assert patched is not None
     written: list[int] = []
 
-    def noted(piece: int) -> tuple[int, Any]:
-        return 0, lambda _: written.append(piece)
+    class Noted(dict[int, int]):
+        def __setitem__(self, piece: int, address: int) -> None:
+            written.append(piece)
 
-    patched._words = tuple((piece, [noted(piece)]) for piece, _ in patched._words)
+    patched._words = tuple((piece, [(0, Noted(), piece)]) for piece, _ in patched._words)
     addresses: Any = patched._at
     patched(addresses)
     assert written == []
     patched([addresses[0] + 256, *addresses[1:]])
     assert set(written) == {0}
+
+
+def bound_layers_of(*layers: Given) -> list[Any]:
+    """The entries of fused layers, each called until it is served."""
+    with torch.no_grad():
+        for operands in layers:
+            for _ in range(3):
+                run_bound(Network(), True, *operands)
+    return [x for x in LAUNCHES._entries.values() if isinstance(x, bound_layer._BoundLayer)]
+
+
+def test_layers_lend_each_other_the_memory_between_their_launches(
+    layers: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Little of it is kept, as long as a layer is; and no other layer runs in the middle of a call."""
+    few, many = given(3, Network()), given(40, Network())
+    one, other = bound_layers_of(few, many, few)
+    assert one._between is other._between
+    places = [kept._patched._at[bound_layer.WORK] for kept in (one, other)]
+    assert places[0] == places[1] == one._between._kept.data_ptr()
+    one._between.busy = True
+    with torch.no_grad():
+        assert run_bound(Network(), True, *few) is run_bound(Network(), True, *many) is None
+    one._between.busy = False
+    monkeypatch.setattr(bound_layer, "KEPT_BYTES", 1000)
+    one._between._kept = None
+    with torch.no_grad():
+        assert run_bound(Network(), True, *many) is not None
+    assert one._between._kept is None
+    LAUNCHES.clear()
+    del one, other
+    assert not bound_layer._between
 
 
 def test_a_launch_that_fails_says_so(warm: Given, monkeypatch: pytest.MonkeyPatch, layers: FakeDriver) -> None:

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.planning.staging import staged_spec
 from multigemm.problem.spec import half_octave
-from multigemm.select.problem_class import ProblemClass, class_of
+from multigemm.select.problem_class import ProblemClass, Query
 from tests.support.trial_cases import class_from
 
 
@@ -21,7 +20,7 @@ def packed(rows: int = 1000, groups: int = 5, n: int = 24, **more: Any) -> Probl
 
 
 def of(problem: mg.GroupedGemmProblem) -> ProblemClass:
-    return class_of(problem, staged_spec(problem))
+    return Query(problem).problem_class
 
 
 def test_half_octaves_are_the_least_that_hold_a_count() -> None:

@@ -39,7 +39,7 @@ from multigemm.problem.spec import ProblemSpec
 from tests.support.host_kernels import host_kernel, need_compiler
 
 CUDA = torch.device("cuda")
-ARGUMENTS = {"finish": "Task", "clamp_offsets": "Bounds"}
+ARGUMENTS = {"finish": "Task", "clamp_offsets": "Bounds", "place_groups": "Groups"}
 """The type of the argument of each of our kernels."""
 _NUMPY: dict[int, Any] = {0: np.float32, 1: np.float64, 2: np.float16, 3: np.int8, 10: np.int32, 14: ml_dtypes.bfloat16}
 SINGLE = (0, 2, 14)
@@ -310,7 +310,6 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path | None = None) -> Fake
     monkeypatch.setattr(library, "to_device", lambda array, device: torch.from_numpy(array.copy()))
     monkeypatch.setattr(library, "index_of", lambda device: 0)
     monkeypatch.setattr(library, "upload", lambda to, source, size, index: ctypes.memmove(to, source, size))
-    monkeypatch.setattr(host_sizes, "Upload", lambda *given: lambda stream: ctypes.memmove(*given[:3]))
     monkeypatch.setattr(host_sizes, "index_of", lambda device: 0)
     monkeypatch.setattr(run, "handle", fake.handle)
     monkeypatch.setattr(run, "workspace", lambda device, stream=None: torch.empty(16, dtype=torch.uint8))
@@ -322,11 +321,16 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path | None = None) -> Fake
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", fake.public_grouped_mm)
     monkeypatch.setattr(scaled_grouped_mm, "redispatched_scaled_grouped_mm", (fake.scaled_grouped_mm, *known[1:]))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(torch_internals, "empty_cuda", lambda *x: torch.empty_strided(*x[:2], dtype=x[2]))
+    monkeypatch.setattr(torch_internals, "empty_cuda", _dirty)
     monkeypatch.setattr(torch_internals, "is_capturing", lambda: CURRENT in fake.capture_of)
     monkeypatch.setattr(torch_internals, "current_raw_stream", lambda device: CURRENT)
     monkeypatch.setattr(torch_internals, "current_device", lambda: 0)
     return fake
+
+
+def _dirty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory in which nothing is zero yet."""
+    return torch.empty_strided(shape, strides, dtype=dtype).fill_(3 if dtype is torch.int32 else float("nan"))
 
 
 def streamed(fake: Fake, status: int = 0, size: int = 4096, count: int = 3) -> run.Streamed:

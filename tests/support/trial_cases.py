@@ -13,10 +13,9 @@ import torch
 
 import multigemm as mg
 from multigemm.backends import registry
-from multigemm.planning.staging import staged_spec
 from multigemm.select import measure_once as trial
 from multigemm.select import table as tuning
-from multigemm.select.problem_class import ProblemClass, class_of
+from multigemm.select.problem_class import ProblemClass, Query
 from multigemm.select.table import Entry, Measured
 from multigemm.select.timing import Timing
 from multigemm.settings import settings
@@ -78,7 +77,7 @@ def class_from(text: str) -> ProblemClass:
 
 
 def class_in(posed: mg.GroupedGemmProblem) -> ProblemClass:
-    return class_of(posed, staged_spec(posed))
+    return Query(posed).problem_class
 
 
 def tune(posed: mg.GroupedGemmProblem, config: dict[str, Any] | None = None, **us: float) -> None:

@@ -89,7 +89,7 @@ def test_extents_that_all_products_share_give_the_estimates_of_columns(form: Any
     extents = (768, lengths, 2048) if form == "jagged_m" else (768, 2048, lengths)
     rows = np.stack(np.broadcast_arrays(*extents)).T.tolist()
     listed = _products(*(Shape(op, 0, m, n, k, 1, 1, 1) for m, n, k in rows))
-    shared = choice.Work(spec, 40, extents, op == TRANSPOSE, (lengths, int(lengths.sum())))
+    shared = choice.Work(spec, op == TRANSPOSE).of(40, extents, (lengths, int(lengths.sum()), int(lengths.max())))
     columns = choice.work_of(spec, listed)
     assert choice.separately(shared) == choice.separately(columns)
     assert choice.by_grouped(shared) == choice.by_grouped(columns)

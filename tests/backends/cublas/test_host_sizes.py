@@ -3,6 +3,7 @@ GPU needed."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import random
 import weakref
@@ -21,12 +22,13 @@ from multigemm.backends.cublas import choice, host_sizes, launch, library
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.host_sizes import BOUND, HostSizes
 from multigemm.backends.cublas.products import Bytes, packed_forms, packed_products
-from multigemm.backends.cublas.run import FEW_ZEROS
+from multigemm.cuda import nvrtc
 from multigemm.planning import launch_cache, launch_key
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.operands import Operands, packed
 from multigemm.planning.staging import allocate, stage
 from tests.support.cublas_fake import CUDA, Fake, HostCublas, ints, products_of
+from tests.support.nvrtc_here import nvrtc_here
 from tests.support.python_calls import python_calls
 
 GROUPS, K, N = 6, 32, 24
@@ -98,11 +100,42 @@ def test_the_library_gets_what_a_bind_passes(
         bound_calls, bound_passed = [x[:2] for x in fake.log if x[0] != "kernel"], passed[:]
         fake.log.clear()
         passed.clear()
-        got = launched(a, b, array("i", offsets))
+        launched.offsets[:] = array("i", offsets)
+        got = launched(a, b)
         assert torch.equal(got, want)
         assert [x[:2] for x in fake.log if x[0] != "kernel"] == bound_calls
         assert [at_distance(x, got) for x in passed] == [at_distance(x, want) for x in bound_passed]
         passed.clear()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_as_many_groups_as_an_argument_holds_are_answered_right(fake: Fake, form: str) -> None:
+    rng, groups, tokens = random.Random(5), host_sizes.MOST_GROUPS, 1200
+    a, b, more = operands(form, tokens)
+    if not more:
+        b = ints(1, 8, N, seed=1).expand(groups, 8, N).clone()
+        a = a[:, :8].contiguous()
+    launched = with_sizes(
+        a, b, [0, *sorted(8 * rng.randrange(140) for _ in range(groups - 1)), tokens], more, "grouped"
+    )
+    for _ in range(3):
+        offsets = sorted(rng.randrange(100, 1100) for _ in range(groups + 1))
+        offsets[4:9] = [offsets[4]] * 5
+        launched.offsets[:] = array("i", offsets)
+        got = launched(a, b)
+        assert torch.equal(got, bound(a, b, offsets, more, "grouped"))
+
+
+def test_the_kernel_compiles_and_its_argument_fits_into_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = nvrtc_here()
+    monkeypatch.setattr(nvrtc, "compiler", lambda: here)
+    for arch in ("sm_80", "sm_90"):
+        options = (f"--gpu-architecture={arch}", "--std=c++17", f"-DMOST={host_sizes.MOST_GROUPS}")
+        assert nvrtc.compile_source(host_sizes.SOURCE, "place_groups", options)[:4] == b"\x7fELF"
+    kind = host_sizes.argument_of(host_sizes.MOST_GROUPS)
+    assert ctypes.sizeof(kind) <= 4096
+    words = [field.offset // 8 for field in (kind.out, kind.bases, kind.lines)]
+    assert words == [host_sizes.OUT, host_sizes.BASES, host_sizes.LINES]
 
 
 def at_distance(passed: Any, out: Tensor) -> Any:
@@ -142,7 +175,7 @@ def described(form: str, groups: int, tokens: int, k: int, n: int, dtype: torch.
 def test_sizes_lead_to_the_variant_that_a_bind_chooses(fake: Fake, form: str, dtype: torch.dtype) -> None:
     rng, seen = random.Random(7), set[str]()
     for _ in range(60):
-        groups, tokens = rng.choice((2, 8, 64, 200)), 16 * rng.choice((4, 64, 512, 4096))
+        groups, tokens = rng.choice((2, 8, 64, 200)), 16 * rng.choice((4, 64, 512, 4096, 1 << 20))
         k, n = (16 * rng.choice((2, 16, 64, 448)) for _ in range(2))
         ops, _ = described(form, groups, tokens, k, n, dtype)
         flags = True, dtype is torch.bfloat16
@@ -154,11 +187,16 @@ def test_sizes_lead_to_the_variant_that_a_bind_chooses(fake: Fake, form: str, dt
             p = packed(ops)
             products = packed_products(p, size, offsets, None, packed_forms(p, size))
             want = choice.choose(ops.spec, products, *flags).variant
-            many_empty = form == "weight gradients" and groups - len(products) > FEW_ZEROS
-            if want in ("loop", "streams", "batched") or (want == "grouped" and many_empty):
+            if want in ("loop", "streams", "batched"):
                 want = BOUND.variant
             lengths = np.diff(offsets)
-            assert launched._chosen(lengths[lengths > 0], int(lengths.sum())).variant == want
+            count = int(np.count_nonzero(lengths))
+            falling = launched._falling[:count]
+            falling[:] = -np.sort(-lengths)[:count]
+            if len(products.shapes) > 1:
+                assert launched._chosen(falling, count, int(lengths.sum())).variant == want
+                apart = choice.separately(choice.work_of(ops.spec, products))
+                assert choice.separately(launched._work) == pytest.approx(apart)
             seen.add(want)
     assert seen >= {"grouped", "auto"} and ("grouped_mm" in seen) is (dtype is torch.bfloat16)
 
@@ -230,7 +268,8 @@ def test_a_launch_of_any_sizes_keeps_no_operand(fake: Fake) -> None:
     a, b, more = operands("rows", 72)
     launched = with_sizes(a, b, [0, 8, 24, 24, 48, 56, 72], more)
     assert launched.workspace_bytes() == 28 * GROUPS
-    out = launched(a, b, array("i", [0, 8, 16, 40, 40, 56, 64]))
+    launched.offsets[:] = array("i", [0, 8, 16, 40, 40, 56, 64])
+    out = launched(a, b)
     alive = [weakref.ref(x) for x in (a, b, out)]
     del a, b, out
     gc.collect()
