@@ -52,6 +52,10 @@ FEW_ROWS_OF_A_GATE = 16
 FEW_ROWS_OF_FLOAT8 = 16
 """Rows per group up to which a low tile of the portable kernel beats the warp-specialised one: 262 us, 294 (H200, 4
 rows of each of 64 groups, K = N = 4096)."""
+BRIEF_BLOCKS = 2
+"""Blocks of a jagged K of float8 that a multiprocessor multiplies in all, up to which the portable kernel beats copies
+and the warp-specialised one: one block takes 8.6 us, after copies 17.5; 4 (by the mean of unequal groups) 52.7, 22.8;
+32 blocks 136, 33 (H100, 2026-11-25). Between 1 and 4 nothing was measured."""
 CHEAP_TO_COPY = 4 << 20
 """Elements of weights up to which a copy of them costs less than the slower products: it never leaves the L2 cache."""
 DEEP = 2048
@@ -551,23 +555,33 @@ def fused_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) ->
 
 def quantised_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> list[Config]:
     """Valid configs for quantised operands, the best guess first: the warp-specialised kernel if it supports them,
-    except for few rows, where one of its two warpgroups would be idle."""
+    except for few rows, where one of its two warpgroups would be idle, and for a jagged K too short for copies."""
     fast = float8_candidates(spec) if capability[0] == 9 else []
     portable = portable_quantised(spec, capability)
-    few = shape_of(spec).rows <= FEW_ROWS_OF_FLOAT8
+    few = shape_of(spec).rows <= FEW_ROWS_OF_FLOAT8 or (spec.form == "jagged_k" and _brief(portable[0], spec))
     return [*portable[:1], *fast, *portable[1:]] if few else [*fast, *portable]
+
+
+def _brief(config: Config, spec: ProblemSpec) -> bool:
+    """Whether the busiest multiprocessor has few blocks of 128 of K in all."""
+    rounds, blocks = -(-tiles_in(config, spec) // PROCESSORS), -(-shape_of(spec).deep // PROMOTION)
+    return rounds * blocks <= BRIEF_BLOCKS
 
 
 def float8_candidates(spec: ProblemSpec) -> list[Config]:
     """Configs of the warp-specialised kernel for float8, the best guess first; empty if it cannot run.
 
     Measured on an H200 (us; 8192 rows of 32 groups, K = 7168, N = 4096; in front of 192x128 by three warpgroups): with
-    scales of 1x128 and 128x128, 420 by 256x128, 429 by 128x256, 562; of rows 382, 382 and 411.
+    scales of 1x128 and 128x128, 420 by 256x128, 429 by 128x256, 562; of rows 382, 382 and 411. Weight gradients in
+    blocks: 128x128 takes 1.006 to 1.028 times as long as 256x128 (H100, six problems with 256 to 2048 of K).
     """
-    tall = Config("hopper", block_m=256, block_n=128, block_k=depth_of(spec), stages=4, warps=4)
+    pack = ("a", "b") if spec.form == "jagged_k" else ()
+    tall = Config("hopper", block_m=256, block_n=128, block_k=depth_of(spec), stages=4, warps=4, pack=pack)
     wide = replace(tall, block_m=128, block_n=256)
     flat = replace(tall, block_m=128, block_n=128, stages=6)
     ranked = [tall, wide, flat] if finest_block(spec) else [wide, tall, flat]
+    shallow = [replace(config, stages=config.stages - 1) for config in ranked]  # beside results of 32 bits
+    ranked = [x if shared_memory(x, spec) <= SHARED_LIMIT else y for x, y in zip(ranked, shallow, strict=True)]
     found = [config for config in ranked if not problem_with(config, spec)]
     return _ordered(found, spec) if found else []
 

@@ -34,7 +34,8 @@ class Config:
 
     `programs` per multiprocessor; 0 launches one program per tile instead of a persistent grid.
 
-    `pack`: operands that are first copied into aligned rows (hopper; pointer: float32 weights along k).
+    `pack`: operands that are first copied into aligned rows (hopper; pointer: float32 weights along k); both of float8
+    with a jagged k, such that k is contiguous.
     `splits` (pointer): programs that share a tile along K, where K is long and tiles are few.
     `shift_b` (hopper): weights that no tensor map expresses pass through registers, instead of being copied first.
     `order` (hopper): tiles are dealt out in turn, or drawn from a counter as programs become free, which
@@ -111,6 +112,12 @@ def raw_bytes(config: Config, spec: ProblemSpec) -> int:
     return 128 * (128 * (config.stages + 1) + 16) if spec.b.order == "col" else config.stages * 64 * 272
 
 
+def brings_scales(spec: ProblemSpec) -> bool:
+    """Whether scales of float8 come into shared memory together with the operands: one for each line of a block of a
+    jagged K."""
+    return spec.form == "jagged_k" and is_float8(spec) and finest_block(spec) > 0
+
+
 def hopper_shared(config: Config, spec: ProblemSpec) -> int:
     """The shared memory of the warp-specialised kernel in bytes: the ring, and a strip of output per consumer.
 
@@ -118,7 +125,8 @@ def hopper_shared(config: Config, spec: ProblemSpec) -> int:
     """
     if config.shift_b:
         return config.stages * config.block_m * 128 + raw_bytes(config, spec) + 17 * 1024
-    ring = config.stages * (config.block_m + config.block_n) * 128
+    line = 128 + (4 if brings_scales(spec) else 0)
+    ring = config.stages * (config.block_m + config.block_n) * line
     return ring + consumers(config) * STRIP * part_of(config, spec) * spec.out.dtype.itemsize + 1024
 
 
@@ -307,19 +315,21 @@ def _ring_problem(config: Config, spec: ProblemSpec) -> str:
 
 def float8_problem(config: Config, spec: ProblemSpec) -> str:
     """Why the warp-specialised kernel cannot run these quantised operands; "" if it can."""
-    if not is_float8(spec) or spec.form in ("per_group", "jagged_k"):
+    if not is_float8(spec) or spec.form == "per_group":
         kind = f"{spec.form} of {spec.a.dtype} x {spec.b.dtype}"
-        return f"{kind}: kernel='hopper' multiplies stacks and jagged rows of float8"
-    if 0 in (spec.m, spec.n, spec.k) or spec.total > 2**30:
+        return f"{kind}: kernel='hopper' multiplies packed forms of float8"
+    copied = spec.form == "jagged_k"
+    if 0 in (spec.m, spec.n, spec.k) or spec.total + copied * PROMOTION * spec.groups > 2**30:
         return f"m={spec.m} n={spec.n} k={spec.k} T<={spec.total}: tensor maps need 1 to 2^30 rows and columns"
     if spec.batch_invariant:
         return "batch_invariant=True: kernel='quantised' multiplies every size by one tile"
-    if spec.alpha == "zero" or config.pack or config.shift_b:
-        return f"alpha={spec.alpha}, pack={config.pack}, shift_b={config.shift_b}: float8 is multiplied as it lies"
+    if spec.alpha == "zero" or config.pack != (("a", "b") if copied else ()) or config.shift_b:
+        seen = f"alpha={spec.alpha}, pack={config.pack}, shift_b={config.shift_b}"
+        return f"{seen}: float8 is multiplied as it lies, or with a jagged K after a copy of a and b"
     if config.block_m == 3 * STRIP or config.block_n < 128:
         return f"tile {config.block_m}x{config.block_n}: two warpgroups multiply float8, by 128 columns"
     for name, x, order in (("a", spec.a, "row"), ("b", spec.b, "col")):
-        if not mappable(x) or x.order != order:
+        if not copied and (not mappable(x) or x.order != order):
             seen = f"{name} is {x.order}, {x.align}-byte aligned, dense={x.dense}"
             return f"{seen}: wgmma multiplies float8 along K, in aligned rows of it; kernel='quantised' takes all"
         if x.scale is not None and x.scale.k not in (0, PROMOTION):
@@ -327,10 +337,13 @@ def float8_problem(config: Config, spec: ProblemSpec) -> str:
         if x.scale is not None and x.scale.align < x.scale.dtype.itemsize:
             seen = f"scale_{name} is {x.scale.align}-byte aligned"
             return f"{seen}: it is read {x.scale.dtype.itemsize} bytes at a time here; kernel='quantised' takes all"
-    rows, columns = (spec.b.scale, spec.a.scale) if spec.form == "jagged_n" else (spec.a.scale, spec.b.scale)
-    blocked = any(x is not None and x.k for x in (rows, columns))
-    if blocked and columns is not None and columns.rows == 1:
+    columns = spec.a.scale if spec.form == "jagged_n" else spec.b.scale
+    if not copied and finest_block(spec) and columns is not None and columns.rows == 1:
         return "a scale for each column beside blocks of K: one number for 128 columns or for all"
+    tall = spec.out.dtype.itemsize < 4 and (config.block_m, config.block_n) == (256, 128)
+    if brings_scales(spec) and not tall and (config.block_m, config.block_n) != (128, 128):
+        seen = f"tile {config.block_m}x{config.block_n}, results in {spec.out.dtype}"
+        return f"{seen}: blocks of a jagged K leave registers for 128x128, or 256x128 with results of 16 bits"
     return ""
 
 

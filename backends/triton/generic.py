@@ -272,8 +272,10 @@ def packed_order(spec: ProblemSpec, name: str) -> Order:
     """The order of a copied operand: unchanged if the kernel reads it, which makes the copy a straight one.
 
     Jagged directions must run across the rows in memory; weights may lie either way. tf32 is multiplied along memory
-    only, float32 across the weights' k only.
+    only, float8 too, float32 across the weights' k only.
     """
+    if spec.quantised:
+        return "row" if name == "a" else "col"
     if spec.compute == torch.float32:
         return "col" if name == "b" and is_tf32(spec) else "row"
     if spec.form == "jagged_k":
@@ -329,7 +331,7 @@ class OperandCopy:
         self.name, self._kernel = name, kernel
         self._turned, self._dtype = packed_order(spec, name) == "col", getattr(spec, name).dtype
 
-    def bind(self, shape: Packed, device: torch.device) -> tuple[Packed, BoundKernel | None]:
+    def bind(self, shape: Packed, ops: Operands) -> tuple[Packed, BoundKernel | None]:
         """The operands' addresses after the copy, and the launch of the copy; None for an operand without elements."""
         x: Strided = getattr(shape, self.name)
         groups = shape.groups if x.group else 1
@@ -337,7 +339,7 @@ class OperandCopy:
         if self._turned:
             rows, columns, x = columns, rows, Strided(x.ptr, x.group, x.col, x.row)
         line = line_of(columns, self._dtype.itemsize)
-        target = torch.empty((groups, rows, line), dtype=self._dtype, device=device)
+        target = torch.empty((groups, rows, line), dtype=self._dtype, device=ops.device)
         row, col = (1, line) if self._turned else (line, 1)
         moved = Strided(target.data_ptr(), rows * line if groups > 1 else 0, row, col)
         shape = replace(shape, a=moved) if self.name == "a" else replace(shape, b=moved)
@@ -368,7 +370,7 @@ class GenericPlan:
         """Lays out the arguments of one problem: copies, if there are any, and then the product."""
         shape, copies = packed(ops), list[BoundKernel]()
         for copy in self._copies:
-            shape, launch = copy.bind(shape, ops.device)
+            shape, launch = copy.bind(shape, ops)
             copies += [launch] if launch else []
         product = self._product(ops, shape)
         return LaunchSequence([*copies, product]) if copies else product

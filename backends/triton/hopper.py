@@ -148,7 +148,7 @@ def boxes(spec: ProblemSpec, config: Config) -> dict[str, tuple[int, ...]]:
     """The box of one copy per operand, outermost dimension first."""
     columns, deep = piece_of(config, spec), depth_of(spec)
     out = (1, 1, STRIP, part_of(config, spec))
-    if spec.form == "jagged_k":
+    if spec.form == "jagged_k" and spec.a.order == "col":
         return {"a_desc": (1, 1, deep, STRIP), "b_desc": (1, 1, deep, columns), "out_desc": out}
     a = (STRIP, deep) if spec.a.order == "row" else (deep, STRIP)
     b = (1, deep, columns) if spec.b.order == "row" else (1, columns, deep)
@@ -330,7 +330,7 @@ def unread(out: Strided) -> int:
 
 def map_of_a(spec: ProblemSpec, shape: Packed, box: Box) -> Fields:
     a, dtype, address = shape.a, spec.a.dtype, shape.a.ptr or unread(shape.out)
-    if spec.form == "jagged_k":
+    if spec.form == "jagged_k" and spec.a.order == "col":
         return ragged_map(address, dtype, shape.m, a.col or aligned_stride(shape.m), box)
     if spec.a.order == "row":
         rows = shape.m if not a.group else a.group // max(1, a.row) * (shape.groups - 1) + shape.m
@@ -347,7 +347,7 @@ def weights_promotion(order: Order) -> int:
 
 def map_of_b(spec: ProblemSpec, shape: Packed, box: Box) -> Fields:
     b, dtype, address = shape.b, spec.b.dtype, shape.b.ptr or unread(shape.out)
-    if spec.form == "jagged_k":
+    if spec.form == "jagged_k" and spec.b.order == "row":
         return ragged_map(address, dtype, shape.n, b.row or aligned_stride(shape.n), box)
     inner, outer, line = (shape.n, shape.k, b.row) if spec.b.order == "row" else (shape.k, shape.n, b.col)
     line = line or aligned_stride(inner)
@@ -368,7 +368,7 @@ class HopperPlan:
         kernels = {name: load(source, index) for name, source in self._sources(given, config).items()}
         self._config, self._index, self._instead = config, index, cache(instead)
         self._main, self._records = kernels["main"], kernels.get("records")
-        self._copies = [OperandCopy(name, given, kernels[f"pack {name}"]) for name in config.pack]
+        self._copies = [self._copy(name, given, kernels[f"pack {name}"]) for name in config.pack]
         self._spec = canonical(packed_spec(given, config))
         self._drawn, self._slack = drawn(self._spec, config), start_multiple(self._spec) > 1
         self._stores_maps, self._sums = store_of(self._spec) == "tma", sums_sizes(self._spec, config)
@@ -377,6 +377,7 @@ class HopperPlan:
         ready(index, 8)
 
     _sources = staticmethod(hopper_sources)
+    _copy: Any = OperandCopy
 
     def _map_boxes(self) -> None:
         box, spec = boxes(self._spec, self._config), self._spec
@@ -391,7 +392,7 @@ class HopperPlan:
         shape = packed(ops)
         launches: list[BoundKernel] = []
         for copy in self._copies:
-            shape, launch = copy.bind(shape, ops.device)
+            shape, launch = copy.bind(shape, ops)
             launches += [launch] if launch else []
         seen = canonical_shape(shape)
         if not self._fits(ops, seen):

@@ -262,6 +262,7 @@ QUICK = (
     "jagged_m torch.float32",
     "jagged_m torch.int8",
     "float8 blocks thin",
+    "jagged_k float8 blocks",
     "mxfp4 weights thin",
     "gather gpt-oss",
     "jagged_k a_rows b_rows",

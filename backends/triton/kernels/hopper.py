@@ -64,12 +64,14 @@ WARPS = gl.constexpr(4)
 
 
 class Ring(NamedTuple):
-    """Blocks of A and B on their way, and the barriers of each stage: filled, and read."""
+    """Blocks of A and B on their way, and the barriers of each stage: filled, and read. `scales`: those of the blocks'
+    rows and columns, where they are on their way, too."""
 
     a: Any
     b: Any
     full: Any
     empty: Any
+    scales: Any
 
 
 class Strides(NamedTuple):
@@ -134,7 +136,7 @@ def strips_in(units, number):
 @gluon.jit
 def load_strip(desc, row, k0, tile, barrier, smem, pred, TILING: gl.constexpr):
     """One strip of A, as deep as a block of K."""
-    if TILING.form == "k":
+    if TILING.form == "k" and TILING.copied is None:
         at = [BILLION, tile.k_start + tile.k_length, BILLION - tile.k_length + k0, row]
         fetch(desc, at, barrier, smem.reshape([1, 1, STRIP, 64]), pred)
     elif TILING.a_order == "row":
@@ -147,13 +149,27 @@ def load_strip(desc, row, k0, tile, barrier, smem, pred, TILING: gl.constexpr):
 def load_piece(desc, g, col, k0, tile, barrier, smem, pred, TILING: gl.constexpr):
     """One block of B, a piece wide."""
     PIECE: gl.constexpr = TILING.piece
-    if TILING.form == "k":
+    if TILING.form == "k" and TILING.copied is None:
         at = [BILLION, tile.k_start + tile.k_length, BILLION - tile.k_length + k0, col]
         fetch(desc, at, barrier, smem.reshape([1, 1, 64, PIECE]), pred)
     elif TILING.b_order == "row":
         fetch(desc, [g, k0, col], barrier, smem.reshape([1, 64, PIECE]), pred)
     else:
         fetch(desc, [g, col, k0], barrier, smem.reshape([1, PIECE, smem.shape[1]]), pred)
+
+
+@gluon.constexpr_function
+def scale_bytes(tiling):
+    """Of a block's scales, one for each row and column of a tile."""
+    return 4 * (64 * tiling.most + tiling.columns) if tiling.copied == "scales" else 0
+
+
+@gluon.jit
+def load_scales(desc, entry, line, barrier, smem):
+    """The scales of a block of a tile's rows or columns, one behind the other."""
+    boxed: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
+    COUNT: gl.constexpr = desc.block_shape[1]
+    fetch(desc, [entry, line], barrier, seen_as(smem, gl.float32, [1, COUNT], boxed))
 
 
 @gluon.jit
@@ -165,12 +181,14 @@ def fill(descs, ring, block, blocks, stage, phase, tile, a_rows, b_step, TILING:
     """
     MOST: gl.constexpr = TILING.most
     A_BYTES: gl.constexpr = STRIP * ROW_BYTES
-    B_BYTES: gl.constexpr = TILING.pieces * TILING.piece * ROW_BYTES
+    B_BYTES: gl.constexpr = TILING.pieces * TILING.piece * ROW_BYTES + scale_bytes(TILING)
     DEEP: gl.constexpr = 8 * ROW_BYTES // ring.a.dtype.primitive_bitwidth
     strips = (tile.rows + STRIP - 1) // STRIP
     at = tile.group * a_rows + tile.row
     # an empty K is one block from beyond the maps' bounds: zeros, without a word to memory
     beyond = gl.where(tile.k_length == 0, BILLION, 0)
+    if TILING.copied is not None:
+        beyond += tile.low * DEEP
     for number in range(block, blocks):
         k0 = beyond + number * DEEP
         mbarrier.wait(ring.empty.index(stage), phase)
@@ -204,6 +222,9 @@ def fill(descs, ring, block, blocks, stage, phase, tile, a_rows, b_step, TILING:
             for piece in gl.static_range(TILING.pieces):
                 load_piece(descs[1], tile.group * b_step, tile.col + piece * TILING.piece, k0, tile, barrier,
                            ring.b.index(stage * TILING.pieces + piece), True, TILING)  # fmt: skip
+        if TILING.copied == "scales":
+            load_scales(descs[2], k0 // DEEP, tile.row, barrier, ring.scales[0].index(stage))
+            load_scales(descs[3], k0 // DEEP, tile.col, barrier, ring.scales[1].index(stage))
         stage, phase = after(stage, phase, TILING.stages)
     return stage, phase
 
@@ -630,7 +651,7 @@ def hopper_kernel(
 ):  # fmt: skip
     """Roles: CONSUMERS warpgroups multiply and write, one more warp loads."""
     TILING: gl.constexpr = Tiling(FORM, BN, BN // PIECE, PIECE, MOST, STAGES, WIDTH, ORDER, ALIGN, MASKED, SIZES,
-                                  A_ORDER, B_ORDER, WIDE)  # fmt: skip
+                                  A_ORDER, B_ORDER, WIDE, None)  # fmt: skip
     END: gl.constexpr = End(STORE, C, BIAS, ALPHA, ACTIVATION, LATE, ZERO)
     dtype: gl.constexpr = a_desc.dtype
     out_type: gl.constexpr = out.dtype.element_ty
@@ -647,7 +668,7 @@ def hopper_kernel(
     held: gl.constexpr = [CONSUMERS, STRIP, PART] if STORE == "tma" else [CONSUMERS, 8, 64]
     staging = gl.allocate_shared_memory(out_type, held, staged)
     tickets = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ring = Ring(a_smem, b_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
+    ring = Ring(a_smem, b_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS), ())
     mail = Mail(tickets, barriers(2, 1), barriers(2, CONSUMERS))
     work = work_of(records, ends, m, n, k, groups, head, TILING, ALPHA)
     strides = Strides(c_group, c_row, c_col, out_group, out_row, out_col, bias_group, bias_col, alpha_bits, beta_bits,

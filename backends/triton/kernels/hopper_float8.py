@@ -7,6 +7,10 @@ other one's products keep the tensor cores busy. Scales that hold for all of K w
 
 A strip's part of 64 x 128 lies in registers beside two sums of that size: two strips, or one strip and two pieces of
 columns. The scales of the next block are asked for while this block's products run.
+
+Operands of a jagged K are copied first (`quantised.pack_groups_kernel`), so that K is contiguous, and each group begins
+with a block of its own. Scales of blocks are copied, too, one for each line: they come into shared memory together with
+the operands, since a thread needs those of 32 columns, which few registers hold at once.
 """
 
 from typing import Any, NamedTuple
@@ -32,6 +36,7 @@ from multigemm.backends.triton.kernels.hopper import (
     oriented,
     pass_by,
     produce,
+    seen_as,
     sum_layout,
     write,
     zero_unowned,
@@ -43,6 +48,10 @@ STRIP = gl.constexpr(64)
 PIECE = gl.constexpr(128)
 # K of a block: one swizzled row, and what one scale covers
 DEEP = gl.constexpr(128)
+# whose scales a thread holds at once
+MOST_COLUMNS = gl.constexpr(32)
+# scales one behind the other
+LINES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 class Scale(NamedTuple):
@@ -135,6 +144,40 @@ def joined(acc, part, scale, SA: gl.constexpr, SUMS: gl.constexpr):
         return acc + part * scale
 
 
+@gluon.constexpr_function
+def slots_layout(COLUMNS):
+    """How a warpgroup holds slots of as many columns, four in a row by each thread (`quantised.line_of_slot`)."""
+    far = [[1 << bit] for bit in range(4, 12) if 1 << bit < COLUMNS]
+    return gl.DistributedLinearLayout([[1], [2], *far], [[4], [8], [0], [0], [0]], [[0], [0]], [], [COLUMNS])
+
+
+@gluon.jit
+def of_columns(slots, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The scales of a product's columns, out of their slots."""
+    in_slots: gl.constexpr = slots_layout(COLUMNS)
+    scales = slots.load(in_slots).reshape([COLUMNS // 16, 4, 2, 2]).permute(0, 2, 1, 3).reshape([COLUMNS])
+    return gl.convert_layout(scales, LAYOUT, assert_trivial=True)[None, :]
+
+
+@gluon.jit
+def joined_by_both(acc, part, rows, slots):
+    """acc + part, times the scales of rows and those of columns in slots, of which few are in registers at once."""
+    layout: gl.constexpr = acc.type.layout
+    if acc.shape[1] > MOST_COLUMNS:
+        HALF: gl.constexpr = acc.shape[1] // 2
+        left, right = halves(acc)
+        part_left, part_right = halves(part)
+        left = joined_by_both(left, part_left, rows, slots.slice(0, HALF))
+        right = joined_by_both(right, part_right, rows, slots.slice(HALF, HALF))
+        both = gl.join(left, right).permute(0, 2, 1).reshape([left.shape[0], 2 * HALF])
+        return gl.convert_layout(both, layout, assert_trivial=True)
+    else:
+        down: gl.constexpr = gl.SliceLayout(1, layout)
+        across: gl.constexpr = gl.SliceLayout(0, layout)
+        of_rows = gl.convert_layout(rows, down, assert_trivial=True)[:, None]
+        return acc + part * (of_rows * of_columns(slots, acc.shape[1], across))
+
+
 @gluon.jit
 def scaled(acc, spot, scales, n, SA: gl.constexpr, SB: gl.constexpr):
     """A sum times scales that hold for all of K."""
@@ -165,17 +208,18 @@ def scaled(acc, spot, scales, n, SA: gl.constexpr, SB: gl.constexpr):
 
 
 @gluon.jit
-def write_scaled(acc, target, spot, scales, PART: gl.constexpr, END: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr,
-                 BLOCKED: gl.constexpr):  # fmt: skip
-    """Scales that a sum does not have yet, the epilogue and the store, part by part."""
+def write_scaled(acc, target, spot, scales, some, PART: gl.constexpr, END: gl.constexpr, SA: gl.constexpr,
+                 SB: gl.constexpr, BLOCKED: gl.constexpr):  # fmt: skip
+    """Scales that a sum does not have yet, the epilogue and the store, part by part. No scale touches the sum of no
+    products, which `some` denies."""
     if acc.shape[1] > PART:
         left, right = halves(acc)
-        write_scaled(left, target, spot, scales, PART, END, SA, SB, BLOCKED)
-        write_scaled(right, target, moved(spot, 0, acc.shape[1] // 2), scales, PART, END, SA, SB, BLOCKED)
+        write_scaled(left, target, spot, scales, some, PART, END, SA, SB, BLOCKED)
+        write_scaled(right, target, moved(spot, 0, acc.shape[1] // 2), scales, some, PART, END, SA, SB, BLOCKED)
     elif BLOCKED:
         write(acc, target, spot, PART, END)
     else:
-        write(scaled(acc, spot, scales, target.n, SA, SB), target, spot, PART, END)
+        write(gl.where(some, scaled(acc, spot, scales, target.n, SA, SB), 0.0), target, spot, PART, END)
 
 
 @gluon.jit
@@ -250,9 +294,42 @@ def multiply(ring, stage, phase, k_length, first, target, spot, scales, STRIPS: 
             mbarrier.arrive(ring.empty.index(stage))
             sum1 = joined(sum1, part, scale, SA, SUMS)
         stage, phase = after(stage, phase, TILING.stages)
-    write_scaled(sum0, target, spot, scales, PART, END, SA, SB, BLOCKED)
+    some = k_length > 0 if TILING.form == "k" else True
+    write_scaled(sum0, target, spot, scales, some, PART, END, SA, SB, BLOCKED)
     if TWO:
-        write_scaled(sum1, target, other, scales, PART, END, SA, SB, BLOCKED)
+        write_scaled(sum1, target, other, scales, some, PART, END, SA, SB, BLOCKED)
+    return stage, phase
+
+
+@gluon.jit
+def multiply_copied(ring, stage, phase, k_length, first, above, target, spot, STRIPS: gl.constexpr, PART: gl.constexpr,
+                    TILING: gl.constexpr, END: gl.constexpr):  # fmt: skip
+    """One tile of a jagged K whose blocks bring their scales along: products of one strip or of two, with `above` of
+    the tile's strips above them. An empty K has a block of zeros whose scales are zeros."""
+    MOST: gl.constexpr = TILING.most
+    layout: gl.constexpr = sum_layout(PIECE, 8)
+    down: gl.constexpr = gl.SliceLayout(1, layout)
+    zeros = gl.zeros([STRIP, PIECE], gl.float32, layout)
+    sum0 = zeros
+    sum1 = zeros
+    for _ in range(gl.maximum((k_length + (DEEP - 1)) // DEEP, 1)):
+        mbarrier.wait(ring.full.index(stage), phase)
+        part = block_product(ring, stage, first, 0, zeros, 1, MOST, "blocks")
+        slots = ring.scales[1].index(stage)
+        strips = seen_as(ring.scales[0].index(stage), gl.float32, [MOST, STRIP], LINES)
+        of_rows = strips.index(above).load(down)
+        part = warpgroup_mma_wait(num_outstanding=0, deps=[part])
+        sum0 = joined_by_both(sum0, part, of_rows, slots)
+        if STRIPS == 2:
+            part = block_product(ring, stage, first + 1, 0, zeros, 1, MOST, "blocks")
+            of_rows = strips.index(above + 1).load(down)
+            part = warpgroup_mma_wait(num_outstanding=0, deps=[part])
+            sum1 = joined_by_both(sum1, part, of_rows, slots)
+        mbarrier.arrive(ring.empty.index(stage))
+        stage, phase = after(stage, phase, TILING.stages)
+    write(sum0, target, spot, PART, END)
+    if STRIPS == 2:
+        write(sum1, target, moved(spot, STRIP, 0), PART, END)
     return stage, phase
 
 
@@ -267,14 +344,23 @@ def consume_float8(WHICH: gl.constexpr, target, unowned, ring, mail, scales, PAR
     slot = 0
     turn = 0
     FIRST: gl.constexpr = WHICH * (TILING.most // 2)
+    BROUGHT: gl.constexpr = TILING.copied == "scales"
     g, row, rows, col, low, k_length = take(mail, slot, turn)
     while rows > 0:
         above, mine = share_of(WHICH, rows, TILING.most, False)
+        if TILING.copied is not None:
+            low = row
         spot = Spot(g, row + above * STRIP, rows - above * STRIP, low, row + rows, col)
-        if TILING.most == 4 and mine == 2:
+        if BROUGHT and TILING.most == 4 and mine == 2:
+            stage, phase = multiply_copied(ring, stage, phase, k_length, FIRST, above, target, spot, 2, PART, TILING,
+                                           END)  # fmt: skip
+        elif BROUGHT and mine == 1:
+            stage, phase = multiply_copied(ring, stage, phase, k_length, FIRST, above, target, spot, 1, PART, TILING,
+                                           END)  # fmt: skip
+        elif not BROUGHT and TILING.most == 4 and mine == 2:
             stage, phase = multiply(ring, stage, phase, k_length, FIRST, target, spot, scales, 2, 1, PART, TILING, END,
                                     SUMS, SA, SB)  # fmt: skip
-        elif mine == 1:
+        elif not BROUGHT and mine == 1:
             stage, phase = multiply(ring, stage, phase, k_length, FIRST, target, spot, scales, 1, TILING.pieces, PART,
                                     TILING, END, SUMS, SA, SB)  # fmt: skip
         else:
@@ -298,15 +384,18 @@ def float8_kernel(
     HAS_SB: gl.constexpr, SB_ROWS: gl.constexpr, SB_K: gl.constexpr, SB_E8M0: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Roles: two warpgroups multiply and write, one more warp loads. K is contiguous on both sides.
+    """Roles: two warpgroups multiply and write, one more warp loads. K is contiguous on both sides, or copied to be so:
+    scale_a and scale_b are then maps of copied scales if any change along K.
 
     SUMS: what becomes of a block's product: scaled by itself ("blocks"), "promoted" to the sum, or part of it ("fast").
     """
     SA: gl.constexpr = Covers(HAS_SA, SA_ROWS, SA_K, SA_E8M0)
     SB: gl.constexpr = Covers(HAS_SB, SB_ROWS, SB_K, SB_E8M0)
     PIECES: gl.constexpr = BN // PIECE
+    BROUGHT: gl.constexpr = FORM == "k" and SUMS == "blocks"
+    COPIED: gl.constexpr = None if FORM != "k" else "scales" if BROUGHT else "k"
     TILING: gl.constexpr = Tiling(FORM, BN, PIECES, PIECE, MOST, STAGES, WIDTH, ORDER, 1, MASKED, SIZES, "row", "col",
-                                  False)  # fmt: skip
+                                  False, COPIED)  # fmt: skip
     END: gl.constexpr = End(STORE, C, BIAS, ALPHA, ACTIVATION, False, ZERO)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     out_type: gl.constexpr = out.dtype.element_ty
@@ -316,12 +405,20 @@ def float8_kernel(
     held: gl.constexpr = [2, STRIP, PART] if STORE == "tma" else [2, 8, 64]
     staging = gl.allocate_shared_memory(out_type, held, staged)
     tickets = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ring = Ring(a_smem, b_smem, barriers(STAGES, 1), barriers(STAGES, 2))
+    descs = (a_desc, b_desc)
+    of_lines = ()
+    scales = ()
+    if BROUGHT:
+        descs = (a_desc, b_desc, scale_a, scale_b)
+        of_lines = (gl.allocate_shared_memory(gl.float32, [STAGES, MOST * STRIP], LINES),
+                    gl.allocate_shared_memory(gl.float32, [STAGES, BN], LINES))  # fmt: skip
+    else:
+        scales = (Scale(scale_a, sa_group, sa_line, sa_deep), Scale(scale_b, sb_group, sb_line, sb_deep))
+    ring = Ring(a_smem, b_smem, barriers(STAGES, 1), barriers(STAGES, 2), of_lines)
     mail = Mail(tickets, barriers(2, 1), barriers(2, 2))
     work = work_of(records, ends, m, n, k, groups, head, TILING, ALPHA)
     strides = Strides(c_group, c_row, c_col, out_group, out_row, out_col, bias_group, bias_col, alpha_bits, beta_bits,
                       out_rows)  # fmt: skip
-    scales = (Scale(scale_a, sa_group, sa_line, sa_deep), Scale(scale_b, sb_group, sb_line, sb_deep))
     unowned = (ends, work.extents) if ZERO is not None else ()
     target0 = Target(out_desc, staging.index(0), c, out, bias, strides, n)
     target1 = Target(out_desc, staging.index(1), c, out, bias, strides, n)
@@ -329,7 +426,7 @@ def float8_kernel(
         [
             (consume_float8, (0, target0, unowned, ring, mail, scales, PART, TILING, END, SUMS, SA, SB)),
             (consume_float8, (1, target1, unowned, ring, mail, scales, PART, TILING, END, SUMS, SA, SB)),
-            (produce, ((a_desc, b_desc), ring, mail, work, a_rows, b_step, TILING)),
+            (produce, (descs, ring, mail, work, a_rows, b_step, TILING)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

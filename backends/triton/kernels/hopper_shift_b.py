@@ -503,7 +503,7 @@ def shift_b_kernel(
 ):  # fmt: skip
     """Jagged rows alone. Roles: two warpgroups multiply and write, four warps load weights, one warp rows."""
     TILING: gl.constexpr = Tiling(FORM, BN, 0, BN, MOST, STAGES, WIDTH, ORDER, ALIGN, False, SIZES, A_ORDER, B_ORDER,
-                                  False)  # fmt: skip
+                                  False, None)  # fmt: skip
     END: gl.constexpr = End(STORE, C, BIAS, ALPHA, ACTIVATION, False, ZERO)
     dtype: gl.constexpr = a_desc.dtype
     out_type: gl.constexpr = out.dtype.element_ty
@@ -518,7 +518,7 @@ def shift_b_kernel(
     w_full = barriers(slots(STAGES, B_ORDER), 128)
     w_empty = barriers(slots(STAGES, B_ORDER), 2)
     rings = Rings(x_smem, x_full, x_empty, w_full, w_empty)
-    rows_ring = Ring(x_smem, x_smem, x_full, x_empty)
+    rows_ring = Ring(x_smem, x_smem, x_full, x_empty, ())
     mail = Mail(tickets, barriers(2, 1), barriers(2, 3))
     work = work_of(records, ends, m, n, k, groups, head, TILING, ALPHA)
     strides = Strides(c_group, c_row, c_col, out_group, out_row, out_col, bias_group, bias_col, alpha_bits, beta_bits,

@@ -15,6 +15,8 @@ from multigemm.backends.triton.kernels.schedule import group_rows, place, place_
 
 STRIP = gl.constexpr(64)
 RECORD = gl.constexpr(8)
+# of a jagged K: each group's blocks of a copy are its own (`quantised.pack_groups_kernel`)
+COPIED_BLOCK = gl.constexpr(128)
 
 
 class Tiling(NamedTuple):
@@ -39,6 +41,8 @@ class Tiling(NamedTuple):
     b_order: Any
     wide: Any
     """Whether a group's last 128 rows or fewer are tiles of twice the columns (`schedule.place_of_two_widths`)."""
+    copied: Any
+    """Of a jagged K that was copied such that it is contiguous: "k", or "scales" if float32 scales were copied too."""
 
 
 class Extents(NamedTuple):
@@ -62,7 +66,11 @@ class Work(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A tile: group, first row, rows, first column, first row that it writes, and its part of K."""
+    """A tile: group, first row, rows, first column, first row that it writes, and its part of K.
+
+    Where a jagged K was copied such that it is contiguous, `low` is the group's first block of K in the copy: all rows
+    of the tile are written.
+    """
 
     group: Any
     row: Any
@@ -298,7 +306,10 @@ def tile_from(record, tile, work, TILING: gl.constexpr):
         rows = gl.minimum(height, work.extents.m - row)
         if TILING.form == "k":
             start, end = inside(start, end, k)
-            return Tile(g, row, rows, tn * TILING.columns, row, start, end - start)
+            low = row
+            if TILING.copied is not None:
+                low = start // COPIED_BLOCK + g
+            return Tile(g, row, rows, tn * TILING.columns, low, start, end - start)
         else:
             return Tile(g, row, rows, tn * TILING.columns, row, start, k)
 

@@ -24,7 +24,14 @@ from multigemm.backends.triton.kernels.generic import (
     store_tile,
     write_outside,
 )
-from multigemm.backends.triton.kernels.schedule import all_tiles, group_of_tile, place
+from multigemm.backends.triton.kernels.schedule import (
+    all_tiles,
+    group_of_tile,
+    group_range,
+    place,
+    range_of,
+    summed_ranges,
+)
 
 SCALE_COLUMNS = tl.constexpr(15)
 """Of a list's scales: address, distance of lines and of blocks along K, and shifts to both, for a, b and zero_b."""
@@ -450,3 +457,97 @@ def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, 
     # 6. what no group owns, where the output is the library's own
     if ZERO and (FORM == "jagged_m" or FORM == "jagged_n"):
         write_outside(out, ends, m, n, groups, head, out_row, out_col, FORM, BM, BN, SIZES, CHUNK)
+
+
+@triton.jit
+def group_of_block(block, ends, k, groups, head, BLOCK: tl.constexpr, SIZES: tl.constexpr, CHUNK: tl.constexpr):
+    """The last group of a jagged K whose blocks of a copy begin at or before `block`; 0 if none does."""
+    found = 0 * groups
+    for first in range(0, groups, CHUNK):
+        g = first + tl.arange(0, CHUNK)
+        if SIZES:
+            start, _ = summed_ranges(ends, g, k, g < groups)
+        else:
+            start, _ = group_range(ends, g, head, k, g < groups)
+        found += tl.sum(((g < groups) & (start // BLOCK + g <= block)).to(tl.int32), 0)
+    return tl.maximum(found - 1, 0)
+
+
+@triton.jit
+def line_of_slot(slot):
+    """The line whose scale stands in a slot. Of every eight lines a thread has sums of two neighbouring ones; those of
+    two eights stand in four slots in a row."""
+    return slot // 16 * 16 + slot // 2 % 2 * 8 + slot // 4 % 4 * 2 + slot % 2
+
+
+@triton.jit
+def byte_of_each(w0, w1, w2, w3, NUMBER: tl.constexpr):
+    """A word of one byte of each of four words."""
+    SHIFT: tl.constexpr = 8 * NUMBER
+    low = ((w0 >> SHIFT) & 255) | (((w1 >> SHIFT) & 255) << 8)
+    return low | (((w2 >> SHIFT) & 255) << 16) | ((w3 >> SHIFT) << 24)
+
+
+@triton.jit
+def pack_groups_kernel(source, scale, target, target_scales, ends, lines, k, groups, head, line_step, k_step,
+                       scale_group, scale_line, scale_deep, target_line,
+                       BLOCK: tl.constexpr, LINES: tl.constexpr, ALONG: tl.constexpr, WORDS: tl.constexpr,
+                       SCALES: tl.constexpr, HAS_SCALE: tl.constexpr, SCALE_K: tl.constexpr, E8M0: tl.constexpr,
+                       SIZES: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+    """Bytes of a jagged K, in lines of which it is contiguous: LINES lines of a block of BLOCK of K.
+
+    Block j of group g goes to block start // BLOCK + g + j of the target: no two groups share one, and shapes alone
+    say how many there may be. Behind a group's end are zeros; blocks of no group stay as they are.
+    ALONG tells the direction of the source's unit stride: "lines" (across them), "k" or "none". With WORDS the former
+    are a multiple of 16, from addresses that are: four by four bytes turn in registers, and words in shared memory.
+    With SCALES a float32 for each line of a block goes to target_scales, in lines of whole LINES; "slots" have the
+    order in which `hopper_float8.of_columns` reads them.
+    """
+    strips = (lines + LINES - 1) // LINES
+    block = tl.program_id(0) // strips
+    g = group_of_block(block, ends, k, groups, head, BLOCK, SIZES, CHUNK)
+    start, end = range_of(ends, g, head, k, SIZES, CHUNK)
+    skipped = (block - start // BLOCK - g) * BLOCK
+    left = end - start - skipped
+    if (skipped >= 0) & (left > 0):
+        strip = tl.program_id(0) % strips
+        at = source + (start + skipped).to(tl.int64) * k_step
+        to = target + block.to(tl.int64) * BLOCK
+        if SCALES != "":
+            slot = tl.arange(0, LINES)
+            line = strip * LINES + (line_of_slot(slot) if SCALES == "slots" else slot)
+            of_line = scale + g.to(tl.int64) * scale_group + line.to(tl.int64) * scale_line
+            if SCALE_K != 0:
+                of_line += block.to(tl.int64) * scale_deep
+            if HAS_SCALE:
+                numbers = scale_of(tl.load(of_line, mask=line < lines, other=0), E8M0)
+            else:
+                numbers = tl.full((LINES,), 1.0, tl.float32)
+            tl.store(target_scales + (block.to(tl.int64) * strips + strip) * LINES + slot, numbers)
+        if WORDS:
+            i = strip * (LINES // 4) + tl.arange(0, LINES // 4)
+            q = tl.arange(0, BLOCK // 4)
+            here = at.to(tl.pointer_type(tl.int32)) + i[None, :]
+            step = tl.multiple_of(k_step // 4, 4)
+            far = (4 * q)[:, None].to(tl.int64) * step
+            some = (i < tl.multiple_of(lines // 4, 4))[None, :]
+            w0 = tl.load(here + far, mask=(4 * q < left)[:, None] & some, other=0)
+            w1 = tl.load(here + (far + step), mask=(4 * q + 1 < left)[:, None] & some, other=0)
+            w2 = tl.load(here + (far + 2 * step), mask=(4 * q + 2 < left)[:, None] & some, other=0)
+            w3 = tl.load(here + (far + 3 * step), mask=(4 * q + 3 < left)[:, None] & some, other=0)
+            for number in tl.static_range(4):
+                line = 4 * i + number
+                words = tl.trans(byte_of_each(w0, w1, w2, w3, number))
+                there = to.to(tl.pointer_type(tl.int32)) + line.to(tl.int64)[:, None] * (target_line // 4)
+                tl.store(there + q[None, :], words, mask=(line < lines)[:, None])
+        else:
+            i = strip * LINES + tl.arange(0, LINES)
+            kk = tl.arange(0, BLOCK)
+            if ALONG == "lines":
+                some = (kk < left)[:, None] & (i < lines)[None, :]
+                values = tl.trans(tl.load(at + kk[:, None].to(tl.int64) * k_step + i[None, :], mask=some, other=0))
+            else:
+                some = (i < lines)[:, None] & (kk < left)[None, :]
+                step = 1 if ALONG == "k" else k_step
+                values = tl.load(at + i[:, None].to(tl.int64) * line_step + kk[None, :] * step, mask=some, other=0)
+            tl.store(to + i[:, None].to(tl.int64) * target_line + kk[None, :], values, mask=(i < lines)[:, None])

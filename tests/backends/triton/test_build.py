@@ -96,9 +96,9 @@ def loops_of(sass: str) -> list[list[str]]:
     return [lines[first:last] for first, last in jumps if first < last]
 
 
-def sass_of_float8_blocks(folder: Path) -> str:
-    """The Hopper kernel for float8 with scales that change along K."""
-    spec = dict(triton_kernels.quantised_specs())["float8 blocks"]
+def sass_of_float8(name: str, folder: Path) -> str:
+    """The Hopper kernel for float8."""
+    spec = dict(triton_kernels.quantised_specs())[name]
     return sass_of(float8_source(spec, float8_candidates(spec)[0]), folder)
 
 
@@ -162,7 +162,7 @@ def products_that_are_summed(spec: ProblemSpec, name: str) -> dict[str, list[tup
 # --- tests ------------------------------------------------------------------------------------------------------------
 
 
-SHARED_BY_TILES = {("float8 blocks", "hopper"): 64}
+SHARED_BY_TILES = {("float8 blocks", "hopper"): 64, ("jagged_k float8 blocks", "hopper"): 64}
 """Bytes of stack that hold what all tiles of a program share: loops of whole tiles touch none of them (see below)."""
 
 
@@ -210,18 +210,24 @@ def test_tiles_of_two_widths_load_a_block_in_few_instructions(in_compiler: Compi
     assert not any("R2UR" in line for loop in sorted(of_blocks, key=len)[:3] for line in loop)
 
 
-def test_whole_tiles_of_float8_are_multiplied_without_the_stack(in_compiler: Compile, tmp_path: Path) -> None:
-    """Between the products of a block and those of the next one lie the promotion and the loads of scales alone."""
-    loops = loops_of(in_compiler(sass_of_float8_blocks, tmp_path))
+@pytest.mark.parametrize(("name", "read"), [("float8 blocks", 0), ("jagged_k float8 blocks", 16)])
+def test_whole_tiles_of_float8_are_multiplied_without_the_stack(
+    name: str, read: int, in_compiler: Compile, tmp_path: Path
+) -> None:
+    """Between the products of a block and those of the next one lie the promotion and the loads of scales alone. Where
+    each column has its own they are read from shared memory, four at a time."""
+    loops = loops_of(in_compiler(sass_of_float8, name, tmp_path))
     of_two_strips = [loop for loop in loops if sum("QGMMA" in line for line in loop) == 8]
     assert len(of_two_strips) == 2, "one in each warpgroup"
     assert not any("LDL" in line or "STL" in line for loop in of_two_strips for line in loop)
     assert all(sum("FFMA" in line for line in loop) == 128 for loop in of_two_strips)
+    assert all(sum("LDS.128" in line for line in loop) == read for loop in of_two_strips)
 
 
 def test_hopper_multiplies_float8_as_such_and_promotes_its_sums(in_compiler: Compile) -> None:
     """Every 128 of K, or every block of scales, begins a sum of its own; only "fast" goes on with one."""
-    promoted = ("float8 rows", "float8 unscaled", "float8 blocks", "float8 blocks thin", "float8 mx")
+    promoted = ("float8 rows", "float8 unscaled", "float8 blocks", "float8 blocks thin", "float8 mx",
+                "jagged_k float8 blocks")  # fmt: skip
     found = in_compiler(products_of, 90, *promoted, "float8 fast", "float8 weights")
     for name in promoted:
         seen = found[name]

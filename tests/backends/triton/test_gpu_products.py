@@ -50,6 +50,24 @@ def test_epilogues_of_every_config(activation: str | None) -> None:
         assert verdict, f"{config}: {verdict}"
 
 
+@pytest.mark.parametrize("turned", [False, True], ids=["tokens are rows", "along k"])
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float8_e8m0fnu])
+@pytest.mark.parametrize("covers", ["1x128", "row", "group", "tensor"])
+def test_float8_weight_gradients_of_every_config(covers: str, scale_dtype: torch.dtype, turned: bool) -> None:
+    """Groups of a jagged k are copied such that k is contiguous; those without tokens give C alone."""
+    offsets = torch.tensor([3, 3, 4, 131, 431, 559, 1259], dtype=torch.int32).cuda()
+    x, y, c = draw(1300, 272), draw(1300, 144), draw(6, 272, 144, dtype=torch.float32)
+    cut: dict[str, Any] = {"offsets": offsets, "jagged": "k"}
+    a = mg.quantize.quantize(x.T, "e4m3", covers, scale_dtype=scale_dtype, **cut)
+    b = mg.quantize.quantize(y, "e5m2", covers, side="b", scale_dtype=scale_dtype, **cut)
+    left, right = (a.data.contiguous(), b.data.T.contiguous().T) if turned else (a.data, b.data)
+    for out_dtype, more in ((torch.bfloat16, {}), (torch.float32, {"c": c, "beta": 0.5, "alpha": -2.0})):
+        given = mg.GroupedGemmProblem(left, right, scale_a=a.scale, scale_b=b.scale, out_dtype=out_dtype, **cut, **more)
+        for config in BACKEND.configs(staged_spec(given), given.device):
+            verdict = mg.verify(given, mg.solve(given, backend="triton", config=config))
+            assert verdict, f"{config}: {verdict}"
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_tiles_shared_out_along_k(form: str) -> None:
     given = problem(form, 72, 1100, bias=None)

@@ -167,7 +167,7 @@ def test_every_address_follows_its_operand(world: FakeDriver, same_workspaces: C
             assert [block_of(kernel) for kernel in kernels_of(moved)] == before, (name, config)
             seen |= {kernel._kernel.name for kernel in kernels_of(moved)}
     packed_forms = {"pointer_kernel", "write_prefix", "hopper_kernel", "shift_b_kernel", "write_records", "pack_kernel"}
-    assert seen == {*packed_forms, "quantised_kernel"}
+    assert seen == {*packed_forms, "quantised_kernel", "float8_kernel", "pack_groups_kernel"}
 
 
 def bound_plan(given: mg.GroupedGemmProblem, config: Config, zeroed: bool = False) -> Bound:

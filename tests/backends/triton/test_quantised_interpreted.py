@@ -15,8 +15,12 @@ from torch import Tensor
 import multigemm as mg
 from multigemm import quantize as q
 from multigemm.backends.triton import BACKEND, Config, choice
+from multigemm.backends.triton.build import KernelSource
 from multigemm.backends.triton.config import foldable, problem_with
+from multigemm.backends.triton.hopper_float8 import GroupCopy, pack_groups_source
 from multigemm.planning.launch_cache import LAUNCHES
+from multigemm.planning.operands import packed
+from multigemm.planning.staging import allocate, stage
 from multigemm.problem.spec import FORMS, Form, ProblemSpec
 from multigemm.testing import Case, Scale, Subject, check, random_case
 from multigemm.testing.placed_case import DeviceCase
@@ -308,3 +312,87 @@ def test_a_given_out_that_shares_memory_with_a_scale_is_refused_on_a_hit() -> No
         mg.grouped_gemm(a, b, sizes=[9], scale_a=torch.ones(9, 8)[:, :1], out=memory[:, 1:5], backend="triton")
     with pytest.raises(mg.InvalidProblem, match="out shares memory with scale_a"):
         mg.grouped_gemm(a, b, sizes=[9], scale_a=memory[:, 1:2], out=memory[:, 1:5], backend="triton")
+
+
+# --- copies of a jagged K -----------------------------------------------------------------------------
+
+
+COPIED = Config("hopper", 256, 128, 128, warps=4, stages=4, pack=("a", "b"))
+GROUPS = (70, 0, 299, 1, 128, 4, 0)
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "across K, in words": lambda x: x.mT.contiguous().mT,
+    "across K, unaligned": lambda x: torch.cat([x.mT, x.mT[:, :1]], 1)[:, :-1].mT,
+    "along K": lambda x: x,
+    "strided": lambda x: x.repeat_interleave(2, 0).repeat_interleave(2, 1)[::2, ::2],
+}
+
+
+class Interpreted:
+    """The kernel of a copy, interpreted as soon as it is bound. Addresses become tensors again."""
+
+    def __init__(self, source: KernelSource, *tensors: Tensor | None) -> None:
+        self.source, self.tensors = source, tensors
+
+    def bound(self, values: list[Any], grid: int, keep: tuple[Tensor, ...]) -> None:
+        from multigemm.backends.triton.emulate import _interpreted
+
+        assert len(values) == len(self.source.signature)
+        x, scale, ends = self.tensors
+        (target,), lines, pitch = keep, values[5], values[-1]
+        assert values[3] - values[2] == lines * pitch
+        target.fill_(85)
+        scales = target[lines * pitch :].view(torch.float32)
+        given = {"source": x, "scale": scale, "target": target, "target_scales": scales, "ends": ends}
+        _interpreted(self.source, given, values[5:], grid)()
+        self.copy = target[: lines * pitch].view(lines, pitch)
+        self.scales = scales.view(pitch // 128, -1)
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("sums", [False, True], ids=["offsets", "sizes"])
+@pytest.mark.parametrize("covers", ["", "row", "1x128"])
+def test_groups_of_a_copied_k_begin_with_blocks_of_their_own(covers: str, layout: str, name: str, sums: bool) -> None:
+    """Behind a group's end are zeros, and blocks of no group stay as they are. A block's scales come along, one for
+    each line; those of columns in slots."""
+    generator = torch.Generator().manual_seed(3)
+    head, tail = (0, 0) if sums else (5, 150)
+    tokens, lines = head + sum(GROUPS) + tail, 144
+    codes = torch.randint(1, 256, (lines, tokens), dtype=torch.uint8, generator=generator)
+    x = LAYOUTS[layout](codes)
+    other = torch.zeros(1, tokens, dtype=torch.uint8).view(E4M3)
+    entries = {"": 0, "row": 1, "1x128": tokens // 128 + len(GROUPS)}[covers]
+    scale = torch.randint(0, 256, (lines, entries), dtype=torch.uint8, generator=generator)
+    blocks_of_other = torch.ones(1, tokens // 128 + len(GROUPS))
+    starts = torch.tensor([head, *(head + torch.tensor(GROUPS).cumsum(0)).tolist()], dtype=torch.int32)
+    sizes = torch.tensor(GROUPS, dtype=torch.int32)
+    operands = [(x.view(E4M3), scale.view(E8M0) if covers else None), (other, blocks_of_other)]
+    (a, scale_a), (b, scale_b) = operands if name == "a" else operands[::-1]
+    problem = mg.GroupedGemmProblem(
+        a, b.mT, jagged="k", scale_a=scale_a, scale_b=None if scale_b is None else scale_b.mT,
+        **({"sizes": sizes} if sums else {"offsets": starts}),
+    )  # fmt: skip
+    ops = stage(problem, problem.spec, allocate(problem), sums_sizes=sums).ops
+    source = pack_groups_source(problem.spec, COPIED, name)
+    assert not problem_with(COPIED, problem.spec)
+    assert dict(source.constants)["WORDS"] == (layout == "across K, in words")
+    kernel: Any = Interpreted(source, x, scale if covers else None, ops.sizes if sums else ops.ends)
+    GroupCopy(name, problem.spec, kernel).bind(packed(ops), ops)
+
+    expected = torch.full_like(kernel.copy, 85)
+    numbers = torch.full((kernel.copy.shape[1] // 128, lines), torch.nan)
+    for g, size in enumerate(GROUPS):
+        start, blocks = int(starts[g]), -(-size // 128)
+        first = start // 128 + g
+        expected[:, 128 * first : 128 * (first + blocks)] = 0
+        expected[:, 128 * first : 128 * first + size] = codes[:, start : start + size]
+        for block in range(first, first + blocks):
+            numbers[block] = scale.view(E8M0)[:, block if covers == "1x128" else 0].float() if covers else 1.0
+    assert torch.equal(kernel.copy, expected)
+    slot = torch.arange(256)
+    line = slot // 16 * 16 + slot // 2 % 2 * 8 + slot // 4 % 4 * 2 + slot % 2 if name == "b" else slot
+    made = torch.empty_like(kernel.scales)
+    made[:, line] = kernel.scales
+    owned = ~numbers.isnan().all(1)
+    assert torch.equal(made[owned][:, :lines].nan_to_num(-1), numbers[owned].nan_to_num(-1))
+    assert (kernel.scales[~owned].view(torch.uint8) == 85).all()

@@ -25,8 +25,9 @@ from tests.support.triton_kernels import quantised_specs
 
 KERNELS = Path(choice.__file__).parent / "kernels"
 SPECS = dict(quantised_specs())
-BLOCKS = SPECS["float8 blocks"]
+BLOCKS, WGRAD = SPECS["float8 blocks"], SPECS["jagged_k float8 blocks"]
 TALL = Config("hopper", block_m=256, block_n=128, block_k=128, stages=4, warps=4)
+COPIED = replace(TALL, pack=("a", "b"))
 Words = npt.NDArray[np.uint32]
 
 
@@ -39,7 +40,8 @@ def function_of(file: str, name: str) -> ast.FunctionDef:
 # --- arguments ----------------------------------------------------------------------------------------
 
 
-TAKEN = ("float8 rows", "float8 blocks", "float8 unscaled", "masked float8 blocks", "batched float8 blocks")
+TAKEN = ("float8 rows", "float8 blocks", "float8 unscaled", "masked float8 blocks", "batched float8 blocks",
+         "jagged_k float8 blocks")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TAKEN)
@@ -76,14 +78,21 @@ def _scaled(spec: ProblemSpec, side: str, **changes: Any) -> ProblemSpec:
 
 
 REFUSED: dict[str, tuple[ProblemSpec, Config, str]] = {
-    "weights": (SPECS["int8 weights"], TALL, "multiplies stacks and jagged rows of float8"),
-    "lists": (SPECS["per_group float8 blocks"], TALL, "multiplies stacks and jagged rows of float8"),
-    "jagged k": (SPECS["jagged_k float8 blocks"], TALL, "multiplies stacks and jagged rows of float8"),
+    "weights": (SPECS["int8 weights"], TALL, "multiplies packed forms of float8"),
+    "lists": (SPECS["per_group float8 blocks"], TALL, "multiplies packed forms of float8"),
+    "jagged k": (WGRAD, TALL, "with a jagged K after a copy of a and b"),
+    "a longer jagged k": (replace(WGRAD, total=2**30 - 1000), COPIED, "tensor maps need"),
     "mx": (SPECS["float8 mx"], TALL, "covers 32 of K"),
     "rows of K": (SPECS["float8 blocks by rows of K"], TALL, "multiplies float8 along K"),
     "unaligned": (SPECS["float8 blocks unaligned"], TALL, "multiplies float8 along K"),
     "unaligned scales": (_scaled(BLOCKS, "a", align=2), TALL, "scale_a is 2-byte aligned"),
     "columns beside blocks": (_scaled(BLOCKS, "b", rows=1), TALL, "a scale for each column beside blocks"),
+    "wide tiles of a jagged k": (WGRAD, replace(COPIED, block_m=128, block_n=256), "leave registers"),
+    "tall tiles with results of 32 bits": (
+        replace(WGRAD, out=replace(WGRAD.out, dtype=torch.float32)),
+        COPIED,
+        "leave registers",
+    ),
     "no products": (replace(BLOCKS, alpha="zero"), TALL, "multiplied as it lies"),
     "a copy": (BLOCKS, replace(TALL, pack=("a",)), "multiplied as it lies"),
     "narrow tiles": (BLOCKS, replace(TALL, block_n=64), "by 128 columns"),
@@ -120,6 +129,14 @@ def test_few_rows_are_left_to_low_tiles() -> None:
     by_format = {name: quantised_candidates(SPECS[f"{name} weights thin"])[0] for name in ("int8", "int4", "mxfp4")}
     tiles = {name: (config.block_n, config.warps) for name, config in by_format.items()}
     assert tiles == {"int8": (32, 1), "int4": (64, 2), "mxfp4": (64, 2)}, "mma.sync: wgmma takes four warps"
+
+
+def test_a_short_jagged_k_is_not_worth_copies() -> None:
+    """As measured: 4 groups of 128 of K are multiplied as they lie, 8 groups of 512 after copies."""
+    brief = replace(WGRAD, groups=4, m=256, n=256, total=512)
+    assert quantised_candidates(brief)[0].kernel == "quantised"
+    longer = replace(WGRAD, groups=8, m=1024, n=1024, total=4096)
+    assert quantised_candidates(longer)[0].pack == ("a", "b")
 
 
 def test_a_part_and_a_sum_of_its_size_share_the_registers() -> None:
