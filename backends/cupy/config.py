@@ -155,8 +155,8 @@ SIZES = {F16: 2, BF16: 2, TF32: 4, I8: 1, F64: 8, F32: 4}
 SHARED_MEMORY = {(8, 0): 166912, (8, 7): 166912, (9, 0): 232448, (10, 0): 232448, (10, 3): 232448, (11, 0): 232448}
 LEAST_SHARED = 101376
 """Bytes that a thread block may have, on GPUs that are not listed."""
-PLACE_BYTES = 1024
-"""The bytes of shared memory for the current tile and the search for its group."""
+PLACE_BYTES = 1280
+"""The bytes of shared memory for the current tile, the next one and the search for their groups."""
 
 
 class Shape(NamedTuple):

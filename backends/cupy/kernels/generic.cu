@@ -31,6 +31,12 @@ constexpr int BM = TILE, BN = TILE, BK = BLOCK_K, THREADS = BLOCK_THREADS;      
 #ifndef COPIED
 #define COPIED 0        // 16 bits, and all lines begin at multiples of 16 bytes: as config.is_copied
 #endif
+// The large tiles of float32 and float64 are few and take long: the next one is found, and its first blocks of k are loaded, before
+// the results of the last one are stored.
+#define AHEAD (TILE == 128 && KIND >= KIND_F64 && !FUSED)
+// Copies of a block of k start two by two between the products of another block: while threads start all of them at once, no tensor
+// core has work. They take registers, so A's operands take the place of those that were multiplied just before.
+#define SPREAD (AHEAD && KIND == KIND_F64)
 #include "products.cuh"
 #include "tile_load.cuh"
 #if FUSED
@@ -47,6 +53,7 @@ constexpr int STAGE_BYTES = (A_TILE + B_TILE) * (int)sizeof(Element);
 constexpr int STAGING_BYTES = THREADS / 32 * 16 * 36 * (int)sizeof(Acc);
 // Pairs of steps that are unrolled: all, but not of a large tile of float32, whose code would leave the instruction cache.
 constexpr int PAIRS_UNROLLED = KIND == KIND_F32 && TILE == 128 ? 5 : STEPS / 2;
+static_assert(!SPREAD || STAGES > 2, "copies that start last have a block's time to come");
 static_assert(STEPS % 2 == 0, "registers of the operands take turns");
 static_assert(SHARED >= STAGES * STAGE_BYTES && SHARED >= STAGING_BYTES, "shared memory of the launch");
 
@@ -126,6 +133,20 @@ struct Loader {
         CopyB::start(stage + A_TILE, s.b, g.b_col, g.b_row, block, k_left);
     }
     __device__ __forceinline__ void store(Element*) const {}
+#if SPREAD
+    CopyA::Parts a;
+    CopyB::Parts b;
+    __device__ __forceinline__ void begin_parts(const Group& g, const Sources& s, Element* stage, int block) {
+        const int k_left = int(min64(g.k - i64(block) * BK, BK));
+        a.begin(stage, s.a, g.a_row, g.a_col, block, k_left);
+        b.begin(stage + A_TILE, s.b, g.b_col, g.b_row, block, k_left);
+    }
+    // Behind the `unit`-th of the STEPS * MI products of 16 rows.
+    __device__ __forceinline__ void load_part(int unit) {
+        static_assert(CopyA::Parts::COUNT * 2 == STEPS * MI && CopyB::Parts::COUNT * 2 == STEPS * MI, "all start");
+        if (unit % 2) a.start(unit / 2), b.start(unit / 2);
+    }
+#endif
 };
 #else
 // What may travel by cp.async where it is aligned: all that keeps its direction.
@@ -165,31 +186,36 @@ struct Loader {
 };
 #endif
 
-// The tile in hand, and how far the walk over the groups has come: too much for registers that every thread would hold.
+// A tile, and how far the walk over the groups has come: too much for registers that every thread would hold.
 struct Place {
-    TileWalk<BM, BN> walk[32];
     Part group;
     Sources sources;
-    i64 tile;                        // the next one's number
     int number, row, column;         // of the group, -1 behind the last tile; the tile's first row and column
 };
+struct Walk {
+    TileWalk<BM, BN> of_lane[32];
+    i64 tile;                        // the next one's number
+};
 
-// One warp finds the block's next tile. Not inlined: it runs once per tile, and would take registers from the products.
-__device__ __noinline__ void find_tile(const Given& p, Place& s) {
+// One warp finds the tile after `last`. Not inlined: it runs once per tile, and would take registers from the products.
+__device__ __noinline__ void find_tile(const Given& p, Walk& w, const Place& last, Place& s) {
     const int lane = threadIdx.x & 31;
-    TileWalk<BM, BN> walk = s.walk[lane];
+    TileWalk<BM, BN> walk = w.of_lane[lane];
     int number = -1;
     i64 local;
-    const i64 tile = s.tile;
+    const i64 tile = w.tile;
     __syncwarp();                    // all lanes have read it: the first one writes the next one there
     const bool found = walk.find(p, tile, number, local);
-    s.walk[lane] = walk;
+    w.of_lane[lane] = walk;
     if (lane != 0) return;
-    s.tile = tile + gridDim.x;
+    w.tile = tile + gridDim.x;
+#if AHEAD
+    if (found && number == last.number) s.group = last.group;
+#endif
 #if FUSED
-    if (found && number != s.number) s.group = resolve_fused(p, number, sizeof(Element)), s.sources.begin(p, s.group);
+    if (found && number != last.number) s.group = resolve_fused(p, number, sizeof(Element)), s.sources.begin(p, s.group);
 #else
-    if (found && number != s.number) s.group = resolve(p, number, sizeof(Element));
+    if (found && number != last.number) s.group = resolve(p, number, sizeof(Element));
 #endif
     s.number = found ? number : -1;
     if (!found) return;
@@ -202,58 +228,118 @@ __device__ __noinline__ void find_tile(const Given& p, Place& s) {
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) generic(const __grid_constant__ Given p) {
     extern __shared__ __align__(16) char shared[];
     Element* const ring = (Element*)shared;
-    __shared__ Place place;
-    const Part& g = place.group;
-    if (threadIdx.x < 32) place.walk[threadIdx.x] = TileWalk<BM, BN>();
-    if (threadIdx.x == 0) place.number = -1, place.tile = blockIdx.x;
+    __shared__ Walk walk;
+    __shared__ Place places[1 + AHEAD];
+    if (threadIdx.x < 32) walk.of_lane[threadIdx.x] = TileWalk<BM, BN>();
+    if (threadIdx.x == 0) places[AHEAD].number = -1, walk.tile = blockIdx.x;
     __syncwarp();
     Compute work;
     Loader loader;
-    while (true) {
-        if (threadIdx.x < 32) find_tile(p, place);
+#if AHEAD
+    // The blocks of k of a tile that are loaded before its first products.
+    const auto load_first = [&](const Place& place) {
+        const int blocks = int(ceil_div(place.group.k, BK));
+        for (int block = 0; block < STAGES - 1; ++block) {
+            if (block < blocks) loader.load(place.group, place.sources, ring + block * (A_TILE + B_TILE), block);
+            commit_copies();
+        }
+    };
+    if (threadIdx.x < 32) find_tile(p, walk, places[1], places[0]);
+    __syncthreads();
+    if (places[0].number >= 0) load_first(places[0]);
+#endif
+    for (int turn = 0;; turn ^= AHEAD) {
+        Place &place = places[turn], &then = places[turn ^ AHEAD];
+        const Part& g = place.group;
+#if !AHEAD
+        if (threadIdx.x < 32) find_tile(p, walk, place, then);
         __syncthreads();
+#endif
         if (place.number < 0) break;
 #if FUSED
         place.sources.place_lines(p, g, place.row, place.column);
         __syncthreads();
 #endif
         const int blocks = int(ceil_div(g.k, BK));
+#if AHEAD
+        wait_for_copies<STAGES - 2>();
+        __syncthreads();                             // block 0 is there for all, the tile before is stored
+        if (threadIdx.x < 32) find_tile(p, walk, place, then);
+#else
         loader.begin(g, place.row, place.column);
+#endif
 #pragma unroll
         for (int e = 0; e < int(sizeof(work.acc) / sizeof(Acc)); ++e) ((Acc*)work.acc)[e] = 0;
         // Round kb multiplies block kb while block kb + STAGES - 1 is loaded; the first rounds only load. What a step multiplies
         // is read one step before, so a block's last step reads from the next block, and waits for it.
         Compute::Fragments f[2];
-        for (int kb = 1 - STAGES; kb < blocks; ++kb) {
+#if AHEAD
+        if (blocks > 0) {
+            Compute::read(f[0], ring, ring + A_TILE, 0);
+#if SPREAD
+#pragma unroll
+            for (int i = 0; i < MI; ++i) Compute::read_a(f[0], ring, 0, i);
+#endif
+        }
+#endif
+        for (int kb = AHEAD ? 0 : 1 - STAGES; kb < blocks; ++kb) {
             const int next = kb + STAGES - 1;
             const Element* at = ring + (kb + STAGES) % STAGES * (A_TILE + B_TILE);
             Element* const to = ring + next % STAGES * (A_TILE + B_TILE);
+#if SPREAD
+            const bool in_parts = next < blocks && place.sources.a.wide && place.sources.b.wide;
+            if (in_parts) loader.begin_parts(g, place.sources, to, next);
+            else if (next < blocks) loader.load(g, place.sources, to, next);
+            // Step `s`; A of step `then_s`, which lies in `at`, takes its place.
+            const auto multiply = [&](int s, int then_s) {
+                work.multiply(f[0], f[s % 2], [&](int i) {
+                    Compute::read_a(f[0], at, then_s, i);
+                    if (in_parts) loader.load_part(s * MI + i);
+                });
+            };
+#else
+            const auto multiply = [&](int s, int) { work.multiply(f[s % 2], f[s % 2], [](int) {}); };
             if (next < blocks) loader.load(g, place.sources, to, next);
             commit_copies();
+#endif
             if (kb >= 0) {
 #pragma unroll PAIRS_UNROLLED
                 for (int s = 0; s + 2 < STEPS; s += 2) {
                     Compute::read(f[1], at, at + A_TILE, s + 1);
-                    work.multiply(f[0]);
+                    multiply(s, s + 1);
                     Compute::read(f[0], at, at + A_TILE, s + 2);
-                    work.multiply(f[1]);
+                    multiply(s + 1, s + 2);
                 }
                 Compute::read(f[1], at, at + A_TILE, STEPS - 1);
-                work.multiply(f[0]);
+                multiply(STEPS - 2, STEPS - 1);
             }
             if (kb >= -1) {
                 at = ring + (kb + 1) % STAGES * (A_TILE + B_TILE);
-                wait_for_copies<STAGES - 2>();
+                wait_for_copies<STAGES - 2 - SPREAD>();
                 __syncthreads();                     // block kb + 1 is there for all, block kb is done with
                 Compute::read(f[0], at, at + A_TILE, 0);
             }
-            if (kb >= 0) work.multiply(f[1]);
+            if (kb >= 0) multiply(STEPS - 1, 0);
+#if SPREAD
+            commit_copies();
+#endif
             if (next < blocks) loader.store(to);
         }
         wait_for_copies<0>();
         __syncthreads();
-        work.finish(p, g, shared, place.row, place.column);
+        const bool plain = !is_fused(p) && Compute::is_plain(p, g);
+#if AHEAD
+        if (then.number >= 0 && plain) load_first(then);                 // results do not pass through the ring
+#endif
+        if (plain) work.finish_plain(p, g, place.row, place.column);
+        else work.finish(p, g, shared, place.row, place.column);
+#if AHEAD
+        if (plain) continue;
         __syncthreads();
+        if (then.number >= 0) load_first(then);
+#else
+        __syncthreads();
+#endif
     }
 #if FUSED
     if (p.zero_unowned) {

@@ -79,20 +79,24 @@ struct Compute {
         Fragment a[MI][WORDS], b[NJ / 2][WORDS];
     };
 
-    // The operands of step `s` of a stage.
+    // The operands of step `s` of a stage; with SPREAD those of A come one by one.
     static __device__ __forceinline__ void read(Fragments& f, const Element* a, const Element* b, int s) {
 #pragma unroll
-        for (int i = 0; i < MI; ++i) fragment_a<A_LINES_K, A_PITCH>(f.a[i], a, row() + i * 16, s * K);
+        for (int i = 0; !SPREAD && i < MI; ++i) read_a(f, a, s, i);
 #pragma unroll
         for (int j = 0; j < NJ / 2; ++j) fragment_b<B_LINES_K, B_PITCH>(f.b[j], b, column() + j * 16, s * K);
     }
+    static __device__ __forceinline__ void read_a(Fragments& f, const Element* a, int s, int i) {
+        fragment_a<A_LINES_K, A_PITCH>(f.a[i], a, row() + i * 16, s * K);
+    }
 
-    __device__ __forceinline__ void multiply(const Fragments& f) {
+    // A of `f` and B of `g`; `after(i)` comes behind the products of the warp's i-th 16 rows.
+    template <class After> __device__ __forceinline__ void multiply(const Fragments& f, const Fragments& g, const After& after) {
 #pragma unroll
-        for (int i = 0; i < MI; ++i)
+        for (int i = 0; i < MI; ++i) {
 #pragma unroll
             for (int j = 0; j < NJ; ++j) {
-                const Fragment* const columns = f.b[j >> 1] + (j & 1) * (WORDS / 2);
+                const Fragment* const columns = g.b[j >> 1] + (j & 1) * (WORDS / 2);
 #if KIND == KIND_I8
                 mma_s8(acc[i][j], f.a[i], columns);
 #elif KIND == KIND_BF16
@@ -105,6 +109,8 @@ struct Compute {
                 mma_f64<K>(acc[i][j], f.a[i], columns);
 #endif
             }
+            after(i);
+        }
     }
 
     // Two neighbours of a row, of which the second may lie past the edge; 16 bits, or the sums' own type.
@@ -137,20 +143,21 @@ struct Compute {
     }
 
     // alpha * acc in 16 bits or in the sums' own type, rows that pairs are aligned to: straight from the registers.
-    __device__ __forceinline__ bool finish_plain(const Problem& p, const Group& g, i64 i0, i64 j0) const {
+    static __device__ __forceinline__ bool is_plain(const Problem& p, const Group& g) {
         if (g.c || g.bias || p.activation != IDENTITY || g.out_col != 1) return false;
         const int size = size_of(p.out_type);
         if ((u64(g.out) | u64(g.out_row * size)) & (2 * size - 1)) return false;
+        return size == sizeof(Acc) || (KIND <= KIND_TF32 && size == 2);
+    }
+    __device__ __forceinline__ void finish_plain(const Problem& p, const Group& g, i64 i0, i64 j0) const {
         if constexpr (KIND <= KIND_TF32) {
-            if (size == 2) return put_rows<2>(p, g, i0, j0), true;
+            if (size_of(p.out_type) == 2) return put_rows<2>(p, g, i0, j0);
         }
-        if (size != sizeof(Acc)) return false;
-        return put_rows<sizeof(Acc)>(p, g, i0, j0), true;
+        put_rows<sizeof(Acc)>(p, g, i0, j0);
     }
 
     // 16 x 32 at a time through the warp's own piece of shared memory.
     template <class P, class G> __device__ __forceinline__ void finish(const P& p, const G& g, char* shared, i64 i0, i64 j0) {
-        if (!is_fused(p) && finish_plain(p, g, i0, j0)) return;
         const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
         constexpr int PITCH = 36;
         Acc* staged = (Acc*)shared + warp * 16 * PITCH;
@@ -213,7 +220,7 @@ struct OrdinaryCores {
         vectors<RN, LANES_N * 4>(f.b, b + s * B_PITCH + column());
     }
 
-    __device__ __forceinline__ void multiply(const Fragments& f) {
+    template <class After> __device__ __forceinline__ void multiply(const Fragments& f, const Fragments&, const After&) {
 #pragma unroll
         for (int i = 0; i < RM; ++i)
 #pragma unroll
@@ -221,8 +228,10 @@ struct OrdinaryCores {
     }
 
     // alpha * acc in float32, rows that are contiguous: straight from the registers.
-    __device__ __forceinline__ bool finish_plain(const Problem& p, const Group& g, i64 i0, i64 j0) const {
-        if (g.c || g.bias || p.activation != IDENTITY || p.out_type != F32 || g.out_col != 1) return false;
+    static __device__ __forceinline__ bool is_plain(const Problem& p, const Group& g) {
+        return !g.c && !g.bias && p.activation == IDENTITY && p.out_type == F32 && g.out_col == 1;
+    }
+    __device__ __forceinline__ void finish_plain(const Problem& p, const Group& g, i64 i0, i64 j0) const {
         const float alpha = p.read_ab ? float(p.alpha) : 0.0f;
         const bool aligned = ((u64(g.out) | u64(g.out_row * 4)) & 15) == 0;
         const i64 j = j0 + column();
@@ -244,12 +253,10 @@ struct OrdinaryCores {
                 }
             }
         }
-        return true;
     }
 
     // One row of each lane at a time: a warp stages LANES_M rows of WARP_N values in its own piece of shared memory.
     template <class P, class G> __device__ __forceinline__ void finish(const P& p, const G& g, char* shared, i64 i0, i64 j0) {
-        if (!is_fused(p) && finish_plain(p, g, i0, j0)) return;
         constexpr int PITCH = WARP_N + 4;
         const int warp = threadIdx.x >> 5;
         float* const staged = (float*)shared + warp * LANES_M * PITCH;

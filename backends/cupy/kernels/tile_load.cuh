@@ -44,6 +44,28 @@ struct TileCopy {
             if (!whole) copy<SIZE>(tile, from, s.left, CONTIG_K ? k_stride : mn_stride, (CONTIG_K ? mn_stride : k_stride) * SIZE, k_left);
     }
 
+    // The same copies for a thread to start one by one, in order, where they are `wide` and nothing is turned.
+    struct Parts {
+        static constexpr int V = 16 / SIZE, COUNT = MN * BK / V / THREADS, HOP = THREADS * V / LINE;
+        const char* at;      // the next one's
+        i64 hop;
+        u32 to;
+        int lines, bytes;    // how many lines there are from the first copy's on, and how much of it exists
+
+        __device__ __forceinline__ void begin(T* tile, const Source& s, i64 mn_stride, i64 k_stride, int block, int k_left) {
+            const int along = threadIdx.x % (LINE / V) * V, across = threadIdx.x / (LINE / V);
+            const i64 pitch = (CONTIG_K ? mn_stride : k_stride) * SIZE;
+            at = s.from + i64(block) * BK * k_stride * SIZE + across * pitch + along * SIZE, hop = HOP * pitch;
+            to = shared_address(tile + across * PITCH + along);
+            lines = (CONTIG_K ? s.left : k_left) - across;
+            bytes = max(min(((CONTIG_K ? k_left : s.left) - along) * SIZE, 16), 0);
+        }
+        __device__ __forceinline__ void start(int c) {
+            copy_part<16>(to + c * (HOP * PITCH * SIZE), at, c * HOP < lines ? bytes : 0);
+            at += hop;
+        }
+    };
+
     // `stride` is that along a line in elements, `pitch` that between lines in bytes.
     template <int WIDTH>
     static __device__ __forceinline__ void copy(T* tile, const char* from, int left, i64 stride, i64 pitch, int k_left) {

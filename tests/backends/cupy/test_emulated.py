@@ -570,3 +570,27 @@ def test_plain_products_of_aligned_lines(dtype: torch.dtype, a_k: bool, b_k: boo
         problem = aligned_problem(seed, dtype, forms[seed % len(forms)], a_k, b_k)
         assert not support.has_odd_lines(problem.spec)
         _is_right(problem, config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+def test_tiles_that_are_found_ahead(dtype: torch.dtype) -> None:
+    """Several large tiles of a thread block, whose first k are loaded before or after the last results are stored:
+    lines at any element, a c or a bias, few rows, none to many blocks of k."""
+    for seed in range(24):
+        rng = np.random.default_rng(seed)
+        whole = seed % 2 * 16 // dtype.itemsize or 1
+        groups, n, k = int(rng.integers(1, 5)), int(rng.integers(1, 300)), int(rng.choice([0, 8, 96, 160, 300, 333]))
+        sizes = rng.choice([1, 60, 64, 65, 128, 150, 200, 257], groups).tolist()
+
+        def matrix(*shape: int, whole: int = whole, rng: np.random.Generator = rng) -> Tensor:
+            """In lines of a multiple of `whole` elements."""
+            numbers = rng.integers(-7, 8, (*shape[:-1], -(-shape[-1] // whole) * whole)).astype(np.float32)
+            return torch.from_numpy(numbers).to(dtype)[..., : shape[-1]]
+
+        a, b = matrix(sum(sizes), max(k, 1))[:, :k], matrix(groups, max(k, 1), n)[:, :k]
+        more: dict[str, Any] = {}
+        if seed % 3 == 1:
+            more = {"c": matrix(sum(sizes), n), "beta": 2.0, "alpha": -0.5}
+        if seed % 3 == 2:
+            more = {"bias": matrix(groups, n), "activation": "relu"}
+        _is_right(GroupedGemmProblem(a, b, sizes=sizes, **more), configs.GENERIC)
