@@ -74,7 +74,7 @@ def number(pattern: str, log: str) -> int:
     ("config", "signature"),
     [*((config, PLAIN) for config in
        (GENERIC, GENERIC_LARGE, GENERIC_LOW, MMA, MMA_SMALL, HOPPER_NARROW, coarse(HOPPER_MEDIUM), coarse(HOPPER))),
-     *((config, SENT) for config in (coarse(HOPPER_NARROW), coarse(HOPPER_MEDIUM), HOPPER)), (coarse(HOPPER), RAGGED),
+     *((config, SENT) for config in map(coarse, (HOPPER_NARROW, HOPPER_MEDIUM, HOPPER))), (coarse(HOPPER), RAGGED),
      (coarse(HOPPER, cluster=1), replace(SENT, b_order="col")), (coarse(HOPPER_MEDIUM, cluster=1), SENT),
      (coarse(HOPPER), replace(PLAIN, compute="f32", out="f32", b_order="col")),
      *((config, replace(PLAIN, compute=name, out=name, b_order="col")) for config, name in
