@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("numba_cuda", reason="pip install 'multigemm[numba]'")
 
-from multigemm.backends.numba import build, choice, launch, support
+from multigemm.backends.numba import choice, launch, support
 from multigemm.backends.numba.arguments import JAGGED_M, JAGGED_N
 from multigemm.backends.numba.config import (
     FLOAT8_LOW,
@@ -219,7 +219,7 @@ compiles = pytest.mark.skipif(
 )
 def test_nothing_is_spilled(scales: Any, config: Float8Config) -> None:
     signature = replace(SIGNATURE, b="e5m2", scales=scales)
-    made = build.assemble(build.to_ltoir(config, signature, (9, 0)), (9, 0))
+    made = numba_world.assembled(config, signature, (9, 0))
     assert re.findall(r"(\d+) bytes spill stores", made.log) == ["0"], made.log
     assert re.findall(r"Used (\d+) registers", made.log) == ["168"], "what 384 threads have at most"
     assert "setmaxnreg' ignored" not in made.log and "serialized" not in made.log, made.log
@@ -229,10 +229,10 @@ def test_nothing_is_spilled(scales: Any, config: Float8Config) -> None:
 @compiles
 @pytest.mark.slow
 def test_operands_of_two_formats_are_multiplied_by_wgmma() -> None:
-    text = build.to_ptx(FLOAT8_MEDIUM, replace(SIGNATURE, a="e5m2", scales="blocks"), (9, 0))
+    text = numba_world.ptx_of(FLOAT8_MEDIUM, replace(SIGNATURE, a="e5m2", scales="blocks"), (9, 0))
     for opcode in ("m64n64k32.f32.e5m2.e4m3", "m64n128k32.f32.e5m2.e4m3", "stmatrix", "setmaxnreg.inc", "fma.rn"):
         assert opcode in text
-    assert "m64n128k32" not in build.to_ptx(FLOAT8_LOW, SIGNATURE, (9, 0)), "a low tile has half the columns each"
+    assert "m64n128k32" not in numba_world.ptx_of(FLOAT8_LOW, SIGNATURE, (9, 0)), "a low tile has half the columns each"
 
 
 # --- what the consumers compute ---------------------------------------------------------------------
