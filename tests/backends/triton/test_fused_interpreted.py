@@ -187,7 +187,7 @@ def test_gates_behind_a_product_and_back(kind: str, layout: str, monkeypatch: py
     monkeypatch.setattr(kernels, "GATE_COLUMNS", 16)
     torch.manual_seed(6)
     kinds: list[tuple[torch.dtype, float | None]] = [(torch.float64, 0.7), (torch.float32, None)]
-    unlimited = GLU_LAYOUTS.index(layout) == list(GATES).index(kind) % len(GLU_LAYOUTS)
+    unlimited = layout == GLU_LAYOUTS[[*map(str, GATES)].index(kind) % len(GLU_LAYOUTS)]
     for dtype, limit in kinds[: 1 + unlimited]:
         alpha = 1.702 if kind == "swiglu" else 1.0
         net = Network(kind, layout, alpha, 0.3, limit)
