@@ -63,4 +63,4 @@ fuzz: $(STAMP)  ## the fuzzer; ARGS="--seconds 60"
 	MULTIGEMM_EMULATE=1 $(BIN)/python -m multigemm fuzz $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(DOCS) site build dist *.egg-info
+	rm -rf $(VENV) $(DOCS) .test_cache site build dist *.egg-info

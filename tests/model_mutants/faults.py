@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from inspect import getsource
 from types import ModuleType
 from typing import Any
@@ -27,7 +27,7 @@ from multigemm.testing import relations
 from multigemm.testing.case import Case
 from multigemm.testing.deep_oracles import changed_sizes, lying_sizes, other_contents, run_oracles
 from multigemm.testing.oracles import Outcome, check
-from multigemm.testing.placed_case import DeviceCase
+from multigemm.testing.placed_case import DeviceCase, PlacedCase
 from multigemm.testing.strategies import Limits, random_case
 from multigemm.testing.subject import Subject
 from tests.model_mutants import fused_kernel, kernel
@@ -491,15 +491,21 @@ MOST_PROBLEMS = 2000
 through float32 moves) falls to the 567th. A number and no time, so that a busy machine judges as an idle one does."""
 
 
+@lru_cache(maxsize=64)
+def placed_case(number: int, limits: Limits) -> PlacedCase:
+    """A case with its right answer, for all faults that meet it; each has memory of its own."""
+    return PlacedCase.build(random_case(number, limits))
+
+
 def hunt(backend: Backend, *, problems: int = MOST_PROBLEMS, limits: Limits = HUNTING) -> Kill:
     """Draws up to so many cases, until an oracle finds a fault of the backend."""
     subject, begin, tried = Subject(backend), time.monotonic(), 0
-    device = torch.device("cpu")
     while tried < problems:
-        case = random_case(tried, limits)
-        outcome = examine(case, subject, device, deep=tried % 4 == 3, seed=tried)
+        placed = placed_case(tried, limits)
+        device_case = DeviceCase.build(placed, torch.device("cpu"))
+        outcome = examine_device_case(device_case, subject, deep=tried % 4 == 3, seed=tried)
         tried += 1
         if outcome.findings:
             found = outcome.findings[0]
-            return Kill(subject.name, found.oracle, tried, time.monotonic() - begin, case, found.text)
+            return Kill(subject.name, found.oracle, tried, time.monotonic() - begin, placed.case, found.text)
     return Kill(subject.name, "", tried, time.monotonic() - begin)

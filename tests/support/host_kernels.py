@@ -18,6 +18,7 @@ import pytest
 
 from multigemm.cuda.arguments import words
 from multigemm.planning import fused_steps
+from tests.support.compiled_before import compiled_before
 
 PRELUDE = """
 #include <cmath>
@@ -105,11 +106,16 @@ def host_kernel(source: str, name: str, argument: str, defines: Sequence[str], f
     stem = folder / hashlib.sha256((source + " ".join(defines)).encode()).hexdigest()[:16]
     built = stem.with_suffix(".so")
     if not built.exists():
-        stem.with_suffix(".cpp").write_text(source)
         # `if constexpr` is an extension of C++14, whose <cmath> is a quarter as long as from C++17 on
         standard = "-std=c++20" if waits else "-std=c++14"
         command = ["g++", standard, "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-w", *defines]
-        subprocess.run([*command, str(stem.with_suffix(".cpp")), "-o", str(built)], check=True)
+
+        def compiled() -> bytes:
+            stem.with_suffix(".cpp").write_text(source)
+            subprocess.run([*command, str(stem.with_suffix(".cpp")), "-o", str(built)], check=True)
+            return built.read_bytes()
+
+        built.write_bytes(compiled_before(compiled, command, source))
     made: Callable[..., None] = ctypes.CDLL(str(built)).run
     return made
 

@@ -11,6 +11,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -166,10 +167,18 @@ class Model:
         return found.astype(np.float64)
 
     def make_wgmma_of_bytes(self, _a: str, _b: str, n: int, k: int, fresh: bool) -> Callable[..., Values]:
+        @cache  # nobody fills a stage anew, and four lanes hold parts of the same rows
+        def multiplied(a: int, b: int, row: int) -> npt.NDArray[np.float64]:
+            found: npt.NDArray[np.float64] = self._rows(a, k, [row, row + 8]) @ columns(b)
+            return found
+
+        @cache
+        def columns(b: int) -> npt.NDArray[np.float64]:
+            return self._rows(b, k, range(n)).T
+
         def wgmma(acc: Values, a: int, b: int, _never: int) -> Values:
             lane, warp = self.thread_again() % 32, self.thread_again() // 32 % 4
-            row = warp * 16 + lane // 4
-            found = self._rows(a, k, [row, row + 8]) @ self._rows(b, k, range(n)).T
+            found = multiplied(a, b, warp * 16 + lane // 4)
             mine = found.reshape(2, n // 8, 8)[:, :, lane % 4 * 2 : lane % 4 * 2 + 2].transpose(1, 0, 2).reshape(-1)
             return mine.tolist() if fresh else [x + y for x, y in zip(acc, mine, strict=True)]
 

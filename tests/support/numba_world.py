@@ -6,12 +6,17 @@ from typing import Any
 
 import pytest
 
-from multigemm.backends.numba import launch, support
+from multigemm.backends.numba import build, launch, support
 from multigemm.backends.numba.build import Image
 from multigemm.backends.numba.config import Config
 from multigemm.planning.operands import Operands
+from multigemm.settings import settings
 from tests.support import cuda_driver
+from tests.support.compiled_before import compiled_before, files_of
 from tests.support.cuda_driver import FakeDriver
+
+COMPILED = "backends/numba", "multigemm"
+"""What a kernel may be made of."""
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
@@ -23,6 +28,20 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
         monkeypatch.setattr(module, "capability_of", lambda device: (9, 0))
     monkeypatch.setattr(launch, "processors", lambda index: 132)
     return fake
+
+
+def assembled(config: Config, signature: Any, capability: tuple[int, int]) -> Image:
+    """The machine code of a kernel, and what the assembler says of it."""
+    given = config, signature, capability
+    return compiled_before(
+        lambda: build.assemble(build.to_ltoir(*given), capability), files_of(*COMPILED), given, settings().lineinfo
+    )
+
+
+def ptx_of(config: Config, signature: Any, capability: tuple[int, int]) -> str:
+    """The PTX of a kernel."""
+    given = config, signature, capability
+    return compiled_before(lambda: build.to_ptx(*given), files_of(*COMPILED), "ptx", given, settings().lineinfo)
 
 
 def bound(config: Config, ops: Operands) -> Any:

@@ -47,6 +47,7 @@ from multigemm.backends.numba.config import (
     shared_bytes,
     staging_bytes,
 )
+from tests.support.numba_world import assembled, ptx_of
 
 PLAIN = Signature("bf16", "bf16", None, None, None, True, "row", "row")
 SENT = replace(PLAIN, sent=True)
@@ -74,7 +75,7 @@ def number(pattern: str, log: str) -> int:
     ("config", "signature"),
     [*((config, PLAIN) for config in
        (GENERIC, GENERIC_LARGE, GENERIC_LOW, MMA, MMA_SMALL, HOPPER_NARROW, coarse(HOPPER_MEDIUM), coarse(HOPPER))),
-     *((config, SENT) for config in (coarse(HOPPER_NARROW), coarse(HOPPER_MEDIUM), HOPPER)), (coarse(HOPPER), RAGGED),
+     *((config, SENT) for config in map(coarse, (HOPPER_NARROW, HOPPER_MEDIUM, HOPPER))), (coarse(HOPPER), RAGGED),
      (coarse(HOPPER, cluster=1), replace(SENT, b_order="col")), (coarse(HOPPER_MEDIUM, cluster=1), SENT),
      (coarse(HOPPER), replace(PLAIN, compute="f32", out="f32", b_order="col")),
      *((config, replace(PLAIN, compute=name, out=name, b_order="col")) for config, name in
@@ -83,7 +84,7 @@ def number(pattern: str, log: str) -> int:
     ids=str,
 )  # fmt: skip
 def test_shipped_config_fits_the_registers(config: Config, signature: Signature) -> None:
-    image = build.assemble(build.to_ltoir(config, signature, HOPPER_GPU), HOPPER_GPU)
+    image = assembled(config, signature, HOPPER_GPU)
     assert number(r"Used (\d+) registers", image.log) * config.threads <= 65536
     assert number(r"(\d+) bytes spill stores", image.log) <= (SPILL_LIMIT if config.kernel == "generic" else 0)
     assert "setmaxnreg' ignored" not in image.log
@@ -93,7 +94,7 @@ def test_shipped_config_fits_the_registers(config: Config, signature: Signature)
 
 @pytest.mark.slow
 def test_tensor_core_kernels_use_tensor_cores() -> None:
-    wide = build.to_ptx(coarse(HOPPER_NARROW), SENT, HOPPER_GPU)
+    wide = ptx_of(coarse(HOPPER_NARROW), SENT, HOPPER_GPU)
     for opcode in (
         "wgmma.mma_async.sync.aligned.m64n64k16",
         "cp.async.bulk.tensor.3d.shared::cluster.global",
@@ -105,8 +106,8 @@ def test_tensor_core_kernels_use_tensor_cores() -> None:
         "elect.sync",
     ):
         assert opcode in wide
-    assert "cp.async.bulk.tensor.5d" not in build.to_ptx(coarse(HOPPER_NARROW), PLAIN, HOPPER_GPU)
-    old = build.to_ptx(MMA, PLAIN, (8, 0))
+    assert "cp.async.bulk.tensor.5d" not in ptx_of(coarse(HOPPER_NARROW), PLAIN, HOPPER_GPU)
+    old = ptx_of(MMA, PLAIN, (8, 0))
     assert ".target sm_80" in old
     for opcode in ("mma.sync.aligned.m16n8k16.row.col.f32.bf16", "ldmatrix.sync.aligned.m8n8.x4.trans", "cp.async.cg"):
         assert opcode in old

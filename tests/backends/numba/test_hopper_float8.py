@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("numba_cuda", reason="pip install 'multigemm[numba]'")
 
-from multigemm.backends.numba import build, choice, launch, support
+from multigemm.backends.numba import choice, launch, support
 from multigemm.backends.numba.arguments import JAGGED_M, JAGGED_N
 from multigemm.backends.numba.config import (
     FLOAT8_LOW,
@@ -219,7 +219,7 @@ compiles = pytest.mark.skipif(
 )
 def test_nothing_is_spilled(scales: Any, config: Float8Config) -> None:
     signature = replace(SIGNATURE, b="e5m2", scales=scales)
-    made = build.assemble(build.to_ltoir(config, signature, (9, 0)), (9, 0))
+    made = numba_world.assembled(config, signature, (9, 0))
     assert re.findall(r"(\d+) bytes spill stores", made.log) == ["0"], made.log
     assert re.findall(r"Used (\d+) registers", made.log) == ["168"], "what 384 threads have at most"
     assert "setmaxnreg' ignored" not in made.log and "serialized" not in made.log, made.log
@@ -229,10 +229,10 @@ def test_nothing_is_spilled(scales: Any, config: Float8Config) -> None:
 @compiles
 @pytest.mark.slow
 def test_operands_of_two_formats_are_multiplied_by_wgmma() -> None:
-    text = build.to_ptx(FLOAT8_MEDIUM, replace(SIGNATURE, a="e5m2", scales="blocks"), (9, 0))
+    text = numba_world.ptx_of(FLOAT8_MEDIUM, replace(SIGNATURE, a="e5m2", scales="blocks"), (9, 0))
     for opcode in ("m64n64k32.f32.e5m2.e4m3", "m64n128k32.f32.e5m2.e4m3", "stmatrix", "setmaxnreg.inc", "fma.rn"):
         assert opcode in text
-    assert "m64n128k32" not in build.to_ptx(FLOAT8_LOW, SIGNATURE, (9, 0)), "a low tile has half the columns each"
+    assert "m64n128k32" not in numba_world.ptx_of(FLOAT8_LOW, SIGNATURE, (9, 0)), "a low tile has half the columns each"
 
 
 # --- what the consumers compute ---------------------------------------------------------------------
@@ -350,32 +350,32 @@ def test_a_tile_is_exact(
     ways = ((4, epilogue.make_strip_stage_32(rounds), plain(epilogue.strip_address_32)),
             (2, epilogue.make_strip_stage_16(rounds, "bf16"), plain(epilogue.strip_address_16)))  # fmt: skip
     p = SimpleNamespace(jagged=JAGGED_M)
-    for size, stage, address in ways:
-        got = np.full(tile.want.shape, np.nan)
-        for group in range(2):
-            row, column, height, width, strips = kernels.share_of(tile.rows, tile.columns, group)
-            first = row + column
+    got = {size: np.full(tile.want.shape, np.nan) for size, *_ in ways}
+    for group in range(2):
+        row, column, height, width, strips = kernels.share_of(tile.rows, tile.columns, group)
+        first = row + column
 
-            def one_lane() -> Any:
-                return dispatch(strips, p, tile.grids, 0, 0, 0, depth, RECORD, first)[0]  # noqa: B023
+        def one_lane() -> Any:
+            return dispatch(strips, p, tile.grids, 0, 0, 0, depth, RECORD, first)[0]  # noqa: B023
 
-            sums = [model.run(group * 4 + 4 + warp, one_lane) for warp in range(4)]
-            for number in range(rounds):
-                down, right = number // 2 * 64, number % 2 * 64
-                if down >= height or right >= width:
-                    continue
-                for warp in range(4):
+        sums = [model.run(group * 4 + 4 + warp, one_lane) for warp in range(4)]
+        for number, (size, stage, address) in product(range(rounds), ways):
+            down, right = number // 2 * 64, number % 2 * 64
+            if down >= height or right >= width:
+                continue
+            for warp in range(4):
 
-                    def stage_lane() -> None:
-                        thread = model.thread_again() % 128
-                        stage(sums[thread // 32][thread % 32], number, *address(0, thread))  # noqa: B023
+                def stage_lane() -> None:
+                    thread = model.thread_again() % 128
+                    stage(sums[thread // 32][thread % 32], number, *address(0, thread))  # noqa: B023
 
-                    model.run(warp, stage_lane)
-                rows_here, columns_here = min(height - down, 64), min(width - right, 64)
-                got[row + down :, column + right :][:rows_here, :columns_here] = unstaged(model.staged, size)[
-                    :rows_here, :columns_here
-                ]
-        np.testing.assert_array_equal(got, tile.want)
+                model.run(warp, stage_lane)
+            rows_here, columns_here = min(height - down, 64), min(width - right, 64)
+            got[size][row + down :, column + right :][:rows_here, :columns_here] = unstaged(model.staged, size)[
+                :rows_here, :columns_here
+            ]
+    for found in got.values():
+        np.testing.assert_array_equal(found, tile.want)
 
 
 def test_parts_of_a_tile_meet_nowhere_and_leave_nothing(emulated: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("numba_cuda", reason="pip install 'multigemm[numba]'")
 
-from multigemm.backends.numba import build, choice, launch, quantised, support
+from multigemm.backends.numba import choice, launch, quantised, support
 from multigemm.backends.numba.config import (
     GENERIC,
     GENERIC_EMULATED,
@@ -172,7 +172,7 @@ compiles = pytest.mark.skipif(
 def test_nothing_is_spilled(
     signature: QuantisedSignature, capability: tuple[int, int], config: QuantisedConfig
 ) -> None:
-    made = build.assemble(build.to_ltoir(config, signature, capability), capability)
+    made = numba_world.assembled(config, signature, capability)
     assert re.findall(r"(\d+) bytes spill stores", made.log) == ["0"], made.log
     assert "quantised" in made.entry
 

@@ -25,27 +25,37 @@ from multigemm.backends.triton.hopper import hopper_source
 from multigemm.backends.triton.hopper_float8 import float8_source
 from multigemm.problem.spec import ProblemSpec
 from tests.support import triton_kernels
+from tests.support.compiled_before import compiled_before, files_of
 from tests.support.python_process import run_python
 
 pytest.importorskip("triton", reason="the triton package is not installed: pip install triton")
 pytestmark = pytest.mark.slow
 
+COMPILED = "backends/triton", "multigemm", "tests/support/triton_kernels.py", "tests/backends/triton/test_build.py"
+"""What a kernel may be made of, and how it is read."""
 Compile = Callable[..., Any]
 """Calls a function of this file in the process that compiles."""
 
 
 @pytest.fixture(scope="module")
 def in_compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
-    """A process whose Triton compiles, with a cache of its own."""
+    """A process whose Triton compiles, with a cache of its own; it starts when something was not compiled before."""
     folder = tmp_path_factory.mktemp("compiled")
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        with pytest.MonkeyPatch.context() as environment:
-            for name in [name for name in os.environ if name.startswith(("TRITON_", "MULTIGEMM_"))]:
-                environment.delenv(name)
-            environment.setenv("MULTIGEMM_CACHE_DIR", str(folder))
-            environment.setenv("TRITON_CACHE_DIR", str(folder / "triton-own"))
-            pool.submit(int).result()  # starts the process
-        yield lambda work, *given: pool.submit(work, *given).result()
+
+        def ask(work: Callable[..., Any], *given: Any) -> Any:
+            with pytest.MonkeyPatch.context() as environment:
+                for name in [name for name in os.environ if name.startswith(("TRITON_", "MULTIGEMM_"))]:
+                    environment.delenv(name)
+                environment.setenv("MULTIGEMM_CACHE_DIR", str(folder))
+                environment.setenv("TRITON_CACHE_DIR", str(folder / "triton-own"))
+                return pool.submit(work, *given).result()
+
+        def compiled(work: Callable[..., Any], *given: Any) -> Any:
+            kept = [x for x in given if not isinstance(x, Path)]
+            return compiled_before(lambda: ask(work, *given), files_of(*COMPILED), work.__name__, kept)
+
+        yield compiled
 
 
 # --- what runs in the process that compiles ---------------------------------------------------------------------------
