@@ -61,7 +61,8 @@ def test_float8_weight_gradients_of_every_config(covers: str, scale_dtype: torch
     a = mg.quantize.quantize(x.T, "e4m3", covers, scale_dtype=scale_dtype, **cut)
     b = mg.quantize.quantize(y, "e5m2", covers, side="b", scale_dtype=scale_dtype, **cut)
     left, right = (a.data.contiguous(), b.data.T.contiguous().T) if turned else (a.data, b.data)
-    for out_dtype, more in ((torch.bfloat16, {}), (torch.float32, {"c": c, "beta": 0.5, "alpha": -2.0})):
+    with_c: dict[str, Any] = {"c": c, "beta": 0.5, "alpha": -2.0}
+    for out_dtype, more in ((torch.bfloat16, dict[str, Any]()), (torch.float32, with_c)):
         given = mg.GroupedGemmProblem(left, right, scale_a=a.scale, scale_b=b.scale, out_dtype=out_dtype, **cut, **more)
         for config in BACKEND.configs(staged_spec(given), given.device):
             verdict = mg.verify(given, mg.solve(given, backend="triton", config=config))

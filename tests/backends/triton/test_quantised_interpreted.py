@@ -365,13 +365,12 @@ def test_groups_of_a_copied_k_begin_with_blocks_of_their_own(covers: str, layout
     scale = torch.randint(0, 256, (lines, entries), dtype=torch.uint8, generator=generator)
     blocks_of_other = torch.ones(1, tokens // 128 + len(GROUPS))
     starts = torch.tensor([head, *(head + torch.tensor(GROUPS).cumsum(0)).tolist()], dtype=torch.int32)
-    sizes = torch.tensor(GROUPS, dtype=torch.int32)
+    given: dict[str, Any] = {"sizes": torch.tensor(GROUPS, dtype=torch.int32)} if sums else {"offsets": starts}
     operands = [(x.view(E4M3), scale.view(E8M0) if covers else None), (other, blocks_of_other)]
     (a, scale_a), (b, scale_b) = operands if name == "a" else operands[::-1]
     problem = mg.GroupedGemmProblem(
-        a, b.mT, jagged="k", scale_a=scale_a, scale_b=None if scale_b is None else scale_b.mT,
-        **({"sizes": sizes} if sums else {"offsets": starts}),
-    )  # fmt: skip
+        a, b.mT, jagged="k", scale_a=scale_a, scale_b=None if scale_b is None else scale_b.mT, **given
+    )
     ops = stage(problem, problem.spec, allocate(problem), sums_sizes=sums).ops
     source = pack_groups_source(problem.spec, COPIED, name)
     assert not problem_with(COPIED, problem.spec)
