@@ -33,16 +33,16 @@ from multigemm.planning.operands import Operands, Packed, packed
 from multigemm.problem.spec import bucket
 
 FEWEST, MOST_GROUPS = 64, 512
-"""Groups that the argument of a launch has room for: powers of two. More would not fit in its 4 KiB."""
+"""Groups that the argument of a launch has room for: powers of two. More would not fit in its 4 KiB. All are fewer than
+`library.MIXED_GROUPS`, so that a long call leaves its products in their order."""
 BYTES_EACH = 28
 """Bytes of device memory for each group: three addresses and an end."""
 BOUND = Config("auto")
 """In place of what a bind chooses among separate and batched calls."""
 THREADS, ZEROING_BLOCKS = 256, 263
-"""Of `place_groups`: threads of a block, and the blocks that zero, two on each of an H100's 132 multiprocessors."""
+"""Of `place_groups`: threads of a block, and the blocks that zero. With the block that places groups there are two for
+each of an H100's 132 multiprocessors."""
 SOURCE = nvrtc.source_of(Path(__file__).parent / "kernels" / "place_groups.cu")
-OUT, BASES, LINES = 2, 3, 13
-"""The words of an argument that change from call to call."""
 
 
 @cache
@@ -57,6 +57,10 @@ def argument_of(most: int) -> Any:
         ("order", ctypes.c_uint16 * most),
     ]
     return type("Groups", (ctypes.Structure,), {"_fields_": parts})
+
+
+OUT, BASES, LINES = (getattr(argument_of(FEWEST), name).offset // 8 for name in ("out", "bases", "lines"))
+"""The words of an argument that change from call to call."""
 
 
 class PlacedGroups:

@@ -513,7 +513,7 @@ def kinds(limits: Limits, count: int, seed: int = 0) -> list[Case]:
 
 def _kinds_of(limits: Limits, kind: str, count: int, seed: int) -> list[Case]:
     """Quantised or fused cases that together show as many of the required classes, and of the scales of each form, as a
-    greedy choice can find; every other one is such as Hopper's kernels take."""
+    greedy choice can find; every other one has the operands of `for_copy_engine`."""
     wanted = required(limits) - REQUIRED
 
     def traits_of(case: Case) -> Set[Any]:
@@ -523,7 +523,8 @@ def _kinds_of(limits: Limits, kind: str, count: int, seed: int) -> list[Case]:
     drawn = _pool_of(replace(limits, dtypes=halves or limits.dtypes), kind, seed)
     fast = [for_copy_engine(case, limits) for case in drawn if case.quantised or case.dtype in HALVES]
     pools = [pool for pool in (_pool_of(limits, kind, seed + SMALL_POOL), fast) if pool]
-    return list(islice(chain.from_iterable(zip(*(most_new_first(pool, traits_of) for pool in pools))), count))
+    in_turn = zip(*(most_new_first(pool, traits_of) for pool in pools))
+    return list(islice(chain.from_iterable(in_turn), count))
 
 
 def for_copy_engine(case: Case, limits: Limits) -> Case:

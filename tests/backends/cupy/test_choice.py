@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,9 @@ from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
 from multigemm.errors import InvalidSetting
 from multigemm.problem.spec import OperandSpec, ProblemSpec
+from multigemm.testing import Limits
+from multigemm.testing.placed_case import spec_of
+from multigemm.testing.strategies import kinds
 from tests.support.cupy_world import BF16, GPU, ODD, SPEC, batch
 
 Change = dict[str, Any]
@@ -340,3 +344,23 @@ SHIFT_B, SMALL_LIST = support.shift_b_reasons, support.small_list_reasons
 )
 def test_a_kernel_says_what_it_cannot_do(reasons_of: Any, change: dict[str, Any], word: str) -> None:
     assert any(word in reason for reason in reasons_of(spec(**change)))
+
+
+@pytest.mark.parametrize(
+    ("limits", "wanted"),
+    [
+        (Limits(work=1 << 17, fused=1), {"hopper", "gathered", "hopper_gather", "gate of rows across k"}),
+        (Limits(work=1 << 17, quantised=1), {"hopper_fp8", "hopper_weights"}),
+    ],
+    ids=["fused", "quantised"],
+)
+def test_campaigns_draw_what_kernels_for_hopper_take(limits: Limits, wanted: set[str]) -> None:
+    found = Counter[str]()
+    for case in kinds(limits, 150, 3):
+        if not (case.is_fused or case.quantised):
+            continue
+        taken = {config.kernel for config in choice.ranked(spec_of(case), (9, 0))} & wanted
+        found.update(taken)
+        if taken and case.gated and case.form == "jagged_m" and case.a.order == "col":
+            found["gate of rows across k"] += 1
+    assert all(found[what] >= 2 for what in wanted), found
