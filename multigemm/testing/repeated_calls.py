@@ -3,7 +3,8 @@
 A fuzzer of problems makes every problem anew. Here calls come back: with the same operands, with new contents, with new
 memory, with memory that was freed and taken again under other strides, with other sizes, on another stream. So launches
 that were kept from earlier calls serve later ones, and each result is judged. A series begins with a case as the fuzzer
-draws it, of whole numbers, so that one wrong bit shows.
+draws it, of whole numbers, so that one wrong bit shows. With `--kinds`, all series and processes share so many
+structures, each with one other layout: a GPU then spends its time on calls and not on compiling.
 
     python -m multigemm.testing.repeated_calls --backends cupy,triton --calls 50000
 """
@@ -15,6 +16,7 @@ import math
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -52,11 +54,14 @@ class Count:
 
 
 class _Series:
-    """Calls of one case, each with something changed."""
+    """Calls of one kind, each with something changed."""
 
-    def __init__(self, case: Case, chance: Random, backend: str, device: torch.device) -> None:
+    def __init__(self, kind: int, chance: Random, backend: str, device: torch.device) -> None:
+        case, draw = random_case(kind, LIMITS), Random(kind)
+        operand = draw.choice("ab")
+        self.layouts = [{operand: getattr(case, operand)}, {operand: draw_layout(draw)}]
         self.chance, self.backend, self.device = chance, backend, device
-        self._place(case)
+        self._place(redrawn(case, chance, LIMITS))
 
     def _place(self, case: Case) -> None:
         """Moves the operands to new memory, often to that which they had before and which is free again."""
@@ -83,7 +88,6 @@ class _Series:
         """Changes something that a program changes between two calls; often nothing."""
         chance, case = self.chance, self.device_case.placed.case
         what, seed = chance.randrange(12), chance.randrange(1 << 30)
-        choose = Random(seed)
         if what < 3:
             self._fill(replace(case, seed=seed))
         elif what < 5:
@@ -91,10 +95,9 @@ class _Series:
             self._place(replace(case, seed=seed))
             del kept
         elif what == 5:
-            layout = {chance.choice("ab"): draw_layout(choose)}
-            self._place(settled(replace(case, **layout), LIMITS))
+            self._place(settled(replace(case, **chance.choice(self.layouts)), LIMITS))
         elif what == 6:
-            self._place(redrawn(case, choose, LIMITS))
+            self._place(redrawn(case, chance, LIMITS))
         elif what < 10 and (other := regroup(case, seed)) is not None:
             self._fill(other)
         elif what == 10:
@@ -120,13 +123,15 @@ def _on_host(x: Any) -> Any:
     return [t.cpu() for t in x] if isinstance(x, list) else x.cpu()
 
 
-def run(backend: str, calls: int, seed: int, device: str, seconds: float = math.inf) -> Count:
-    """Makes so many calls of `grouped_gemm`, in series of one case each."""
+def run(
+    backend: str, calls: int, seed: int, device: str, seconds: float = math.inf, kinds: Sequence[int] = ()
+) -> Count:
+    """Makes so many calls of `grouped_gemm`, in series of one kind each; `kinds` are seeds (default: any)."""
     chance, count, until = Random(seed), Count(backend), time.monotonic() + seconds
     streams = [torch.cuda.Stream() for _ in range(2)] if device == "cuda" else []  # type: ignore[no-untyped-call]
     while count.calls < calls and time.monotonic() < until:
-        case = random_case(chance.randrange(1 << 30), LIMITS)
-        series = _Series(case, chance, backend, torch.device(device))
+        kind = chance.choice(kinds) if kinds else chance.randrange(1 << 30)
+        series = _Series(kind, chance, backend, torch.device(device))
         for _ in range(chance.choice((3, 20, 60)) if device == "cpu" else chance.choice((20, 60, 200))):
             stream = chance.choice(streams) if streams and chance.random() < 0.15 else None
             if stream is not None:
@@ -135,7 +140,7 @@ def run(backend: str, calls: int, seed: int, device: str, seconds: float = math.
                 again = _one(series, count)
             if stream is not None:
                 torch.cuda.current_stream().wait_stream(stream)
-            if not again or count.calls >= calls:
+            if not again or count.calls >= calls or time.monotonic() > until:
                 break
             series.change()
     return count
@@ -159,14 +164,17 @@ def _one(series: _Series, count: Count) -> bool:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command. Returns 1 if a result was wrong."""
     parser = parser_of(__doc__ or "", "cpu", math.inf)
-    parser.add_argument("--calls", type=int, default=2000, help="calls for each backend (default: 2000)")
+    add, cuda = parser.add_argument, torch.cuda.is_available()
+    add("--calls", type=int, default=2000, help="calls for each backend (default: 2000)")
+    add("--kinds", type=int, default=16 * cuda, help="structures to draw from (default: 16 on a GPU, else 0: no limit)")
     options = parser.parse_args(arguments)
+    kinds = range(options.seed, options.seed + options.kinds)
     found = []
     for name in options.backends.split(","):
         start, count = time.monotonic(), Count(name)
         share = -(-options.calls // options.jobs)
         seeds = [options.seed + 1000 * job for job in range(options.jobs)]
-        calls = [(name, share, seed, options.device, options.seconds) for seed in seeds]
+        calls = [(name, share, seed, options.device, options.seconds, kinds) for seed in seeds]
         count.failures = side_by_side(run, calls, count)
         found.append(count)
         print(
