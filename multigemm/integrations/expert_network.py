@@ -129,10 +129,30 @@ def by_rows(weight: Tensor, stacked: bool) -> Tensor:
 # --- quantised weights: stacks [E, out, in], with scales [E, out or blocks, blocks of in] ---------------
 
 
+QUANTISED_AT_ONCE = 4
+"""Experts quantised at a time, because some formats need memory for float32 numbers."""
+
+
 def quantize_stack(weight: Tensor, format: Format, scale: str, scale_dtype: torch.dtype) -> Quantized:
-    """Quantises a stack [E, out, in] as b of the product x @ weight[e].T. Grids are transposed like the weight."""
-    found = quantize(weight.mT, format, scale, side="b", scale_dtype=scale_dtype, zero=format == "uint4")
-    return Quantized(found.data.mT, *(None if t is None else turned(t) for t in (found.scale, found.zero)))
+    """Quantises a stack [E, out, in] as b of the product x @ weight[e].T. Grids are transposed like the weight, and as
+    contiguous along `in` as those of checkpoints."""
+    few = max(1, len(weight)) if scale == "tensor" else QUANTISED_AT_ONCE
+    found = [
+        quantize(part.mT, format, scale, side="b", scale_dtype=scale_dtype, zero=format == "uint4")
+        for part in torch.split(weight, few)
+    ]
+    data = _joined([part.data.mT for part in found])
+    scales = _joined([turned(part.scale) for part in found])
+    return Quantized(data, scales, None if found[0].zero is None else _joined([turned(part.zero) for part in found]))
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """One stack, without gaps; through bytes, since a GPU joins no float8_e8m0fnu."""
+    if len(parts) == 1:
+        return parts[0].contiguous()
+    if parts[0].dtype.itemsize > 1:
+        return torch.cat(parts)
+    return torch.cat([x.view(torch.uint8) for x in parts]).view(parts[0].dtype)
 
 
 def scale_keywords(format: Format, scale: Tensor, zero: Tensor | None = None) -> dict[str, Any]:
