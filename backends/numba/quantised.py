@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from multigemm import quantize
 from multigemm.backends.numba.config import NAMES, QuantisedSignature, result_and_orders
 from multigemm.cuda.arguments import Address
 from multigemm.planning.operands import Operands
-from multigemm.problem.scales import BLOCKS, ROW_BLOCK
+from multigemm.problem.scales import covered_in_list
 from multigemm.problem.spec import BYTE_FORMATS, ProblemSpec, ScaleSpec
 
 CODES = {
@@ -128,16 +127,9 @@ def _packed(grid: Tensor, of: ScaleSpec, name: str) -> Words:
 
 def _listed(grid: Tensor, name: str, lines: int, k: int) -> Words:
     """The grid of one matrix of a list. Its shape says what an entry covers, which may differ by matrix."""
-    (along_lines, along_k), (line, deep) = grid.shape, grid.stride()
-    if name != "scale_a":
-        along_lines, along_k, line, deep = along_k, along_lines, deep, line
-    rows, block = _covered(along_lines, lines, (1, ROW_BLOCK)), _covered(along_k, k, BLOCKS)
+    matrix = grid if name == "scale_a" else grid.mT
+    (rows, block), (line, deep) = covered_in_list(matrix, lines, k), matrix.stride()
     return (
         grid.data_ptr(), 0, line if rows else 0, deep if block else 0, max(rows, 1).bit_length() - 1,
         block.bit_length() - 1 if block else WHOLE_K,
     )  # fmt: skip
-
-
-def _covered(entries: int, extent: int, blocks: Sequence[int]) -> int:
-    """How much of an extent one of `entries` covers; 0 means all of it."""
-    return 0 if entries == 1 else next(q for q in blocks if -(-extent // q) == entries)
