@@ -111,9 +111,8 @@ def to_ltoir(config: Config, signature: Signature, capability: Capability) -> by
 
 
 def _compile(config: Config, signature: Signature, capability: Capability, output: str) -> Any:
-    from multigemm.backends.numba.arguments import Call
+    from multigemm.backends.numba.arguments import Call, Grids
     from multigemm.backends.numba.kernels.runtime import cuda, numpy_names, types
-    from multigemm.backends.numba.quantised import Grids
 
     words = types.NamedUniTuple(types.int64, len(Call._fields), Call)
     scaled = isinstance(config, QuantisedConfig | Float8Config)
