@@ -19,11 +19,11 @@ from multigemm.planning import binding, launch_cache
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.launch_key import PLAIN_LENGTH, Call, Key, config_key, fused_call, key_of, one_cut
 from multigemm.planning.plan import Plan
-from multigemm.problem.fused import FusedKeywords
+from multigemm.problem.arrays import dtype_of
+from multigemm.problem.fused import FusedKeywords, refuse_in_operator
 from multigemm.problem.problem import GroupedGemmProblem, Keywords, checked
 from multigemm.select.choose import Explanation, Which, choose, explain_choice
-from multigemm.torch_internals import no_dynamo
-from multigemm.tracing import grouped_gemm as traced_grouped_gemm
+from multigemm.torch_internals import no_dynamo, run_while_tracing
 
 KEYWORDS = (*Keywords.__annotations__, "backend", "config")
 """What `grouped_gemm` takes besides a and b."""
@@ -325,3 +325,60 @@ def list_backends() -> Backends:
     """
     states = ((name, registry.state(name)) for name in registry.names())
     return Backends(BackendInfo(name, s.ok, s.version, s.reason, s.install, s.emulated) for name, s in states)
+
+
+# --- inside torch.compile -----------------------------------------------------------------------------
+#
+# Problems, choices and plans read addresses, which do not exist while torch traces. So the graph holds
+# `torch.ops.multigemm.grouped_gemm`, and the backend is chosen when the graph runs.
+
+
+def _register_operator() -> None:
+    """Registers the operator. That takes about a second, so calls outside of a graph do not wait for it."""
+    from multigemm.integrations import torch_op as torch_op
+
+
+run_while_tracing(_register_operator)  # Dynamo cannot trace an import
+run_while_tracing(unknown_keyword_text)  # nor difflib
+
+
+def traced_grouped_gemm(
+    a: Any, b: Any, *, backend: Any = "auto", config: Any = None, out: Any = None, check: str = "host", **keywords: Any
+) -> Tensor:
+    """Makes the traced call as an operator. Refuses what a graph cannot hold."""
+    if isinstance(a, list | tuple) or isinstance(b, list | tuple) or out is not None or config is not None:
+        raise InvalidProblem(
+            "lists, out= and config= cannot be compiled: pass packed tensors, or keep the call out of torch.compile"
+        )
+    if check != "host":
+        raise InvalidProblem(
+            f"check={check!r} cannot be compiled, since a graph never reads sizes back: leave it at 'host', or keep "
+            "the call out of torch.compile"
+        )
+    refuse_in_operator([name for name, x in keywords.items() if x is not None])
+    _register_operator()
+    _as_tensors(keywords, a.device)
+    if (dtype := keywords.get("out_dtype")) is not None and not isinstance(dtype, torch.dtype):
+        keywords["out_dtype"] = dtype_of(dtype, "out_dtype")
+    for name in ("offsets", "sizes", "ends", "valid_rows"):
+        if isinstance(cut := keywords.get(name), list | tuple | range):
+            keywords[name] = torch.tensor(list(cut), device=a.device, dtype=None if cut else torch.int64)
+    names = backend if isinstance(backend, str) else ",".join(backend)
+    if torch.is_autocast_enabled(a.device.type):  # the operator obeys autocast, a problem means what it says
+        with torch.autocast(a.device.type, enabled=False):
+            return _operator(a, b, backend=names, **keywords)
+    return _operator(a, b, backend=names, **keywords)
+
+
+def _as_tensors(keywords: dict[str, Any], device: torch.device) -> None:
+    """Turns lists of sizes into tensors on the operands' device, and `combine` into two arguments."""
+    if (combine := keywords.get("combine")) is not None:
+        keywords["combine"], keywords["combine_weights"] = combine
+    for name in ("a_rows", "b_rows", "combine", "out_rows"):
+        if isinstance(rows := keywords.get(name), list | tuple | range):
+            keywords[name] = torch.tensor(list(rows), device=device, dtype=torch.int64)
+
+
+def _operator(*args: Any, **keywords: Any) -> Tensor:
+    result: Tensor = torch.ops.multigemm.grouped_gemm(*args, **keywords)
+    return result

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from importlib import metadata
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -88,6 +89,14 @@ class Recipe:
     tell: Tell | None = None
     bind_sizes: BindSizes | None = None
     sums_sizes: bool = False
+
+
+def installed_version(package: str) -> str:
+    """The version of an installed package, which is not imported; "" if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 QUANTISED_TEXT = {

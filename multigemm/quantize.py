@@ -173,15 +173,14 @@ def _entries(x: Tensor, scale: str, jagged: str, offsets: Tensor | None) -> _Ent
     return _Entries(each, lines, torch.arange(k, device=x.device) // block, -(-k // block))
 
 
-def _reduced(x: Tensor, at: _Entries, how: str, start: float) -> Tensor:
-    """The largest or smallest element of each grid entry, starting from `start`."""
-    kept = x.new_full((x.shape[0], x.shape[1], at.columns + 1), start)
+def _reduced(x: Tensor, at: _Entries, how: Literal["amax", "amin"]) -> Tensor:
+    """The largest or smallest of 0 and the elements of each grid entry."""
+    kept = x.new_zeros((x.shape[0], x.shape[1], at.columns + 1))
     kept.scatter_reduce_(2, at.column.expand(x.shape), x, how)
-    found = x.new_full((x.shape[0], at.rows + 1, at.columns + 1), start)
+    found = x.new_zeros((x.shape[0], at.rows + 1, at.columns + 1))
     found.scatter_reduce_(1, at.row[:, None].expand(kept.shape), kept, how)
     if at.merged:
-        first = found.new_full((1, *found.shape[1:]), start)
-        found = torch.cat([first, found])
+        found = torch.cat([found.new_zeros((1, *found.shape[1:])), found])
         found = found.amax(0, keepdim=True) if how == "amax" else found.amin(0, keepdim=True)
     return found
 
@@ -354,13 +353,13 @@ def _scales(
     """The scales in their dtype and in float32, and the uint8 zero points, one per grid entry."""
     top = LARGEST[format]
     finite = torch.where(x.isfinite(), x, 0)
-    high = _reduced(finite if zero else finite.abs(), at, "amax", 0.0)
-    low = _reduced(finite, at, "amin", 0.0) if zero else torch.zeros_like(high)
+    high = _reduced(finite if zero else finite.abs(), at, "amax")
+    low = _reduced(finite, at, "amin") if zero else torch.zeros_like(high)
     # of halves: the range of float32 overflows; by a tensor: to divide by a number a GPU multiplies by its reciprocal
     span = (high * 0.5 - low * 0.5) / torch.full_like(high, top * 0.5)
     number = torch.where(high == low, 1.0, span.clamp(min=SMALLEST))
     if format not in FLOATS:
-        bad = _reduced((~x.isfinite()).to(torch.float32), at, "amax", 0.0) > 0
+        bad = _reduced((~x.isfinite()).to(torch.float32), at, "amax") > 0
         number = torch.where(bad, torch.nan, number)
     for beyond in (number[:, at.rows :], number[:, :, at.columns :]):  # what no group owns
         beyond.fill_(1)

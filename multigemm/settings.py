@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -97,3 +99,17 @@ def report(text: str) -> None:
     """Prints what was chosen or measured to stderr, if MULTIGEMM_PRINT_CONFIG asks for it."""
     if settings().print_config:
         print(f"multigemm: {text}", file=sys.stderr)
+
+
+def dump(stem: str, source: str, ptx: str, cubin: bytes) -> None:
+    """Writes a compiled kernel into the folder that MULTIGEMM_DUMP names, with its SASS where nvdisasm is there."""
+    folder = settings().dump
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{stem}.txt").write_text(source)
+    (folder / f"{stem}.ptx").write_text(ptx)
+    (folder / f"{stem}.cubin").write_bytes(cubin)
+    if disassembler := shutil.which("nvdisasm") or shutil.which("nvdisasm", path="/usr/local/cuda/bin"):
+        with (folder / f"{stem}.sass").open("w") as sass:
+            subprocess.run([disassembler, str(folder / f"{stem}.cubin")], stdout=sass, check=False)

@@ -7,8 +7,6 @@ architecture and the compiler's version, so that no entry is ever stale. Compili
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +14,7 @@ from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -25,7 +23,7 @@ from multigemm.cuda.device import memory_rate
 from multigemm.cuda.disk_cache import DiskCache, fingerprint
 from multigemm.cuda.launch import Kernel
 from multigemm.errors import CompileError
-from multigemm.settings import settings
+from multigemm.settings import dump, settings
 
 WORKERS = 8
 SOURCES = Path(__file__).parent / "kernels"
@@ -81,7 +79,10 @@ def compile_source(source: Source, arch: str, *extra: str) -> tuple[bytes, str]:
         nvrtc.compileProgram(program, options)
         cubin = nvrtc.getCUBIN(program) + b"\0"  # CuPy drops the last byte, as if this were text
         log = nvrtc.getProgramLog(program)
-        _dump(source, arch, text, cubin, nvrtc.getPTX(program))
+        if settings().dump is not None:
+            ptx = nvrtc.getPTX(program)
+            text_of_ptx = ptx.decode() if isinstance(ptx, bytes) else ptx
+            dump(f"cupy-{source.entry}-{arch}-{fingerprint(source)[:8]}", text, text_of_ptx, cubin)
     except nvrtc.NVRTCError as error:
         raise CompileError(f"{source.file} {options}: {error}\n{nvrtc.getProgramLog(program)}") from error
     finally:
@@ -90,30 +91,13 @@ def compile_source(source: Source, arch: str, *extra: str) -> tuple[bytes, str]:
     return cubin, log
 
 
-def _dump(source: Source, arch: str, text: str, cubin: bytes, ptx: Any) -> None:
-    folder = settings().dump
-    if folder is None:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = f"cupy-{source.entry}-{arch}-{fingerprint(source)[:8]}"
-    (folder / f"{stem}.cu").write_text(text)
-    (folder / f"{stem}.cubin").write_bytes(cubin)
-    (folder / f"{stem}.ptx").write_bytes(ptx if isinstance(ptx, bytes) else ptx.encode())
-    disassembler = shutil.which("nvdisasm") or shutil.which("nvdisasm", path="/usr/local/cuda/bin")
-    if disassembler:
-        text = subprocess.run(
-            [disassembler, str(folder / f"{stem}.cubin")], capture_output=True, text=True, check=False
-        ).stdout
-        (folder / f"{stem}.sass").write_text(text)
-
-
 def cubin_of(source: Source, arch: str) -> bytes:
     """The cubin of a source, from the disk cache if it is there."""
     from cupy.cuda import nvrtc
 
     cache = DiskCache("cupy")
     key = fingerprint(
-        headers(), (SOURCES / source.file).read_text(), source.options(arch), nvrtc.getVersion(), _version()
+        headers(), (SOURCES / source.file).read_text(), source.options(arch), nvrtc.getVersion(), multigemm.__version__
     )
     found = None if settings().dump else cache.get(key, ".cubin")
     if found is not None:
@@ -122,10 +106,6 @@ def cubin_of(source: Source, arch: str) -> bytes:
     cubin, _ = compile_source(source, arch)
     cache.put(key, cubin, ".cubin")
     return cubin
-
-
-def _version() -> str:
-    return str(getattr(multigemm, "__version__", ""))
 
 
 _loaded: dict[tuple[Source, int], Kernel] = {}

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from multigemm.backend import installed_version
 from multigemm.backends.numba.config import (
     Config,
     Float8Config,
@@ -27,7 +27,7 @@ from multigemm.backends.numba.config import (
 from multigemm.backends.numba.config import Signature as PlainSignature
 from multigemm.cuda.disk_cache import DiskCache, fingerprint
 from multigemm.errors import CompileError
-from multigemm.settings import settings
+from multigemm.settings import dump, settings
 
 Capability = tuple[int, int]
 Signature = PlainSignature | QuantisedSignature
@@ -47,19 +47,12 @@ class Image:
     log: str = ""
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "absent"
-
-
 @cache
 def sources() -> str:
     """A hash of everything from which this backend's machine code is made."""
     folder = Path(__file__).parent
     texts = [path.read_bytes() for path in sorted(folder.rglob("*.py"))]
-    return fingerprint(*texts, *(f"{name} {_version(name)}" for name in COMPILERS))
+    return fingerprint(*texts, *(f"{name} {installed_version(name)}" for name in COMPILERS))
 
 
 def target(capability: Capability) -> str:
@@ -72,24 +65,17 @@ def image(config: Config, signature: Signature, capability: Capability) -> Image
     """The machine code of a kernel, from disk or compiled now."""
     store = DiskCache("numba")
     key = fingerprint(sources(), config.kernel, config, signature, target(capability), settings().lineinfo)
-    found = store.get_code(key)
+    found = None if settings().dump else store.get_code(key)
     if found is not None:
         return Image(cubin=found[1], **found[0])
     compilations.append((config, signature))
     made = assemble(to_ltoir(config, signature, capability), capability)
     store.put_code(key, {"entry": made.entry, "log": made.log}, made.cubin)
-    _dump(config, signature, capability, made)
-    return made
-
-
-def _dump(config: Config, signature: Signature, capability: Capability, made: Image) -> None:
     if settings().dump is not None:
-        folder = Path(str(settings().dump))
-        folder.mkdir(parents=True, exist_ok=True)
         name = f"numba-{config.kernel}-{fingerprint(config, signature)[:8]}"
-        (folder / f"{name}.ptx").write_text(f"// {config}\n// {signature}\n{to_ptx(config, signature, capability)}")
-        (folder / f"{name}.cubin").write_bytes(made.cubin)
-        (folder / f"{name}.log").write_text(made.log)
+        text = f"{config}\n{signature}\n{made.log}\n"
+        dump(name, text, to_ptx(config, signature, capability), made.cubin)
+    return made
 
 
 def kernel_function(config: Config, signature: Signature, capability: Capability) -> Callable[..., Any]:
@@ -125,9 +111,8 @@ def to_ltoir(config: Config, signature: Signature, capability: Capability) -> by
 
 
 def _compile(config: Config, signature: Signature, capability: Capability, output: str) -> Any:
-    from multigemm.backends.numba.arguments import Call
+    from multigemm.backends.numba.arguments import Call, Grids
     from multigemm.backends.numba.kernels.runtime import cuda, numpy_names, types
-    from multigemm.backends.numba.quantised import Grids
 
     words = types.NamedUniTuple(types.int64, len(Call._fields), Call)
     scaled = isinstance(config, QuantisedConfig | Float8Config)

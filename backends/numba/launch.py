@@ -15,12 +15,17 @@ import torch
 
 from multigemm.backend import Bind, Launch, Recipe
 from multigemm.backends.numba.arguments import (
+    GRID_WORDS,
     Call,
+    Grids,
     MapEncoder,
     Table,
     call_of,
+    code_tables,
     epilogue_words,
+    grids_of,
     list_table,
+    quantised_signature_of,
 )
 from multigemm.backends.numba.build import OVERLAP_MINIMUM, image
 from multigemm.backends.numba.choice import problem_with, why
@@ -42,13 +47,6 @@ from multigemm.backends.numba.config import (
     float8_signature_of,
     shared_bytes,
     signature_of,
-)
-from multigemm.backends.numba.quantised import (
-    GRID_WORDS,
-    Grids,
-    code_tables,
-    grids_of,
-    quantised_signature_of,
 )
 from multigemm.backends.numba.support import capability_of
 from multigemm.cuda import driver

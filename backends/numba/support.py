@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from multigemm.backend import Availability, quantised_reasons
+from multigemm.backend import Availability, installed_version, quantised_reasons
 from multigemm.backends.numba.config import FAR, MOST_GROUPS, a_inner_jagged, b_inner_jagged
 from multigemm.planning.fused_steps import fused_reasons_in_steps, product_spec, taken_in_steps
-from multigemm.problem.spec import ProblemSpec, ScaleSpec
+from multigemm.problem.spec import HALVES, ProblemSpec, ScaleSpec
 from multigemm.settings import settings
 
 INSTALL = "pip install 'multigemm[numba]'"
@@ -26,7 +25,6 @@ DOUBLE_MINIMUM = (9, 0)
 TMA_ALIGN = 16
 PROMOTION = 128
 """Of k: what tensor cores add up of float8 before the sum goes on in float32."""
-HALVES = (torch.float16, torch.bfloat16)
 
 
 def _missing() -> list[str]:
@@ -59,9 +57,7 @@ def _availability(emulate: bool) -> Availability:
     missing = _missing()
     if missing:
         return Availability(False, f"not installed: {', '.join(missing)}", INSTALL)
-    try:
-        found = version("numba-cuda")
-    except PackageNotFoundError:
+    if not (found := installed_version("numba-cuda")):
         return Availability(False, "not installed: numba-cuda (numba's built-in CUDA target is not enough)", INSTALL)
     if emulate:
         from multigemm.backends.numba.kernels.runtime import SIMULATED

@@ -11,16 +11,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from multigemm.backend import installed_version
 from multigemm.cuda.disk_cache import DiskCache, fingerprint
 from multigemm.cuda.launch import BoundKernel, Kernel
 from multigemm.errors import CompileError
-from multigemm.settings import settings
+from multigemm.settings import dump, settings
 
 CACHE = DiskCache("triton")
 KERNELS = Path(__file__).parent / "kernels"
@@ -67,10 +68,7 @@ class Cubin:
 
 def triton_version() -> str:
     """The installed version of Triton, without importing it; "" if it is not installed."""
-    try:
-        return metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        return ""
+    return installed_version("triton")
 
 
 @cache
@@ -140,14 +138,6 @@ def _pack(compiled: Any, room: int) -> Cubin:
     )
 
 
-def _dump(source: KernelSource, key: str, asm: Mapping[str, Any]) -> None:
-    folder = settings().dump
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"triton-{source.name}-{key}.ptx").write_text(asm["ptx"])
-        (folder / f"triton-{source.name}-{key}.cubin").write_bytes(asm["cubin"])
-
-
 @cache
 def cubin(source: KernelSource, capability: int) -> Cubin:
     """The kernel's machine code: from this process, from disk, or compiled now."""
@@ -156,7 +146,7 @@ def cubin(source: KernelSource, capability: int) -> Cubin:
     if stored is not None and settings().dump is None:
         return Cubin(code=stored[1], **stored[0])
     compiled = build(source, capability)
-    _dump(source, key, compiled.asm)
+    dump(f"triton-{source.name}-{key}", f"{source}\n", compiled.asm["ptx"], compiled.asm["cubin"])
     packed = _pack(compiled, source.room)
     facts = {name: value for name, value in asdict(packed).items() if name != "code"}
     CACHE.put_code(key, facts, packed.code)

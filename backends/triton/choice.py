@@ -319,8 +319,9 @@ def in_pieces(spec: ProblemSpec) -> bool:
     return not jagged and min(spec.a.align, spec.b.align) == 16
 
 
-def _pow2(value: int, low: int, high: int) -> int:
-    return max(low, min(high, 1 << max(0, value - 1).bit_length()))
+def _lowest_tile(rows: int) -> int:
+    """The rows of the lowest tile that holds so many: 16 or 32."""
+    return 16 if rows <= 16 else 32
 
 
 def _sixteen_bit(spec: ProblemSpec) -> list[Config]:
@@ -333,7 +334,7 @@ def _sixteen_bit(spec: ProblemSpec) -> list[Config]:
             small = replace(small, block_k=128, stages=4)
         return [small, replace(small, block_m=64), replace(small, block_n=64), replace(small, block_m=16, block_n=64)]
     if rows <= 32:
-        thin = Config(block_m=_pow2(rows, 16, 32), block_n=128, block_k=64, warps=4, stages=5, programs=2)
+        thin = Config(block_m=_lowest_tile(rows), block_n=128, block_k=64, warps=4, stages=5, programs=2)
         return [thin, replace(thin, block_n=64, stages=6, programs=3), replace(thin, block_k=128, stages=3)]
     big = Config(block_m=128, block_n=128, block_k=64, warps=8, stages=3, programs=2)
     mid = Config(block_m=128, block_n=64, block_k=64, warps=4, stages=4, programs=3)
@@ -602,7 +603,7 @@ def portable_quantised(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) 
     single = not in_pieces(spec)
     deep = PROMOTION if foldable(spec) else finest_block(spec) or PROMOTION
     short = min(deep, 64 if foldable(spec) or not single else 32)
-    low = Config("quantised", _pow2(rows, 16, 32), 64, deep, warps=4, stages=4, programs=4)
+    low = Config("quantised", _lowest_tile(rows), 64, deep, warps=4, stages=4, programs=4)
     mid = Config("quantised", 64, 128, deep, warps=4, stages=4, programs=2)
     high = Config("quantised", 128, 128, deep, warps=8, stages=4, programs=1)
     small = Config("quantised", 64, 64, deep, warps=4, stages=3, programs=3)

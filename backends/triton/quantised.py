@@ -38,7 +38,7 @@ from multigemm.cuda.device import processors, to_device
 from multigemm.cuda.launch import LaunchSequence, without_move
 from multigemm.planning.operands import ABSENT, Operands, Packed, Strided, group_table, strides_of, view_of
 from multigemm.planning.tiles import most_tiles_by_rows
-from multigemm.problem.scales import BLOCKS, ROW_BLOCK
+from multigemm.problem.scales import covered_in_list
 from multigemm.problem.spec import FLOAT8, ProblemSpec, ScaleSpec
 
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
@@ -170,17 +170,11 @@ def scale_table(ops: Operands) -> npt.NDArray[np.int64]:
     for part, name in enumerate(SCALES):
         for g, grid in enumerate(getattr(ops, name) or ()):
             lines, k = ops.a[g].shape if name == "scale_a" else (ops.b[g].shape[1], ops.a[g].shape[1])
-            along_lines, along_k = grid.shape if name == "scale_a" else grid.shape[::-1]
-            at, _, row, col = strides_of(grid)
-            line, deep = (row, col) if name == "scale_a" else (col, row)
-            shifts = _shift(along_lines, lines, (1, ROW_BLOCK)), _shift(along_k, k, BLOCKS)
+            matrix = grid if name == "scale_a" else grid.mT
+            at, _, line, deep = strides_of(matrix)
+            shifts = (max(covered, 1).bit_length() - 1 for covered in covered_in_list(matrix, lines, k))
             table[g, 5 * part : 5 * part + 5] = (at, line, deep, *shifts)
     return table
-
-
-def _shift(entries: int, extent: int, blocks: Sequence[int]) -> int:
-    """The number of bits by which a position along an axis is shifted right to give its entry."""
-    return next((q.bit_length() - 1 for q in blocks if -(-extent // q) == entries), 0)
 
 
 def quantised_numbers(ops: Operands, shape: Packed, scales: Sequence[Strided]) -> list[int]:

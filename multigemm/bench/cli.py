@@ -25,7 +25,6 @@ from multigemm.bench.suites import SUITES, above_zero, add_selection, asks_nothi
 from multigemm.bench.workloads import Rates, Workload, parts
 from multigemm.errors import InvalidSetting
 
-LONG_SUITE, LISTED = 100, 5
 COMPILING = 0.6
 """The part of --seconds that compilation ahead may take."""
 UNASKED_S = 30.0
@@ -165,15 +164,12 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _list(asked: list[str]) -> int:
-    """Prints the requested suites, or all of them, long ones abbreviated."""
+    """Prints the requested suites, or all of them."""
     for name in asked or SUITES:
         cases = suite(name)
-        cut = not asked and len(cases) > LONG_SUITE
         print(f"{name}: {len(cases)} workloads")
-        for case in cases[: LISTED if cut else None]:
+        for case in cases:
             print(f"  {case.key:44s} {case.describe()}")
-        if cut:
-            print(f"  ... (all of them: --list --suite {name})")
     return 0
 
 

@@ -14,7 +14,6 @@ gradients.
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -29,7 +28,7 @@ from multigemm.bench.operands import Matrices, float32_precision
 from multigemm.bench.reports import AUTO, STATIC
 from multigemm.bench.workloads import LAYERS, Layer, Workload
 from multigemm.errors import LibraryError
-from multigemm.integrations.expert_network import combine, dispatch, quantize_stack, route
+from multigemm.integrations.expert_network import combine, dispatch, route
 from multigemm.integrations.layer_ops import swiglu
 from multigemm.nn import Experts
 
@@ -48,8 +47,6 @@ FORMATS: dict[str, tuple[quantize.Format, str, torch.dtype, float]] = {
 }
 """Of the weights of a quantised layer: elements, what a scale covers, scales, and the largest error of a right result.
 "fp8-blocks" also quantises activations, 1 x 128, before both products, as DeepSeek-V3 has it."""
-CHUNK = 4
-"""Experts quantised at a time, because some formats need memory for float32 numbers."""
 
 Forward = Callable[[Tensor, Tensor, Tensor], Any]
 """A layer as a function of x, experts and their weights."""
@@ -283,7 +280,8 @@ def _quantised(given: LayerTensors, name: str) -> Prepared:
     """A quantised layer, which is right up to an error of its own; `why` tells the error."""
     format, scale, scale_dtype, most = FORMATS[name]
     if format not in given.quantised:
-        given.quantised[format] = quantised_experts(given, format, scale, scale_dtype)
+        dense, _ = experts_of(given, "auto", False)
+        given.quantised[format] = dense.quantize_(format, scale, scale_dtype=scale_dtype)
     held = given.quantised[format]
     forward = partial(_by_blocks, held) if name == "fp8-blocks" else held
     few = slice(0, CHECKED_TOKENS)
@@ -293,27 +291,6 @@ def _quantised(given: LayerTensors, name: str) -> Prepared:
     if not off <= most:
         raise LibraryError(f"wrong: the result is off by {off:.2g} in norm")
     return Prepared(partial(given.once, forward), None, "nn.Experts, quantised", name, f"error {off:.4f}")
-
-
-def quantised_experts(given: LayerTensors, format: quantize.Format, scale: str, scale_dtype: torch.dtype) -> Experts:
-    """The layer after `quantize_`, a few experts at a time."""
-    dense, _ = experts_of(given, "auto", False)
-    held = copy(dense)
-    held._parameters, held._buffers = dict(dense._parameters), dict(dense._buffers)
-    for name in ("gate_up_proj", "down_proj"):
-        few = torch.split(getattr(dense, name).detach(), CHUNK)
-        parts = [quantize_stack(weights, format, scale, scale_dtype) for weights in few]
-        data, scales = _joined([part.data for part in parts]), _joined([part.scale for part in parts])
-        held._parameters[name] = nn.Parameter(data, requires_grad=False)
-        held.register_buffer(f"{name}_scale", scales)
-    held.weight_format = format
-    return held
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    """One stack; through bytes, since a GPU joins no float8_e8m0fnu."""
-    size = parts[0].dtype.itemsize
-    return torch.cat([x.view(torch.uint8) for x in parts]).view(parts[0].dtype) if size == 1 else torch.cat(parts)
 
 
 def _by_blocks(held: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import datetime
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 
+from multigemm.backend import installed_version
 from multigemm.bench.operands import float32_precision
 from multigemm.bench.workloads import DTYPES, RECIPES, Rates
 from multigemm.errors import LibraryError, MultigemmError
@@ -62,14 +62,8 @@ def commit() -> str:
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
     """The versions of these packages, as installed; of one that only lies on the path, as its loaded module says."""
-    found = {}
-    for package in packages:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            if version := getattr(sys.modules.get(package), "__version__", None):
-                found[package] = str(version)
-    return found
+    found = {name: installed_version(name) or getattr(sys.modules.get(name), "__version__", "") for name in packages}
+    return {name: str(version) for name, version in found.items() if version}
 
 
 def clocks(device: torch.device) -> dict[str, float | str]:

@@ -344,6 +344,20 @@ def _quack(tensors: Tensors) -> Prepared:
     return Prepared(calls[best], out, "quack.gemm_tuned", name, why=why)
 
 
+def _microseconds(call: Callable[[], object]) -> float:
+    """The best of three calls after a warm-up; a rough clock for choosing among candidates."""
+    times: list[float] = []
+    event: Any = torch.cuda.Event
+    for _ in range(4):
+        start, end = event(enable_timing=True), event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end))
+    return min(times[1:])
+
+
 def _fbgemm(tensors: Tensors) -> Prepared:
     a, b, sizes = packed_rows(tensors, "bf16")
     name = "fbgemm_gpu.experimental.gemm.triton_gemm.grouped_gemm"
@@ -376,52 +390,6 @@ def _matmul_ogs(tensors: Tensors, a: Tensor, b: Tensor, sizes: Tensor, why: str)
     words = {"routing_data": routing, "precision_config": ogs.PrecisionConfig(), "y": tensors.out}
     call = partial(ogs.matmul_ogs, a, b, None, **words)
     return Prepared(call, tensors.out, "triton_kernels.matmul_ogs", why=why)
-
-
-# --- the tutorial's kernel: on request, because it compiles and tries three tiles per workload ------
-
-TILES = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 3), (128, 128, 64, 4, 4))
-"""Rows, columns, depth, warps, stages."""
-
-
-def _microseconds(call: Callable[[], object]) -> float:
-    """The best of three calls after a warm-up; a rough clock for choosing among three candidates."""
-    times: list[float] = []
-    event: Any = torch.cuda.Event
-    for _ in range(4):
-        start, end = event(enable_timing=True), event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end))
-    return min(times[1:])
-
-
-def _triton_tutorial(tensors: Tensors) -> Prepared:
-    """The kernel of Triton's tutorial, with the best of three tiles."""
-    a, b, _ = packed_rows(tensors, "bf16", "fp16")
-    if a.shape[1] % 8 or b.shape[2] % 8:
-        raise Refused("its descriptors take rows that are multiples of 16 bytes")
-    triton: Any = importlib.import_module("triton")
-    kernel: Any = importlib.import_module("multigemm.bench.tutorial_kernel").tutorial_kernel
-    triton.set_allocator(lambda size, align, stream: torch.empty(size, device=a.device, dtype=torch.int8))
-    weights, out = by_rows(b), a.new_empty(a.shape[0], b.shape[2])
-    assert tensors.offsets is not None
-    ends, (groups, n, k) = tensors.offsets[1:].contiguous(), weights.shape
-    programs = torch.cuda.get_device_properties(a.device).multi_processor_count
-
-    def with_tile(tile: tuple[int, ...]) -> Callable[[], object]:
-        *blocks, warps, stages = tile
-        return lambda: kernel[(programs,)](
-            a, weights, out, ends, groups, n, k, *blocks, stages, num_warps=warps, num_stages=stages
-        )
-
-    best = min(TILES, key=lambda tile: _microseconds(with_tile(tile)))
-    config = "x".join(map(str, best[:3])) + f", {best[3]} warps, {best[4]} stages"
-    return Prepared(
-        with_tile(best), out, "tutorial_kernel", config, why="weights as [G, N, K]; the best of three tiles"
-    )
 
 
 # --- whole layers: the experts of transformers' models -----------------------------------------------
@@ -472,7 +440,6 @@ PREPARE: dict[str, Callable[[Tensors], Prepared]] = {
     "quack": _quack,
     "fbgemm": _fbgemm,
     "triton_kernels": _triton_kernels,
-    "triton_tutorial": _triton_tutorial,
 }
 PEERS = {name: Entry(name, "peer", prepare) for name, prepare in PREPARE.items()} | {
     name: Entry(
@@ -486,26 +453,23 @@ NEEDS = {
     "quack": ("quack", "QuACK"),
     "fbgemm": ("fbgemm_gpu", "FBGEMM"),
     "triton_kernels": ("triton_kernels", "OpenAI triton_kernels"),
-    "triton_tutorial": ("triton", "triton"),
     **dict.fromkeys(LAYER_PEERS, ("transformers", "transformers")),
 }
 """The module that a peer needs, and what the module's library is called."""
-ON_GPU = ("cublas_grouped", "torch_grouped_nt", "deep_gemm", "quack", "fbgemm", "triton_kernels", "triton_tutorial",
+ON_GPU = ("cublas_grouped", "torch_grouped_nt", "deep_gemm", "quack", "fbgemm", "triton_kernels",
           "transformers_compiled")  # fmt: skip
-ON_REQUEST = ("triton_tutorial",)
 
 
 def peer_entries(
     names: list[str], device: torch.device, cases: Sequence[Workload]
 ) -> tuple[list[Entry], dict[str, str]]:
-    """The entries of the named peers (by default all that take one of the workloads, but those that run on request
-    only), and why others are absent."""
+    """The entries of the named peers (by default all that take one of the workloads), and why others are absent."""
     if unknown := [name for name in names if name not in PEERS]:
         raise InvalidSetting(f"--peers: no peer is called {unknown[0]!r}; known: {', '.join(PEERS)}, none")
     absent: dict[str, str] = {}
     here: list[Entry] = []
     for name, entry in PEERS.items():
-        if name not in names and (names or name in ON_REQUEST or not any(map(entry.takes, cases))):
+        if name not in names and (names or not any(map(entry.takes, cases))):
             continue
         module, library = NEEDS.get(name, ("", ""))
         if module and importlib.util.find_spec(module) is None:

@@ -79,12 +79,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="write the measurements to this file")
     add("--picture", type=Path, metavar="FILE", help="SVG or PNG of the kernels of one training step of each layer")
     add("--draw", type=Path, metavar="JSON", help="draw --picture from what --json wrote, and do no more")
-    add(
-        "--forecast",
-        type=Path,
-        metavar="JSON",
-        help="print steps of weak training on 4 and 8 GPUs, by what --json wrote",
-    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -93,11 +87,6 @@ def main(args: argparse.Namespace) -> int:
         if not args.picture:
             raise InvalidSetting("--draw needs --picture FILE, with the ending .svg or .png")
         print(f"written: {draw(json.loads(args.draw.read_text())['runs'], args.picture)}")
-        return 0
-    if args.forecast:
-        for run in json.loads(args.forecast.read_text())["runs"]:
-            if _weak_training(run):
-                print(*(line(forecast(run, ranks)) for ranks in (4, 8)), sep="\n")
         return 0
     for name, known in (
         ("layers", LAYERS), ("ways", WAYS), ("scaling", SCALINGS), ("passes", PASSES), ("routing", ROUTINGS)
@@ -539,45 +528,6 @@ def union(spans: list[tuple[float, float]]) -> float:
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return total
-
-
-# --- steps on more GPUs than there are ----------------------------------------------------------------
-
-EXCHANGE_BYTES_S, MEMORY_BYTES_S = 270e9, 4e12
-"""Two H200, 2026-11-23: 67 MB went from one to the other in 0.25 ms; copies of rows."""
-TIMES_MOVED = 14
-"""How often the row of a token that travels is read or written in a step: packed, sent, summed, sent, added, twice."""
-SHARED_FLOPS = 650e12
-
-
-def _weak_training(run: dict[str, Any]) -> bool:
-    """Whether `forecast` applies to a run."""
-    wanted = {"way": "fused", "chunks": 1, "scaling": "weak", "pass": "training", "routing": "uniform"}
-    return all(run[name] == value for name, value in wanted.items())
-
-
-def forecast(run: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Predicts a run of weak training with `chunks` 1 on more ranks, in which each expert gets equally many tokens.
-
-    Products stay as long; rows that travel become more, and this rank's own pairs, beside whose products they travel,
-    fewer. Ranks are taken to be in step.
-    """
-    layer, before = LAYERS[run["layer"]], run["ranks"]
-    shared = 6e3 * run["tokens"] * layer.hidden * layer.shared / SHARED_FLOPS
-    unit = (run["split_ms"]["products"] - 3 * shared) / 9  # of as many operations as rows @ down
-
-    def moved(count: int) -> tuple[float, float]:
-        """Bytes that a rank sends one way; milliseconds in which nothing else runs."""
-        others = (count - 1) * (1 - (1 - 1 / count) ** layer.top_k)
-        size = others * run["tokens"] * layer.hidden * 2
-        ms = size / EXCHANGE_BYTES_S * 1e3
-        beside = (2 * unit / count + shared, unit / count, unit / count, 3 * unit)
-        return size, sum(max(0.0, ms - products) for products in beside)
-
-    (size, waits), (size_before, waits_before) = moved(ranks), moved(before)
-    ms = run["ms"] + waits - waits_before + TIMES_MOVED * (size - size_before) / MEMORY_BYTES_S * 1e3
-    kept = {name: run[name] for name in ("layer", "scaling", "pass", "routing", "way", "chunks", "tokens", "host_ms")}
-    return {**kept, "ranks": ranks, "ms": ms, "alone_ms": run["alone_ms"], "speedup": ranks * run["alone_ms"] / ms}
 
 
 # --- a picture of a step ------------------------------------------------------------------------------

@@ -33,6 +33,8 @@ RESTLESS = 0.15
 SECOND_LOOKS = 2
 NEAR = 1.25
 """Configs within this factor of their backend's best, at a quick look, are measured carefully."""
+HOT_BELOW_US = 300.0
+"""Longer calls are not timed with a full cache and by the host."""
 LATE = "not tried within the time"
 STRIKES = 3
 """An entry that hung or crashed this often is not started again."""
@@ -63,7 +65,6 @@ class Options:
     goal_s: float = math.inf
     style: Mode = "cold"
     modes: tuple[str, ...] = ("graph", "hot", "host")
-    hot_below_us: float = 300.0
     rates: dict[str, Rates] | None = None
     rest: float = 0.0
     look_ms: float = 0.0
@@ -389,7 +390,7 @@ class Runner:
             self._rows[name].whole_host_us = round(timing.median, 2) if timing.ok else None
 
     def _is_short(self, name: str) -> bool:
-        return (self._rows[name].us or 0) < self.options.hot_below_us
+        return (self._rows[name].us or 0) < HOT_BELOW_US
 
     def _settled(self, calls: dict[str, Callable[[], object]], mode: Mode) -> dict[str, Timing]:
         """Measures, and once or twice more where repeats disagree.

@@ -11,7 +11,6 @@
 `wonly`      the decode suite's layers with weights of 8 and 4 bits under bfloat16
 `small`      launch and scheduling cost rather than arithmetic
 `ragged-odd` primes and unaligned extents, where most libraries refuse or pad
-`spread`     3200 shapes laid out evenly over forms, layouts, dtypes and extents
 `layers`     whole mixture-of-experts layers, forward and training; `quantised-layers`  one with quantised weights
 `random`     20 other shapes, which nobody tunes: what `auto` is worth where nothing was measured; `random:7`: 20 of
              another seed, over all forms
@@ -22,7 +21,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import numpy as np
@@ -112,8 +111,8 @@ def _cpu_rows() -> list[Workload]:
     ]
 
 
-def _spread(base: Workload, distributions: Sequence[str] = UNEVEN) -> list[Workload]:
-    return [replace(base, distribution=name) for name in distributions]
+def _spread(base: Workload) -> list[Workload]:
+    return [replace(base, distribution=name) for name in UNEVEN]
 
 
 def _moe() -> list[Workload]:
@@ -251,83 +250,30 @@ def _ragged_odd() -> list[Workload]:
 
 UNTUNED = "random"
 UNEVEN_AND_EVEN = ("balanced", "zipf", "empty", "multinomial", "uniform")
-OF_EVERY_KIND, OF_USUAL, OF_FORMS, SPREAD = 800, 1600, 2800, 3200
-"""How many workloads of `spread` come before its next section: every kind; packed rows of 16-bit floats; every kind
-again; extents without a factor."""
 SEED = 20
 GROUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 256)
-OTHERS = (
-    ("fp32", "int8"),
-    ("tf32", "shared"),
-    ("fp16", "fp64"),
-    ("int8", "fp32"),
-    ("shared", "tf32"),
-    ("fp64", "fp16"),
-)
-KINDS = " ".join("m mt k m list mt batched m masked mt m {} mt odd m n mt {}".format(*pair) for pair in OTHERS).split()
-"""The kinds of `spread` in turn: packed rows (t: with transposed weights), the other forms, the other dtypes."""
-USUAL = ("m", "mt")
-FORMS = "k list masked mt batched m n k list masked fp16 mt m fp32 tf32 fp64 int8".split()  # noqa: SIM905
-SECTIONS = ((OF_EVERY_KIND, KINDS), (OF_USUAL, USUAL), (OF_FORMS, FORMS), (SPREAD, ("odd",)))
 ANY_KIND = "m mt k m list mt m batched mt m fp16 mt masked m k mt list m mt n".split()  # noqa: SIM905
-MOST_PRODUCTS = {"fp32": 1e10, "fp64": 1e10, "int8": 1e10, "tf32": 3e10, "n": 2e10, "odd": 5e10}
-"""The largest number of multiply-adds of slower kinds: about a tenth of a millisecond on an H100."""
+"""The kinds of problems in turn: packed rows (t: with transposed weights), the other forms, another dtype."""
+LEAST_OCTAVE = 6.5
+"""The least N and K of these workloads, in octaves."""
+MOST_PRODUCTS, MOST_PRODUCTS_OF_COLUMNS, MOST_ELEMENTS = 1.5e11, 2e10, 2**28
+"""The largest numbers of multiply-adds (fewer for jagged columns, which are slow) and of elements."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Bounds of generated workloads: the least N and K in octaves, the largest number of multiply-adds and elements."""
+def _generated(name: str, kind: str, place: Sequence[float], index: int) -> list[Workload]:
+    """One workload of a kind at a point of the unit cube (rows per group, N, K, groups); none if it is too large.
 
-    least: float
-    products: float
-    elements: int
-
-
-BOUNDS = Bounds(6.5, 1.5e11, 2**28)
-WIDE_BOUNDS = Bounds(7.5, 6e11, 2**30)
-
-
-def spread_out() -> list[Workload]:
-    """Every kind of problem over many octaves of its extents, evenly: Halton's sequence, one base per extent."""
-    cases: list[Workload] = []
-    index = 0
-    while len(cases) < SPREAD:
-        index += 1
-        kinds = next(dealt for end, dealt in SECTIONS if len(cases) < end)
-        kind = kinds[len(cases) % len(kinds)]
-        place = [_radical_inverse(index, base) for base in (2, 3, 5, 7)]
-        bounds = WIDE_BOUNDS if kinds is USUAL else BOUNDS
-        cases += _generated(f"spread_{len(cases):03d}", "spread", kind, place, index, bounds)
-    return cases
-
-
-def _radical_inverse(index: int, base: int) -> float:
-    """The digits of `index` mirrored at the point."""
-    value, weight = 0.0, 1.0 / base
-    while index:
-        index, digit = divmod(index, base)
-        value, weight = value + digit * weight, weight / base
-    return value
-
-
-def _generated(
-    name: str, suite: str, kind: str, place: Sequence[float], index: int, bounds: Bounds = BOUNDS
-) -> list[Workload]:
-    """One workload of a kind at a point of the unit cube (rows per group, N, K, groups); None if it is too large.
-
-    Extents are multiples of 64, some of 8, and for the kind "odd" arbitrary.
+    Extents are multiples of 64, some of 8.
     """
-    step = 1 if kind == "odd" else 8 if index % 4 == 3 else 64
+    step = 8 if index % 4 == 3 else 64
     groups = GROUPS[int(place[3] * len(GROUPS))]
     rows = max(1, int(2.0 ** (place[0] * (8 if kind == "n" else 11.5))))
-    n, k = (max(step, int(step * round(2.0 ** (bounds.least + (13 - bounds.least) * p) / step))) for p in place[1:3])
-    if (
-        groups * rows * n * k > MOST_PRODUCTS.get(kind, bounds.products)
-        or groups * (n * k + rows * (n + k)) > bounds.elements
-    ):
+    n, k = (max(step, int(step * round(2.0 ** (LEAST_OCTAVE + (13 - LEAST_OCTAVE) * p) / step))) for p in place[1:3])
+    most = MOST_PRODUCTS_OF_COLUMNS if kind == "n" else MOST_PRODUCTS
+    if groups * rows * n * k > most or groups * (n * k + rows * (n + k)) > MOST_ELEMENTS:
         return []
     distribution = UNEVEN_AND_EVEN[index % len(UNEVEN_AND_EVEN)]
-    case = Workload(name, suite, groups=groups, n=n, k=k, total=groups * rows, distribution=distribution, seed=index)
+    case = Workload(name, UNTUNED, groups=groups, n=n, k=k, total=groups * rows, distribution=distribution, seed=index)
     case = replace(case, trans_b=kind.endswith("t") or (kind not in ("m", "k") and index % 2 == 0))
     if kind in DTYPES:
         return [replace(case, dtype=kind)]
@@ -344,7 +290,7 @@ def _generated(
         return [replace(case, form="masked", m=rows, total=max(1, groups * rows // 2), cap=rows)]
     if kind == "batched":
         return [replace(case, form="batched", m=rows, total=0, distribution="balanced")]
-    return [replace(case, shared_b=kind == "shared")]
+    return [case]
 
 
 def random(seed: int = SEED) -> list[Workload]:
@@ -356,9 +302,7 @@ def random(seed: int = SEED) -> list[Workload]:
         index = len(cases)
         name = f"random_{index:02d}" if seed == SEED else f"random_{seed}_{index:02d}"
         if seed != SEED:
-            cases += _generated(
-                name, UNTUNED, ANY_KIND[index], draw.uniform(0, 1, 4).tolist(), int(draw.integers(1, 10**6))
-            )
+            cases += _generated(name, ANY_KIND[index], draw.uniform(0, 1, 4).tolist(), int(draw.integers(1, 10**6)))
             continue
         step = 64 if index % 4 else 8
         groups = int(draw.choice([2, 6, 12, 24, 48, 96, 160]))
@@ -385,7 +329,6 @@ SUITES: dict[str, Callable[[], list[Workload]]] = {
     "wonly": _wonly,
     "small": _small,
     "ragged-odd": _ragged_odd,
-    "spread": spread_out,
     UNTUNED: random,
     WHOLE: whole_layers,
     QUANTISED: quantised_layers,

@@ -26,8 +26,7 @@ from multigemm.cuda.driver import on_device
 from multigemm.cuda.launch import Kernel, PatchedLaunches
 from multigemm.errors import LibraryError
 from multigemm.integrations import torch_op
-from multigemm.integrations.expert_network import Network, by_rows
-from multigemm.integrations.few_tokens import takes_few_tokens
+from multigemm.integrations.expert_network import Network, by_rows, takes_few_tokens
 from multigemm.integrations.layer_ops import copies_rows, decode_kernels, gate_kernels, triton_kernels
 from multigemm.planning.binding import bind
 from multigemm.planning.launch_cache import LAUNCHES

@@ -1,5 +1,6 @@
 """The experts of a layer as fused products, which pick, gate, weight and sum rows themselves. Many tokens are copied to
-their pairs first (`layer_ops.copies_rows`); one token or a few go through kernels of their own (few_tokens.py).
+their pairs first (`layer_ops.copies_rows`); one token or a few go through kernels of their own
+(`expert_network.takes_few_tokens`).
 
 Forward: a sort, h = gate(x[rows] @ up), out = the weighted sums of h @ down. For backward only g and u are kept (the
 columns that the gate joins), besides the inputs and two numbers for each pair of token and expert:
@@ -32,9 +33,10 @@ from multigemm.integrations.expert_network import (
     by_rows,
     check_routing,
     has_fast_fused_products,
+    may_take_few_tokens,
+    result_of_few_tokens,
     through_experts,
 )
-from multigemm.integrations.few_tokens import may_take_few_tokens, result_of_few_tokens
 from multigemm.integrations.gradients import differentiated, gate_by_torch
 from multigemm.integrations.layer_ops import (
     Pairs,

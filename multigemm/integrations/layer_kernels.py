@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 from multigemm.backends.triton.build import starts_early
-from multigemm.integrations.eager import on_device_of
 from multigemm.planning.tiles import tiles_of
 from multigemm.problem.spec import bucket
+from multigemm.torch_internals import on_device_of
 
 
 class Step(NamedTuple):

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multigemm.integrations import eager
+from multigemm.torch_internals import register_differentiable
 
 Sorted = tuple[Tensor, Tensor, Tensor]
 NARROW = 1 << 15
@@ -255,7 +255,7 @@ def _backward_of_sum(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return drows, None, dweights, None
 
 
-eager.register(
+register_differentiable(
     _library,
     torch.ops.multigemm.weighted_sum.default,
     _sum,
@@ -338,7 +338,7 @@ def _backward_of_gate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return torch.ops.multigemm.gated_backward(grad, x, ctx.gelu), None
 
 
-eager.register(
+register_differentiable(
     _library,
     torch.ops.multigemm.gated.default,
     _gate,

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_text
-from multigemm.integrations import eager
 from multigemm.integrations.gradients import NAMES, Call, differentiated, fused_rows, gradients, stacked
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.launch_key import NO_SCALES, PLAIN_LENGTH, Key, key_of, one_cut
@@ -29,6 +28,7 @@ from multigemm.select.choose import choose
 from multigemm.torch_internals import (
     SPECIAL,
     any_requires_grad,
+    differentiable,
     dispatch_keys,
     grad_enabled,
     in_transform,
@@ -349,7 +349,7 @@ def _fused_result(inputs: list[Any], o: dict[str, Any], like: Tensor) -> Tensor:
     return out[0] if squeezed else out
 
 
-_general = eager.differentiable(overload, _backward, _keep)
+_general = differentiable(overload, _backward, _keep)
 
 
 # --- autocast and vmap ------------------------------------------------------------------------------

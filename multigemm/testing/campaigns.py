@@ -8,26 +8,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
-from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from multigemm.backend import installed_version
+
 PACKAGES = ("multigemm", "torch", "triton", "numba-cuda", "cupy-cuda13x", "numpy")
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def versions() -> dict[str, str]:
     """The versions of installed packages, and the GPU if there is one."""
-    found = {name: _version(name) for name in PACKAGES}
+    found = {name: installed_version(name) for name in PACKAGES}
     if torch.cuda.is_available():
         found["device"] = torch.cuda.get_device_name()
         found["cuda"] = str(torch.version.cuda)

@@ -1,6 +1,7 @@
 """The conformance suite: one set of tests for every backend, built-in or not.
 
     python -m multigemm.testing.conformance --backend NAME
+    python -m pytest -p multigemm.testing.conformance --pyargs multigemm.testing.conformance --backend NAME
 
 A backend that passes gives right answers, or refuses with a reason, on every form, dtype, layout and
 epilogue that is drawn here; writes nothing but its result; sees sizes that change; stays inside its
@@ -39,6 +40,17 @@ SIZES: dict[Form, dict[str, Any]] = {
     "batched": {"m": 9, "n": 10, "k": 17, "lengths": (0, 0, 0)},
     "masked": {"m": 18, "n": 10, "k": 17, "lengths": (5, 0, 18)},
 }
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The suite's options, as it is a plugin of its own."""
+    group = parser.getgroup("multigemm", "conformance of a multigemm backend")
+    group.addoption("--backend", action="store", default="cpu", help="the backend to examine")
+    group.addoption("--device", action="store", default="", help="cuda or cpu; default: cuda where there is one")
+    group.addoption(
+        "--cases", action="store", type=int, default=40, help="generated problems per form and dtype family"
+    )
+    group.addoption("--all-configs", action="store_true", help="every config of the backend in turn")
 
 
 @pytest.fixture(scope="session")
@@ -229,7 +241,8 @@ def main(arguments: list[str]) -> int:
     except UnknownBackend as error:
         print(error, file=sys.stderr)
         return 2
-    return int(pytest.main([__file__, "-p", "multigemm.testing.plugin", "-q", "-p", "no:cacheprovider", *arguments]))
+    words = ["-p", "multigemm.testing.conformance", "-q", "-p", "no:cacheprovider"]
+    return int(pytest.main([__file__, *words, *arguments]))
 
 
 if __name__ == "__main__":

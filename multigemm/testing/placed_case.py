@@ -124,8 +124,8 @@ class Arena:
         elements past a 512-byte boundary."""
         strides, reach = strides_for(shape, layout)
         start = self._size
-        first = _up(start + guard, ALIGN) + layout.shift * dtype.itemsize
-        stop = _up(first + reach * dtype.itemsize + guard, ALIGN)
+        first = _aligned(start + guard) + layout.shift * dtype.itemsize
+        stop = _aligned(first + reach * dtype.itemsize + guard)
         region = Region(dtype, tuple(shape), strides, first)
         self.regions.append(region)
         self._fills.append((start, stop, dtype))
@@ -151,8 +151,8 @@ class Arena:
         return torch.from_numpy(np.resize(pattern, size))
 
 
-def _up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
+def _aligned(address: int) -> int:
+    return -(-address // ALIGN) * ALIGN
 
 
 def guard_bytes(shape: Sequence[int], itemsize: int) -> int:

@@ -14,12 +14,10 @@ from torch import Tensor
 from multigemm.bench import machine, peers
 from multigemm.bench.entries import Refused
 from multigemm.bench.operands import make
-from multigemm.bench.peers import PEERS, _odd_start, peer_entries
+from multigemm.bench.peers import PEERS, _odd_start
 from multigemm.bench.workloads import Workload
-from tests.support.python_process import run_python
 
 LIBRARIES = ("deep_gemm", "quack", "fbgemm", "triton_kernels")
-TUTORIAL = "triton_tutorial"
 CASES = [
     Workload("zipf", "t", groups=5, n=8, k=16, total=37, distribution="zipf"),
     Workload("holes", "t", groups=8, n=4, k=8, total=19, distribution="empty"),
@@ -161,32 +159,6 @@ def test_starts_off_16_bytes_are_seen_where_groups_lie_along_rows() -> None:
     assert _odd_start(gradients) == 0
     assert _odd_start(replace(gradients, trans_a=False)) > 0
     assert _odd_start(CASES[0]) == 0
-
-
-def test_the_tutorials_way_runs_where_it_is_asked_for() -> None:
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert TUTORIAL not in {entry.name for entry in peer_entries([], cuda, CASES)[0]}
-    assert [entry.name for entry in peer_entries([TUTORIAL], cuda, CASES)[0]] == [TUTORIAL]
-    assert peer_entries([TUTORIAL], cpu, CASES)[1] == {TUTORIAL: "needs a CUDA device"}
-    with pytest.raises(Refused, match="16 bytes"):
-        PEERS[TUTORIAL].prepare(make(replace(CASES[0], n=9), cpu))
-
-
-@pytest.mark.slow
-def test_the_tutorials_way_compiles_for_hopper() -> None:
-    program = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from multigemm.bench.tutorial_kernel import tutorial_kernel
-types = {"a": "*bf16", "b": "*bf16", "out": "*bf16", "ends": "*i32", "groups": "i32", "n": "i32", "k": "i32"}
-tile = {"BM": 128, "BN": 128, "BK": 64, "STAGES": 3}
-source = ASTSource(tutorial_kernel, {**types, **dict.fromkeys(tile, "constexpr")}, constexprs=tile)
-print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "num_stages": 3}).asm["ptx"])
-"""
-    made = run_python("-c", program)
-    assert "wgmma.mma_async" in made.stdout
-    assert "cp.async.bulk.tensor" in made.stdout
 
 
 def test_a_peer_that_only_lies_on_the_path_has_its_modules_version(monkeypatch: pytest.MonkeyPatch) -> None:

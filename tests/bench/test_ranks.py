@@ -57,21 +57,6 @@ def test_the_picture_is_drawn_again_from_what_was_kept(name: str, tmp_path: Path
         assert text.count("http") == 1 and "mixtral: a training step" in text, "no other host is named"
 
 
-def test_more_ranks_wait_longer_for_more_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run: dict[str, Any] = {
-        "layer": "qwen3-30b", "scaling": "weak", "pass": "training", "routing": "uniform", "ranks": 2, "way": "fused",
-        "chunks": 1, "tokens": 16384, "ms": 10.0, "host_ms": 7.0, "alone_ms": 7.5, "split_ms": {"products": 5.5},
-    }  # fmt: skip
-    assert ranks.forecast(run, 2)["ms"] == run["ms"]
-    steps = [ranks.forecast(run, count) for count in (2, 4, 8)]
-    assert steps[0]["ms"] < steps[1]["ms"] < steps[2]["ms"] < 20.0
-    assert steps[0]["speedup"] < steps[1]["speedup"] < steps[2]["speedup"] < 8
-    (tmp_path / "all.json").write_text(json.dumps({"runs": [run, {**run, "way": "plain"}]}))
-    assert main(["bench", "ranks", "--forecast", str(tmp_path / "all.json")]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert len(told) == 2 and "4 ranks" in told[0] and f"x{steps[2]['speedup']:.2f} of one" in told[1]
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

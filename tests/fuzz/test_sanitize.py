@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from multigemm.testing import control, sanitize
+from multigemm.testing import sanitize
 from multigemm.testing.case import Case
 
 ROOT = Path(__file__).parents[2]
@@ -16,7 +16,7 @@ TOOL = """#!{python}
 import sys
 with open({log!r}, "a") as log:
     log.write(" ".join(sys.argv[1:]) + "\\n")
-if "multigemm.testing.control" in sys.argv:
+if "--control" in sys.argv:
     sys.exit({control})
 print("triton: 20 problems ran under 9 configs, 0 wrong")
 if {tool!r} in sys.argv:
@@ -69,7 +69,7 @@ def test_a_known_hand_over_is_set_aside_while_the_tool_reports_the_control(
 ) -> None:
     kept = tmp_path / "verdicts.json"
     call, control_call = checked(*RACECHECK, "--json", str(kept), said=race(kernel))
-    assert "exclude" not in call and control_call.endswith("-m multigemm.testing.control hand_over")
+    assert "exclude" not in call and control_call.endswith("-m multigemm.testing.sanitize --control hand_over")
     told = capsys.readouterr().out
     assert (
         "hand_over, which is right by construction: FINDINGS" in told
@@ -120,7 +120,7 @@ def reading(
 
 def test_reads_of_a_librarys_own_are_set_aside_while_the_bare_call_shows_them(checked: Any, capsys: Any) -> None:
     call, control_call = checked(*INITCHECK, said=reading(), reporting="initcheck")
-    assert "--fill" in call and control_call.endswith("-m multigemm.testing.control grouped_mm")
+    assert "--fill" in call and control_call.endswith("-m multigemm.testing.sanitize --control grouped_mm")
     told = capsys.readouterr().out
     assert "32 reports set aside" in told and "grouped_mm, which is right by construction: FINDINGS" in told
 
@@ -165,7 +165,7 @@ def test_the_control_kernel_compiles() -> None:
     pytest.importorskip("cupy")
     from cupy.cuda import nvrtc
 
-    program = nvrtc.createProgram(control.SOURCE, "control.cu", [], [])
+    program = nvrtc.createProgram(sanitize.HAND_OVER, "control.cu", [], [])
     nvrtc.compileProgram(program, ["-arch=sm_90"])
     assert b"hand_over" in nvrtc.getCUBIN(program)
 

@@ -11,10 +11,9 @@ import torch.autograd.forward_ad as forward_ad
 from torch._dynamo.testing import CompileCounter
 
 import multigemm as mg
-from multigemm.integrations import few_tokens, fused_experts, layer_ops
+from multigemm.integrations import expert_network, fused_experts, layer_ops
 from multigemm.integrations.bound_layer import run_bound
-from multigemm.integrations.expert_network import Network
-from multigemm.integrations.few_tokens import takes_few_tokens
+from multigemm.integrations.expert_network import Network, takes_few_tokens
 from multigemm.integrations.fused_experts import run_experts
 from multigemm.nn import Experts
 from tests.support.python_process import run_python
@@ -77,7 +76,7 @@ WITHOUT_MEANING: dict[str, Any] = {"glu_limit": -1.0, "glu_layout": "nonsense", 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_tokens, "kernels_for", lambda x, kernels: kernels())
+    monkeypatch.setattr(expert_network, "kernels_for", lambda x, kernels: kernels())
 
 
 @pytest.mark.parametrize("case", LEFT_TO_PRODUCTS)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import multigemm as mg
-from multigemm.settings import Settings, parse
+from multigemm.settings import Settings, dump, parse, settings
 
 
 def test_settings_are_read_with_their_types() -> None:
@@ -30,3 +30,13 @@ def test_a_setting_is_near_by_its_own_name() -> None:
         parse({"MULTIGEMM_FOO": "1"})
     with pytest.raises(mg.InvalidSetting, match="did you mean MULTIGEMM_CACHE_DIR"):
         parse({"MULTIGEMM_CACHEDIR": "x"})
+
+
+def test_compiled_kernels_are_dumped_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("", str(tmp_path / "kernels")):
+        monkeypatch.setenv("MULTIGEMM_DUMP", folder)
+        settings.cache_clear()
+        dump("one", "source", "ptx", b"cubin")
+    settings.cache_clear()
+    kept = {path.suffix: path.read_text() for path in tmp_path.rglob("one.*")}
+    assert (kept[".txt"], kept[".ptx"], kept[".cubin"]) == ("source", "ptx", "cubin")

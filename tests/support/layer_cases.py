@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigemm.integrations import bound_layer, few_tokens, fused_experts, layer_ops
+from multigemm.integrations import bound_layer, expert_network, fused_experts, layer_ops
 from multigemm.integrations.bound_layer import run_bound
 from multigemm.integrations.expert_network import Network, through_experts
 from multigemm.integrations.fused_experts import run_experts
@@ -82,7 +82,7 @@ def _without_a_gpu() -> None:
         return found
 
     stand_ins.copies_rows = as_on_a_gpu
-    for_few: Any = few_tokens
+    for_few: Any = expert_network
     for_few.kernels_for = lambda x, kernels: kernels()
     decode_kernels.run_steps = lambda x, *steps: [step.kernel[step.grid](**step.values) for step in steps]
     stand_ins.empty_cuda = lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype)
@@ -139,13 +139,13 @@ def few_as_in_steps(net: Network, parameters: Parameters) -> None:
     layers: Any = fused_experts
     layers.has_fast_fused_products = lambda x, backend: True
     asked: list[int] = []
-    takes = few_tokens.takes_few_tokens
+    takes = expert_network.takes_few_tokens
 
     def counted(*given: Any) -> bool:
         asked.append(0)
         return takes(*given)
 
-    for module in (few_tokens, bound_layer):
+    for module in (expert_network, bound_layer):
         looked: Any = module
         looked.takes_few_tokens = counted
     x, index, weights = torch.randn(1, parameters[1].shape[1]), torch.tensor([[4, 0]]), torch.rand(1, 2)

@@ -19,7 +19,21 @@ from functools import cache
 import numpy as np
 from numba import cuda
 
-from multigemm.backends.numba.arguments import JAGGED_K, JAGGED_M, JAGGED_N
+from multigemm.backends.numba.arguments import (
+    CODES,
+    GRID_WORDS,
+    GRIDS,
+    JAGGED_K,
+    JAGGED_M,
+    JAGGED_N,
+    TABLE_A,
+    TABLE_B,
+    TABLE_SCALE_A,
+    TABLE_SCALE_B,
+    TABLE_WORDS,
+    TABLE_ZERO,
+    WHOLE_K,
+)
 from multigemm.backends.numba.config import QuantisedSignature
 from multigemm.backends.numba.kernels.epilogue import make_finish
 from multigemm.backends.numba.kernels.memory import (
@@ -33,19 +47,7 @@ from multigemm.backends.numba.kernels.memory import (
 )
 from multigemm.backends.numba.kernels.runtime import SIMULATED, device, kernel, synchronising
 from multigemm.backends.numba.kernels.schedule import extent, make_schedule, make_zero_unowned
-from multigemm.backends.numba.quantised import (
-    CODES,
-    GRID_WORDS,
-    GRIDS,
-    PACKED,
-    TABLE_A,
-    TABLE_B,
-    TABLE_SCALE_A,
-    TABLE_SCALE_B,
-    TABLE_WORDS,
-    TABLE_ZERO,
-    WHOLE_K,
-)
+from multigemm.problem.spec import BYTE_FORMATS
 
 _code, _word, _single = loader("u8"), loader("i64"), loader("f32")
 
@@ -84,7 +86,7 @@ def make_element_of_b(name):
         pair = _code(base, (k >> 1) * k_stride + across)
         return tables[TABLE_B + ((pair >> ((k & 1) * 4)) & 15)]
 
-    return half if name in PACKED else whole
+    return half if name in BYTE_FORMATS else whole
 
 
 @cache

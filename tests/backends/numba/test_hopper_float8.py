@@ -16,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("numba_cuda", reason="pip install 'multigemm[numba]'")
 
 from multigemm.backends.numba import choice, launch, support
-from multigemm.backends.numba.arguments import JAGGED_M, JAGGED_N
+from multigemm.backends.numba.arguments import JAGGED_M, JAGGED_N, WHOLE_K, Grids
 from multigemm.backends.numba.config import (
     FLOAT8_LOW,
     FLOAT8_MEDIUM,
@@ -32,7 +32,6 @@ from multigemm.backends.numba.config import (
     Layout,
     float8_signature_of,
 )
-from multigemm.backends.numba.quantised import WHOLE_K, Grids
 from multigemm.backends.numba.support import compiler_obstacle
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.settings import settings

@@ -15,7 +15,8 @@ from torch import Tensor
 
 pytest.importorskip("numba_cuda", reason="pip install 'multigemm[numba]'")
 
-from multigemm.backends.numba import choice, launch, quantised, support
+from multigemm.backends.numba import arguments, choice, launch, support
+from multigemm.backends.numba.arguments import Grids, code_tables, grids_of
 from multigemm.backends.numba.config import (
     GENERIC,
     GENERIC_EMULATED,
@@ -26,7 +27,6 @@ from multigemm.backends.numba.config import (
     QuantisedConfig,
     QuantisedSignature,
 )
-from multigemm.backends.numba.quantised import Grids, code_tables, grids_of
 from multigemm.backends.numba.support import compiler_obstacle
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.settings import settings
@@ -137,7 +137,7 @@ def test_matrices_of_a_list_have_their_own_blocks() -> None:
     scales = [torch.ones(2, 2), torch.ones(3, 40)]
     _, table = grids_of(staged(GroupedGemmProblem(a, b, scale_b=scales)))
     assert table is not None
-    assert table[:, 0].tolist() == [list(quantised.ABSENT)] * 2
+    assert table[:, 0].tolist() == [list(arguments.NO_GRID)] * 2
     assert table[:, 1, 1:].tolist() == [[0, 1, 2, 7, 7], [0, 1, 40, 0, 5]]
     assert table[:, 1, 0].tolist() == [x.data_ptr() for x in scales]
 

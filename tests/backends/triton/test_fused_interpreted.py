@@ -17,10 +17,11 @@ from torch import Tensor
 
 import multigemm as mg
 from multigemm import quantize as q
+from multigemm import torch_internals
 from multigemm.backends.cupy import choice as cupy_choice
 from multigemm.backends.triton import BACKEND, Config, choice
 from multigemm.backends.triton.config import problem_with
-from multigemm.integrations import eager, fused_experts, fused_parallel, layer_ops
+from multigemm.integrations import fused_experts, fused_parallel, layer_ops
 from multigemm.integrations.expert_network import Network
 from multigemm.integrations.fused_experts import experts_forward, gate_backward
 from multigemm.integrations.gradients import gate_by_torch
@@ -173,7 +174,9 @@ def test_a_layer_and_its_gradients(options: Any) -> None:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The kernels of layers on a GPU, which the interpreter runs."""
     os.environ["TRITON_INTERPRET"] = "1"
-    monkeypatch.setattr(eager, "current_device", lambda: -1)  # which is where tensors on the CPU say that they lie
+    monkeypatch.setattr(
+        torch_internals, "current_device", lambda: -1
+    )  # which is where tensors on the CPU say that they lie
     return importlib.import_module("multigemm.integrations.layer_kernels")
 
 
@@ -311,7 +314,7 @@ def test_the_gate_of_a_layer_that_keeps_its_input_rounds_it(
 def test_rows_that_came_home_are_added_to_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     kernels: Any = importlib.import_module("multigemm.integrations.exchange_kernels")
-    monkeypatch.setattr(eager, "current_device", lambda: -1)
+    monkeypatch.setattr(torch_internals, "current_device", lambda: -1)
     own, rows = torch.randn(4, 2100).half(), torch.randn(3, 2100).half()
     by_token = torch.tensor([[-1, 2, -1], [-1, -1, -1], [0, 1, 2], [-1, -1, 0]])
     place = by_token.view(2, 2, 3).transpose(1, 2).contiguous()
@@ -476,7 +479,7 @@ def test_tokens_that_travel_are_counted_and_laid_out(
     """The kernels of a GPU, beside the same in steps of torch; some numbers are no experts."""
     os.environ["TRITON_INTERPRET"] = "1"
     kernels: Any = importlib.import_module("multigemm.integrations.exchange_kernels")
-    monkeypatch.setattr(eager, "current_device", lambda: -1)
+    monkeypatch.setattr(torch_internals, "current_device", lambda: -1)
     experts, top_k, here = 7, 3, ranks - 1
     each = -(-experts // ranks)
     for dtype in (torch.int64, torch.int32, torch.uint8):
@@ -497,7 +500,7 @@ def test_tokens_that_travel_are_counted_and_laid_out(
 def test_rows_of_two_matrices_are_copied(picked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     kernels: Any = importlib.import_module("multigemm.integrations.exchange_kernels")
-    monkeypatch.setattr(eager, "current_device", lambda: -1)
+    monkeypatch.setattr(torch_internals, "current_device", lambda: -1)
     x, y = torch.randn(5, 2100).half(), torch.randint(0, 99, (5, 6), dtype=torch.int32)
     rows = torch.tensor([4, 0, 4]) if picked else None
     count = 3 if picked else 5

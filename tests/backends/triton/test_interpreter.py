@@ -15,11 +15,12 @@ import pytest
 import torch
 
 import multigemm as mg
+from multigemm import torch_internals
 from multigemm.backends.triton import BACKEND, Config, emulate
 from multigemm.backends.triton.emulate import space_of
 from multigemm.backends.triton.generic import LISTED, WHOLE
 from multigemm.backends.triton.lists import list_chunk, tile_table
-from multigemm.integrations import eager, layer_ops
+from multigemm.integrations import layer_ops
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.operands import TABLE
 from multigemm.planning.staging import stage
@@ -286,7 +287,9 @@ def test_the_counting_sort_is_a_stable_sort(pairs: int, experts: int, monkeypatc
     monkeypatch.setattr(kernels, "SORT_BLOCK", kernels.LEAST_SORT_BLOCK)
     monkeypatch.setattr(kernels, "COUNTING_BLOCKS", 2)
     monkeypatch.setattr(kernels, "START_BLOCKS", 2)
-    monkeypatch.setattr(eager, "current_device", lambda: -1)  # which is where tensors on the CPU say that they lie
+    monkeypatch.setattr(
+        torch_internals, "current_device", lambda: -1
+    )  # which is where tensors on the CPU say that they lie
     for low, high in ((0, experts), (-1, experts + 2)):
         numbers = torch.randint(low, high, (pairs,), generator=torch.Generator().manual_seed(pairs))
         results = kernels.sort_by_expert(numbers, experts), layer_ops.sort_by_expert(numbers, experts)
