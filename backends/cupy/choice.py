@@ -297,6 +297,8 @@ def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
     words = layout.spec.fused is None and layout.spec.compute not in HALVES and bool(words_of(layout.spec))
     if words:
         yield _words_rules(layout, counts)
+    if layout.spec.compute is torch.float64 and layout.hopper:
+        yield _double_rules(layout, counts)
     if layout.spec.compute not in HALVES or layout.spec.fused is not None:
         yield list(_generic_rules(layout, counts))
         yield [(words, WORDS), (words, tuple(replace(config, kernel="packed") for config in WORDS))]
@@ -392,6 +394,15 @@ def _words_rules(layout: Layout, counts: Counts) -> list[Rule]:
         found.append((left & holds & (work >= COPIED_WORDS_WORK), tuple(replace(c, kernel="packed") for c in some)))
         left = left & (holds ^ True)
     return found
+
+
+def _double_rules(layout: Layout, counts: Counts) -> list[Rule]:
+    """The rules for float64 that TMA can read: low tiles if each multiprocessor gets at most one."""
+    height = (layout.spec.m or COLUMNS) if layout.spec.form == "jagged_k" else _rows(layout, counts)
+    low, middle = (-(-height // side) * counts.groups * layout.columns <= PROCESSORS for side in (64, 128))
+    odd = layout.columns % 2 == 1 and layout.columns <= FEW_COLUMNS
+    tall = (SINGLE, MIDDLE) if odd else (MIDDLE, SINGLE)
+    return [(low, (SLIM, SINGLE)), (middle, (SINGLE, SLIM)), (True, (*tall, SLIM, NARROW))]
 
 
 def _somewhere(holds: Condition) -> bool:

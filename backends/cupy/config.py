@@ -327,6 +327,8 @@ def summation_of(config: Config, spec: ProblemSpec) -> Summation:
     kind = kind_of(spec)
     if kind == I8:
         return INTEGERS
+    if kind == F64 and config.kernel == "hopper":
+        return Summation("fused multiply-add", 8)
     if config.kernel not in ("generic", "small"):
         return Summation("wgmma", 8, truncated=True) if kind == TF32 else Summation("wgmma", 16)
     if kind in (F16, BF16, TF32):
@@ -387,6 +389,8 @@ def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -
     if config.kernel == "packed":
         spec = packed_spec(spec)
     if spec.compute not in HALVES and words_of(spec) and not _fits_words(config, spec):
+        return False
+    if spec.compute is torch.float64 and (config.pingpong or config.rows > 128):
         return False
     if has_gate(spec) and not (config.pingpong and config.rows <= most_gated_rows(spec)):
         return False

@@ -126,7 +126,7 @@ class Layout(NamedTuple):
     """The compile-time facts of a kernel besides its config."""
 
     element: str
-    """The element type of the operands: BFLOAT, TF32, INT8, or "" for float16."""
+    """The element type of the operands: BFLOAT, TF32, INT8, DOUBLE, or "" for float16."""
     role: Roles
     ragged: bool
     listed: bool
@@ -139,7 +139,7 @@ class Layout(NamedTuple):
 
 def layout_of(spec: ProblemSpec) -> Layout:
     """The compile-time facts of the problems of a spec."""
-    element = words_of(spec) or ("BFLOAT" if spec.compute == torch.bfloat16 else "")
+    element = words_of(spec) or {torch.bfloat16: "BFLOAT", torch.float64: "DOUBLE"}.get(spec.compute, "")
     ragged, listed = spec.form == "jagged_k", spec.form == "per_group"
     plain, staged = hopper_plain_kind(spec), stages_halves(spec)
     return Layout(element, roles(spec), ragged, listed, plain, staged, fused_layout_of(spec), is_biased(spec))

@@ -99,7 +99,7 @@ def plain_kind(spec: ProblemSpec) -> int:
 
 
 def sends(spec: ProblemSpec) -> bool:
-    """Whether the copy engine stores the results: plain ones, in rows of whole 16-byte pieces.
+    """Whether the copy engine stores the results: plain ones but float64, in rows of whole 16-byte pieces.
 
     Where the rows are jagged, k must be contiguous in them: then no piece begins with rows of another group.
     """
@@ -107,7 +107,7 @@ def sends(spec: ProblemSpec) -> bool:
     jagged_rows = spec.form in ("jagged_m", "jagged_n")
     known = spec.form != "per_group" and not (jagged_rows and (x.order != along or spec.total > MAX_ROWS))
     whole = spec.out.align == 16 and (columns or 1) % (16 // spec.out.dtype.itemsize) == 0
-    return known and plain_kind(unbiased(spec)) == 1 and whole
+    return known and plain_kind(unbiased(spec)) == 1 and whole and spec.compute is not torch.float64
 
 
 def unbiased(spec: ProblemSpec) -> ProblemSpec:
@@ -170,6 +170,19 @@ def _words_reasons(spec: ProblemSpec, padded: bool) -> list[str]:
     return reasons
 
 
+def _double_reasons(spec: ProblemSpec) -> list[str]:
+    """Why the Hopper kernel cannot run float64, whose products take registers."""
+    reasons = []
+    if plain_kind(spec) != 1:
+        reasons.append(f"an epilogue, or results by {spec.out.order}: of float64 it stores plain results by columns")
+    if spec.fused is not None:
+        reasons.append("rows picked by index, a gate, preact_out or row_scale of float64")
+    rows, weights = (spec.b.order == "col", spec.a.order == "row")[:: 1 if is_swapped(spec) else -1]
+    if weights and not rows:
+        reasons.append("float64 with weights along k and rows across it")
+    return reasons
+
+
 def _cluster_reasons(spec: ProblemSpec) -> list[str]:
     """What all kernels of resident clusters have against a spec."""
     reasons = []
@@ -192,7 +205,9 @@ def _across_k_reasons(spec: ProblemSpec) -> list[str]:
 def hopper_reasons(spec: ProblemSpec, padded: bool = False) -> list[str]:
     """Why the Hopper kernel cannot run a spec. The generic one can. `padded`: rows of a jagged k are a copy."""
     reasons = list[str]()
-    if spec.compute not in HALVES:
+    if spec.compute is torch.float64:
+        reasons = _double_reasons(spec)
+    elif spec.compute not in HALVES:
         reasons = _words_reasons(spec, padded) if words_of(spec) else halves_reasons(spec)
     for name, operand in (("a", spec.a), ("b", spec.b)):
         if operand.order == "strided" or operand.align < 16 or not operand.dense:
@@ -386,6 +401,8 @@ def packed_reasons(spec: ProblemSpec) -> list[str]:
         reasons.append("rows of 2^31 elements or more, which are not copied: kernel='generic' reads them")
     if copied == spec and not pads_rows(spec):
         reasons.append("nothing needs copying")
+    if spec.compute is torch.float64:
+        reasons.append("float64 is not copied: kernel='generic' reads it")
     return reasons
 
 

@@ -7,7 +7,8 @@ problem it uses configs of one `Summation` alone, whatever the sizes.
 * Tensor cores align the `step` products of one instruction and the sum so far, add them in an order that does not
   matter, and truncate once. mma.sync and wgmma of the same step do so alike on the GPUs in `ALIKE`; the shape of the
   instruction, its operands' places (rows on its m or on its n side) and padding with zeros change nothing.
-* Fused multiply-add rounds after each product; tensor cores for float64 do the same. Padding K with zeros turns a sum
+* Fused multiply-add rounds after each product; tensor cores for float64 do the same. A kernel that takes `step` k at a
+  time in another order than the ascending one differs from all others. Padding K with zeros turns a sum
   of -0, which only underflow makes, into +0: so kernels that pad K to different multiples (`padded`) are told apart.
 * Sums of integers are exact, or wrap: any order gives the same bits.
 * Two kernels whose epilogues are compiled from other code may fuse alpha * sum + beta * C the one way or the other:
@@ -34,7 +35,9 @@ class Summation(NamedTuple):
     def __str__(self) -> str:
         if self.unit == "integers":
             return "exact sums of integers"
-        by = "each product rounded" if self.unit == "fused multiply-add" else f"{self.step} products at once"
+        by = f"{self.step} products at once"
+        if self.unit == "fused multiply-add":
+            by = "each product rounded" + (f", {self.step} k in another order" if self.step > 1 else "")
         cut = ", in parts whose number depends on the sizes" if self.parts else ""
         operands = ", operands truncated" if self.truncated else ""
         return f"one accumulator, ascending k, {self.unit}, {by}{cut}{operands}"

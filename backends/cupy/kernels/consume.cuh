@@ -2,6 +2,7 @@
 #pragma once
 #include "mma.cuh"
 #include "pipeline.cuh"
+#include "results.cuh"
 #include "rows.cuh"
 #if WORD_RESULTS && !W_K
 #include "turned_weights.cuh"
@@ -9,42 +10,12 @@
 
 // ---- The way out: accumulators turn in shared memory, from columns per thread to rows of the result ----
 
-// Rows at the start of a piece that belong to the group before (see Shape::lead).
-__device__ __forceinline__ int rows_to_skip(const Problem& p, const Tile& t) {
-    return !X_K && !LISTED && !RAGGED_K && t.row0 == 0 ? t.extra : 0;
-}
-
-constexpr bool ALONG_ROWS = PLAIN == 2;       // neighbouring rows, not columns, are neighbours in memory
-
 // Of a warpgroup's 64 columns those of a thread, as wgmma takes them from shared memory: this one, counted from `first`, and
 // one eight further on.
 #if !WORD_RESULTS || W_K
 constexpr int NEXT_COLUMN = 8;
 __device__ __forceinline__ int own_column(int first, int warp, int lane) { return first + warp * 16 + (lane >> 2); }
 #endif
-
-// Where a warpgroup's 64 columns of a tile go.
-struct Target {
-    char* out;          // first row of the piece, first column
-    i64 row_step;       // bytes; from column to column if ALONG_ROWS
-    int cols;           // columns left, at most 64
-};
-
-__device__ __forceinline__ Target target_of(const Problem& p, const Launch& l, const Tile& t, i64 col) {
-    Target r;
-    i64 cols;
-    if (LISTED) {
-        const i64* g = p.table + i64(t.group) * T_COLUMNS;
-        r.out = (char*)__ldg(g + T_OUT), r.row_step = __ldg(g + (l.swapped ? T_OUT_COL : T_OUT_ROW)) * 2, cols = __ldg(g + (l.swapped ? T_M : T_N));
-        r.out += t.row0 * r.row_step;
-    } else {
-        r.row_step = (l.swapped != ALONG_ROWS ? p.out.col : p.out.row) * 2, cols = l.swapped ? p.m : p.n;
-        const bool jagged_rows = p.jagged == JAG_M || p.jagged == JAG_N;
-        r.out = p.out.ptr + i64(t.group) * p.out.group * 2 + i64(jagged_rows ? t.x_row : t.row0) * (ALONG_ROWS ? 2 : r.row_step);
-    }
-    r.out += col * (ALONG_ROWS ? r.row_step : 2), r.cols = int(min64(cols - col, 64));
-    return r;
-}
 
 #if BIASED
 // alpha * acc + bias, of the columns that a thread holds: two, or with PINGPONG two in either half of its registers. They are
@@ -84,31 +55,6 @@ struct Bias {
 __device__ __forceinline__ float factor(const Problem& p) { return BIASED ? 1.0f : float(p.alpha); }
 
 #if PLAIN
-// Jagged k: results of groups without any k are alpha * 0, which a warp with nothing else to do writes.
-__device__ __forceinline__ void zero_idle_groups(const Problem& p, const Launch& l) {
-    const int lane = threadIdx.x & 31;
-    const i64 rows = l.swapped ? p.n : p.m, cols = l.swapped ? p.m : p.n, step = (l.swapped ? p.out.col : p.out.row) * RESULT;
-    const u32 zeros = p.alpha < 0.0 ? INT8 ? 0u : WORD_RESULTS ? 0x80000000u : 0x80008000u : 0u;
-    constexpr int PIECE = 16 / RESULT;
-#pragma unroll 1
-    for (int g = 0; g < p.groups; ++g) {
-        i64 start, end;
-        jagged_span(p, g, start, end);
-        if (end > start) continue;
-#pragma unroll 1
-        for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
-            char* line = p.out.ptr + g * p.out.group * RESULT + row * step;
-            const i64 whole = l.vector_out ? cols & ~(PIECE - 1) : 0;
-#pragma unroll 4
-            for (i64 c = lane * PIECE; c < whole; c += 32 * PIECE) *(uint4*)(line + c * RESULT) = make_uint4(zeros, zeros, zeros, zeros);
-            for (i64 c = whole + lane; c < cols; c += 32) {
-                if (WORD_RESULTS) *(u32*)(line + c * RESULT) = zeros;
-                else *(u16*)(line + c * RESULT) = u16(zeros);
-            }
-        }
-    }
-}
-
 #if SEND && WORD_RESULTS
 // alpha * acc: 32 rows at a time lie in the staging as two boxes of 32 columns, which the copy engine stores. The map counts
 // rows back from the end of a group and drops what would lie behind it (arguments.py), as it drops columns that do not exist.

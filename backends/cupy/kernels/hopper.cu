@@ -1,4 +1,4 @@
-// The fast kernel for Hopper (sm_90a): 16-bit operands that TMA can read. See README.md for one tile's way.
+// The fast kernel for Hopper (sm_90a): operands that TMA can read, of 16 bits, tf32, int8 or float64. See README.md for one tile's way.
 //
 // C^T = W^T X^T: the weight side (columns of the result) lies on wgmma's M side, the rows on its n side,
 // which comes in steps of 8. A thread block owns 128 columns, 64 for each of two consumer warpgroups,
@@ -14,12 +14,19 @@
 #endif
 #define SPLIT_ROWS (GATHER && CLUSTER == 2)
 #include "announce.cuh"
+#if DOUBLE
+#include "consume_f64.cuh"
+#else
 #include "consume.cuh"
+#endif
 #include "load.cuh"
 #if GATHER
 #include "picked_rows.cuh"
 #endif
 
+// Of a thread; all warpgroups begin with a third of what a block of three has.
+constexpr int CONSUMER_REGISTERS = DOUBLE ? 216 : 224, LOADER_REGISTERS = DOUBLE ? 72 : 56;
+static_assert(CONSUMERS * CONSUMER_REGISTERS + LOADER_REGISTERS <= 3 * 168, "a warpgroup would wait for registers for ever");
 static_assert(SHARED_BYTES <= SHARED, "a launch asks for less shared memory than the layout takes");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -41,7 +48,7 @@ hopper(const __grid_constant__ Given p, const __grid_constant__ Launch l, const 
     if (CLUSTER > 1) cluster_wait();
 
     if (warpgroup == CONSUMERS) {
-        registers_down<56>();
+        registers_down<LOADER_REGISTERS>();
         const int role = warp - CONSUMERS * 4;
 #if GATHER
         if (role == (PICKS_W ? 0 : 1) || role == 3) {
@@ -76,7 +83,7 @@ hopper(const __grid_constant__ Given p, const __grid_constant__ Launch l, const 
         }
         __syncwarp();
     } else {
-        registers_up<224>();
+        registers_up<CONSUMER_REGISTERS>();
         consume(p, l, maps, s, stages, staging + warpgroup * STAGING_BYTES, rank, warpgroup);
     }
 }

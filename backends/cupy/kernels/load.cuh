@@ -123,7 +123,7 @@ struct RowBoxes {
     u64 hint;
     u32 coming;                 // bytes of a stage, from all blocks
     int first, upper, lower;    // where k is contiguous: one box, or two of at most 128 rows if there is no other block to load the second
-    int boxes, group, row;      // else: boxes of 64 rows, every CLUSTER-th of them here
+    int boxes, group, row;      // else: boxes of ACROSS rows, every CLUSTER-th of them here
     bool alone;                 // all of them, for this block only
     u16 blocks;                 // a bit for each block that they go to
 
@@ -132,12 +132,12 @@ struct RowBoxes {
         // A list has one map, and thus one height of box, per matrix.
         alone = CLUSTER == 1 || halves, blocks = alone ? 1 << rank : (1 << CLUSTER) - 1;
         const int part = LISTED ? t.extra : alone ? t.n : (t.n / 8 + CLUSTER - 1) / CLUSTER * 8;
-        first = alone ? 0 : rank * part, boxes = (t.n + 63) / 64, group = one_for_all ? 0 : t.group, row = t.x_row;
+        first = alone ? 0 : rank * part, boxes = (t.n + ACROSS - 1) / ACROSS, group = one_for_all ? 0 : t.group, row = t.x_row;
         const int height = LISTED ? part : min(part, t.n - first);
         upper = LISTED ? height : min(height, 128), lower = height - upper;
         map = LISTED ? l.listed + 2 * t.group + 1 : &maps.x[X_K ? max(upper, 8) / 8 - 1 : 0];
         second = CLUSTER == 1 && !LISTED ? &maps.x[max(lower, 8) / 8 - 1] : map;
-        coming = !X_K ? boxes * BLOCK : (LISTED ? part * CLUSTER : t.n) * LINE_BYTES;
+        coming = !X_K ? boxes * ACROSS_BYTES : (LISTED ? part * CLUSTER : t.n) * LINE_BYTES;
         hint = l.keep_rows ? EVICT_LAST : EVICT_NORMAL;
     }
     __device__ __forceinline__ void one(u32 to, const TensorMap* from, u32 full, int x, int y, int z, int w) const {
@@ -157,8 +157,8 @@ struct RowBoxes {
                 if (CLUSTER == 1 && !LISTED && lower > 0) one(to + 128 * LINE_BYTES, second, full, k, row + 128, group, 0);
             } else {
 #pragma unroll
-                for (int b = 0; b < (ROWS + 63) / 64; ++b) {
-                    if (b < boxes && (alone || b % CLUSTER == rank)) one(to + b * BLOCK, map, full, row + b * 64, k, RAGGED_K ? ragged : group, int(FAR));
+                for (int b = 0; b < (ROWS + ACROSS - 1) / ACROSS; ++b) {
+                    if (b < boxes && (alone || b % CLUSTER == rank)) one(to + b * ACROSS_BYTES, map, full, row + b * ACROSS, k, RAGGED_K ? ragged : group, int(FAR));
                 }
             }
         }

@@ -11,7 +11,7 @@
 #define LATE (SEND && !PINGPONG && !WORD_RESULTS)      // while the next tile is multiplied: see consume.cuh
 #endif
 #ifndef ELEMENT
-#define ELEMENT (TF32 ? 4 : INT8 ? 1 : 2)       // bytes of an operand's element
+#define ELEMENT (DOUBLE ? 8 : TF32 ? 4 : INT8 ? 1 : 2)       // bytes of an operand's element
 #endif
 #ifndef FUSED
 #define FUSED 0                     // hopper.cu: more than products and their epilogue (fused.cuh)
@@ -33,7 +33,7 @@
 #endif
 #define BROAD (TILE_COLUMNS > 128)
 #ifndef EVEN
-#define EVEN 0                      // hopper_fp8.cu: all stages are of one size
+#define EVEN DOUBLE                 // all stages are of one size, as in hopper_fp8.cu
 #endif
 #ifndef W_LINE
 #define W_LINE 128                  // bytes of a column of the weights in a box
@@ -72,7 +72,7 @@ constexpr int LOW_ROWS = 32;                           // of a low tile, as conf
 enum { CLUSTER_ROWS = LOW ? LOW_ROWS : SPLIT_ROWS ? ROWS * CLUSTER : ROWS, CLUSTER_COLUMNS = SPLIT_ROWS ? COLUMNS : COLUMNS * CLUSTER };      // of a cluster's tile
 constexpr int BLOCK = 64 * LINE_BYTES;                 // 64 lines
 constexpr int ACROSS = LINE_BYTES / ELEMENT, ACROSS_BYTES = BK * LINE_BYTES;      // columns of a box of weights with contiguous mn, and its bytes
-constexpr int RESULT = WORD_RESULTS ? 4 : 2;                  // bytes of a plain result
+constexpr int RESULT = DOUBLE ? 8 : WORD_RESULTS ? 4 : 2;                  // bytes of a plain result
 constexpr int SLOTS = 4;                               // tiles announced ahead
 #ifndef FAST_MEMORY
 #define FAST_MEMORY 0                                  // as build.FAST_MEMORY
@@ -130,7 +130,7 @@ __device__ __forceinline__ u32 stage_bytes(const Tile& t) {
     if (LOW) return W_BYTES + t.n * (DEEP * LINE_BYTES);
     if (ROWS <= 128 || t.k_len > LONG_K) return STAGE_BYTES;
     const int rows = LISTED ? max(t.n, t.extra * CLUSTER) : t.n;
-    return W_BYTES + (X_K ? (rows + STEP - 1) / STEP * STEP : (rows + 63) & ~63) * LINE_BYTES;
+    return W_BYTES + (X_K ? (rows + STEP - 1) / STEP * STEP : (rows + ACROSS - 1) & ~(ACROSS - 1)) * LINE_BYTES;
 }
 
 // A position in the ring, which every role walks through alike: stages follow each other, and one that would reach past

@@ -9,6 +9,9 @@
 #ifndef INT8
 #define INT8 0
 #endif
+#ifndef DOUBLE
+#define DOUBLE 0        // float64, whose products take registers (consume_f64.cuh)
+#endif
 #define WORD_RESULTS (TF32 || INT8)        // sums, and plain results, are words of 4 bytes
 #if INT8
 typedef int Sum;
@@ -61,6 +64,7 @@ __device__ __forceinline__ void barrier_init_fence() {
 
 // A value that the compiler must not work out anew where it is used.
 __device__ __forceinline__ void keep_in_register(u32& v) { asm volatile("" : "+r"(v)); }
+__device__ __forceinline__ void keep_in_register(int& v) { asm volatile("" : "+r"(v)); }
 __device__ __forceinline__ void keep_in_register(i64& v) { asm volatile("" : "+l"(v)); }
 
 // ---- clusters ----

@@ -117,7 +117,7 @@ def test_aligned_bfloat16_goes_to_the_hopper_kernel_and_only_there_on_hopper() -
         {"groups": support.MAX_GROUPS + 1},
         {"groups": 0},
         {"form": "masked", "out": COLUMNS},
-        {"compute": torch.float64, "out": OperandSpec(torch.float64)},
+        {"compute": torch.float64, "out": OperandSpec(torch.float64), "activation": "relu"},
         {**JAGGED_K, "m": 512, "total": 1 << 31},
     ],
     ids=str,

@@ -45,8 +45,8 @@ def operand(dtype: str, order: str, line: int | None) -> Any:
 
 
 def spec_of(row: dict[str, Any]) -> ProblemSpec | None:
-    """The spec of a row's workload; None for classes with more to them, and for tf32 and int8, which ran on the generic
-    kernel when the reports were made."""
+    """The spec of a row's workload; None for classes with more to them, and for tf32, int8 and float64, which ran on
+    the generic kernel when the reports were made."""
     found = CLASS.fullmatch(row["spec"])
     if found is None:
         return None
@@ -57,7 +57,7 @@ def spec_of(row: dict[str, Any]) -> ProblemSpec | None:
     result = operand(out, out_order, n if out_order == "row" else m)
     more: dict[str, Any] = {"compute": left.dtype, "precision": precision}
     spec = ProblemSpec(form, row["groups"], m, n, k, int(total), 0, left, right, result, **more)  # type: ignore[arg-type]
-    return None if words_of(spec) else spec
+    return None if words_of(spec) or spec.compute is torch.float64 else spec
 
 
 def identity(fields: dict[str, Any]) -> Fields:
@@ -85,7 +85,7 @@ def test_no_choice_is_slower_than_what_a_report_has_measured() -> None:
             regrets[case] = times[chosen] / min(times.values())
         else:
             unjudged.append(case)
-    assert len(known) > 280
+    assert len(known) > 260
     assert {case: regret for case, regret in regrets.items() if regret > REGRET} == {}
     assert len(unjudged) <= UNJUDGED * len(known), unjudged
 

@@ -255,6 +255,57 @@ def test_words_after_copies(dtype: torch.dtype, form: str) -> None:
     assert ran >= 3
 
 
+def doubles_problem(seed: int, form: str, x_k: bool, w_k: bool) -> GroupedGemmProblem:
+    """Whole numbers of many bits, with rows and weights along k or across it."""
+    rng = np.random.default_rng(seed)
+    groups, k, n, m = int(rng.integers(1, 6)), *(2 * int(x) for x in rng.integers(1, 100, 3))
+    sizes = rng.choice([0, 1, 7, 8, 31, 64, 129, 200], groups).tolist()
+
+    def matrix(*shape: int, along: bool) -> Tensor:
+        """Contiguous along the last dimension, or along the one before it."""
+        whole = shape if along else (*shape[:-2], shape[-1], shape[-2])
+        values = torch.from_numpy(rng.integers(-(2**20), 2**20, whole).astype(np.float64))
+        return values if along else values.mT
+
+    options: dict[str, Any] = {"alpha": float(rng.choice([1.0, -2.0, 0.0]))}
+    if form == "per_group":
+        return GroupedGemmProblem(
+            [matrix(2 * s, k, along=x_k) for s in sizes], [matrix(k, n, along=not w_k) for _ in sizes], **options
+        )
+    if form == "jagged_k":
+        return GroupedGemmProblem(
+            matrix(m, sum(sizes), along=False), matrix(sum(sizes), n, along=True), sizes=sizes, jagged="k", **options
+        )
+    if form == "jagged_n":  # the result's rows are the weights
+        a, b, total = matrix(groups, n, k, along=w_k), matrix(k, sum(sizes), along=not x_k), sum(sizes)
+        out = torch.zeros(total, n, dtype=torch.float64).mT
+        return GroupedGemmProblem(a, b, sizes=sizes, jagged="n", out=out, **options)
+    rows = (sum(sizes) + sum(sizes) % 2,) if form == "jagged_m" else (groups, m)
+    options |= {"sizes": sizes} if form == "jagged_m" else {}
+    if form == "masked":
+        options["valid_rows"] = rng.integers(0, m + 1, groups).tolist()
+    return GroupedGemmProblem(matrix(*rows, k, along=x_k), matrix(groups, k, n, along=not w_k), **options)
+
+
+DOUBLES = (
+    pytest.param(True, True, Config("hopper", rows=64, stages=3, cluster=2), id="along k"),
+    pytest.param(True, False, Config("hopper", rows=128, stages=3, cluster=2), id="weights across k"),
+    pytest.param(False, False, Config("hopper", rows=128, stages=3, cluster=1), id="across k"),
+)
+
+
+@pytest.mark.parametrize(("x_k", "w_k", "config"), DOUBLES)
+def test_doubles(x_k: bool, w_k: bool, config: Config) -> None:
+    """Float64 in every form, to the last bit: nothing of other groups, behind k or behind the columns is added."""
+    ran, forms = set[str](), FORMS if x_k or w_k else (*FORMS, "jagged_k")
+    for seed, form in enumerate(forms * 2):
+        problem = doubles_problem(seed, form, x_k, w_k)
+        if configs.is_valid(config, problem.spec):
+            _is_right(problem, config)
+            ran.add(form)
+    assert ran == {*forms}
+
+
 BLOCKS = (0, 32, 64, 128)
 CHOSEN = {
     configs.WEIGHTS[0]: ("e4m3 0 bf16", "int4 32 bf16", "e2m1 0 fp16", "int8 32 fp16", "uint4 128 fp16", "e5m2 0 fp16"),

@@ -230,6 +230,16 @@ def test_hopper_kernel_does_not_spill_in_its_consumers(problem: ProblemSpec, con
         assert SENT in text and "stmatrix" in text
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["row col", "row row", "col row"], ids=["NT", "NN", "TN"])
+def test_float64_on_hopper_does_not_spill(order: str) -> None:
+    """What a product takes lies in registers as it was read: without a move between reads and products."""
+    a, b = order.split()
+    source = hopper.source(spec(torch.float64, a, b), configs.MIDDLE)  # type: ignore[arg-type]
+    registers, spilled = report(source, "sm_90a")
+    assert registers * hopper.THREADS <= REGISTERS_PER_SM and spilled == 0
+
+
 SENT = "cp.async.bulk.tensor.5d.global.shared"
 TF32: dict[str, Any] = {"dtype": torch.float32, "precision": "tf32"}
 INT8: dict[str, Any] = {"dtype": torch.int8}

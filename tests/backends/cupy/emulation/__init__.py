@@ -139,6 +139,10 @@ BODIES = {
         ),
         "void load_transposed(u32 (&v)[4], u32 address)": "load_matrices(v, address);",
     },
+    "consume_f64.cuh": {
+        "Pair64 load_pair(u32 address)": "return load_shared_as<Pair64>(address);",
+        "double load_double(u32 address)": "return load_shared_as<double>(address);",
+    },
     "load.cuh": {
         "void ask_for_tile(Shared&)": "named_arrive(7, 64);",
         "void wait_for_ask()": "named_sync(7, 64);",

@@ -8,6 +8,9 @@
 #ifndef INT8
 #define INT8 0
 #endif
+#ifndef DOUBLE
+#define DOUBLE 0
+#endif
 #define WORD_RESULTS (TF32 || INT8)
 #if INT8
 typedef int Sum;
@@ -38,6 +41,7 @@ inline void some_arrive() {
 }
 
 inline void keep_in_register(u32&) {}
+inline void keep_in_register(int&) {}
 inline void keep_in_register(i64&) {}
 
 // ---- mbarrier ----
