@@ -209,8 +209,9 @@ def fastest(spec: ProblemSpec, work: Work, grouped: bool, grouped_mm: bool) -> C
     Separate calls take the host `HOST_US` each at least: what else they take is estimated only where no grouped call
     takes less than that.
     """
-    by_torch = by_grouped_mm(spec, work) if grouped_mm else inf
     by_cublas = by_grouped(work) if grouped else inf
+    reads = work.traffic + GROUPED_MM_US  # grouped_mm takes no less
+    by_torch = by_grouped_mm(spec, work) if grouped_mm and reads < by_cublas else inf
     apart = HOST_US * work.count
     if apart <= by_torch and apart <= by_cublas:
         apart = separately(work)

@@ -117,27 +117,31 @@ class GroupedCut:
         self._members = np.frombuffer(arguments[-2], np.int64)
         self._work_of_token = whole.m * (whole.k if rows else whole.n)
 
-    def arrange(self, every: Ints, falling: Ints, order: Ints, last: Ints, tokens: int) -> Ints:
+    def arrange(self, every: Ints, falling: Ints, order: Ints, first: Ints, tokens: int) -> Ints:
         """Writes the groups of the call, as `library.in_groups` makes them; returns the products in their order.
 
-        `every`: the lengths of all groups, and `falling` in this `order`, where `last` of each length, but 0, are.
+        `every`: the lengths of all groups, and `falling` in this `order`, where each length begins at `first` and 0 at
+        the last of these.
         """
         if self._work_of_token * tokens > LONG:
             (owned,) = every.nonzero()
             self._count.value = count = len(owned)
             self._extents[:count], self._members[:count] = every.take(owned), 1
             return owned
-        self._count.value = kinds = len(last)
-        self._extents[:kinds], self._members[0] = falling.take(last), int(last[0]) + 1
-        np.subtract(last[1:], last[:-1], out=self._members[1:kinds])
-        return order[: int(last[-1]) + 1]
+        begin, end = first[:-1], first[1:]
+        self._count.value = kinds = len(begin)
+        falling.take(begin, 0, self._extents[:kinds], "clip")
+        np.subtract(end, begin, self._members[:kinds])
+        return order[: int(end[-1])]
 
 
 class HostSizes:
     """Calls of one layout, for any sizes (`multigemm.backend.WithSizes`). It serves one thread on one stream."""
 
-    __slots__ = ("_alpha", "_bind", "_config", "_cut", "_device", "_falling", "_flags", "_from_host", "_grouped",
-                 "_index", "_placed", "_rows", "_shape", "_spec", "_strides", "_whole", "_work", "offsets")  # fmt: skip
+    __slots__ = (
+        "_alpha", "_bind", "_config", "_cut", "_device", "_flags", "_from_host", "_grouped",
+        "_index", "_placed", "_rows", "_shape", "_spec", "_strides", "_views", "_whole", "_work", "offsets",
+    )  # fmt: skip
 
     def __init__(
         self, ops: Operands, whole: Shape, config: Config, flags: tuple[bool, bool], placed: PlacedGroups,
@@ -149,18 +153,22 @@ class HostSizes:
         out = cast(Tensor, ops.out)
         self._shape, self._strides, self._index = tuple(out.shape), out.stride(), index_of(ops.device)
         self._placed, self._from_host = placed, FromHost(ops.spec, placed.ends, 0, 0, clears=False)
-        self.offsets, self._cut = placed.offsets, np.frombuffer(placed.offsets, np.int32)
-        self._falling = np.zeros(ops.spec.groups + 1, np.int64)
+        self.offsets, cut = placed.offsets, np.frombuffer(placed.offsets, np.int32)
+        self._cut, lengths = cut, np.zeros(ops.spec.groups + 2, np.int64)
+        lengths[0] = -1  # no length; a 0 lies behind them
+        self._views = (cut[:-1], cut[1:]), (lengths[1:-1], lengths[1:], lengths[:-1])
 
-    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
-        placed, offsets, falling, cut = self._placed, self.offsets, self._falling, self._cut
-        every = np.subtract(cut[1:], cut[:-1], dtype=np.int64)
+    def __call__(self, a: Tensor, b: Tensor) -> Tensor | None:
+        placed, offsets, (starts, ends), (falling, here, before) = self._placed, self.offsets, *self._views
+        every = np.subtract(ends, starts, dtype=np.int64)
         order = (-every).argsort(kind="stable")
-        every.take(order, out=falling[:-1], mode="clip")  # and a 0 behind them
-        (last,) = (falling[1:] != falling[:-1]).nonzero()
-        if len(last) < 2:  # one length, or no tokens
+        every.take(order, 0, falling, "clip")
+        if falling[-1] < 0:
+            return None
+        (first,) = (here != before).nonzero()
+        if len(first) < 3:  # one length, or no tokens
             return self._by_bind(a, b)
-        start, end, count = offsets[0], offsets[-1], int(last[-1]) + 1
+        start, end, count = offsets[0], offsets[-1], int(first[-1])
         chosen = self._chosen(falling[:count], count, end - start)
         if chosen is BOUND:
             return self._by_bind(a, b)
@@ -175,7 +183,7 @@ class HostSizes:
             return out
         grouped, out = self._grouped, self._result(a)
         assert grouped is not None, "the choice knows whether there is such a call"
-        order = grouped.arrange(every, falling, order, last, end - start)
+        order = grouped.arrange(every, falling, order, first, end - start)
         placed.take_products((b.data_ptr(), a.data_ptr(), out.data_ptr()), order)
         placed(stream, out if unowned else None)
         grouped.call(stream)
