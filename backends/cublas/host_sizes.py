@@ -21,11 +21,11 @@ from torch import Tensor
 from multigemm import torch_internals
 from multigemm.backend import Bind
 from multigemm.backends.cublas import library
-from multigemm.backends.cublas.choice import GROUPED, GROUPED_MM, Work, fastest
+from multigemm.backends.cublas.choice import GROUPED, GROUPED_MM, CutWork, fastest
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.grouped_mm import FromHost
 from multigemm.backends.cublas.library import LONG, Types
-from multigemm.backends.cublas.products import TRANSPOSE, Bytes, Ints, Leading, Shape, packed_forms, shape_of
+from multigemm.backends.cublas.products import Bytes, Ints, Leading, Shape, packed_forms, shape_of
 from multigemm.backends.cublas.run import Calls
 from multigemm.cuda import nvrtc
 from multigemm.cuda.device import index_of, to_device
@@ -88,11 +88,11 @@ class PlacedGroups:
         grids = 1, 1 + ZEROING_BLOCKS
         self._launch, self._zeroing = (kernel.step(grid, THREADS, (self._task,), memory) for grid in grids)
 
-    def take_products(self, bases: tuple[int, int, int], order: Ints) -> None:
-        """The products of the next launch: those of the groups `order`, cut from operands at these addresses."""
-        self._order[: len(order)], self._task.count = order, len(order)
-        words = self._words
-        words[BASES], words[BASES + 1], words[BASES + 2] = bases
+    def products(self, stream: int, a: Tensor, b: Tensor, out: Tensor, order: Ints, zeroes: bool) -> None:
+        """Places the products of the groups `order`."""
+        self._order[: len(order)], self._task.count, words = order, len(order), self._words
+        words[BASES], words[BASES + 1], words[BASES + 2] = b.data_ptr(), a.data_ptr(), out.data_ptr()
+        self(stream, out if zeroes else None)
 
     def __call__(self, stream: int, zeroed: Tensor | None) -> None:
         if zeroed is None:
@@ -140,7 +140,7 @@ class HostSizes:
 
     __slots__ = (
         "_alpha", "_bind", "_config", "_cut", "_device", "_flags", "_from_host", "_grouped",
-        "_index", "_placed", "_rows", "_shape", "_spec", "_strides", "_views", "_whole", "_work", "offsets",
+        "_index", "_placed", "_rows", "_shape", "_spec", "_strides", "_views", "_work", "offsets",
     )  # fmt: skip
 
     def __init__(
@@ -148,8 +148,8 @@ class HostSizes:
         grouped: GroupedCut | None, bind: Bind,
     ) -> None:  # fmt: skip
         self._spec, self._alpha, self._device, self._bind = ops.spec, ops.alpha, ops.device, bind
-        self._config, self._flags, self._grouped, self._whole = config, flags, grouped, whole
-        self._rows, self._work = ops.spec.form == "jagged_m", Work(ops.spec, whole.op_first == TRANSPOSE)
+        self._config, self._flags, self._grouped, self._rows = config, flags, grouped, ops.spec.form == "jagged_m"
+        self._work = CutWork(ops.spec, whole, self._rows)
         out = cast(Tensor, ops.out)
         self._shape, self._strides, self._index = tuple(out.shape), out.stride(), index_of(ops.device)
         self._placed, self._from_host = placed, FromHost(ops.spec, placed.ends, 0, 0, clears=False)
@@ -169,7 +169,7 @@ class HostSizes:
         if len(first) < 3:  # one length, or no tokens
             return self._by_bind(a, b)
         start, end, count = offsets[0], offsets[-1], int(first[-1])
-        chosen = self._chosen(falling[:count], count, end - start)
+        chosen = self._chosen(falling[:count], end - start)
         if chosen is BOUND:
             return self._by_bind(a, b)
         stream = torch_internals.current_raw_stream(self._index)
@@ -184,22 +184,18 @@ class HostSizes:
         grouped, out = self._grouped, self._result(a)
         assert grouped is not None, "the choice knows whether there is such a call"
         order = grouped.arrange(every, falling, order, first, end - start)
-        placed.take_products((b.data_ptr(), a.data_ptr(), out.data_ptr()), order)
-        placed(stream, out if unowned else None)
+        placed.products(stream, a, b, out, order, unowned)
         grouped.call(stream)
         return out
 
     def workspace_bytes(self) -> int:
         return BYTES_EACH * self._spec.groups
 
-    def _chosen(self, falling: Ints, count: int, tokens: int) -> Config:
+    def _chosen(self, falling: Ints, tokens: int) -> Config:
         """What a bind chooses for groups of these lengths, which differ, and none of which is 0."""
         config = self._config
         if config.variant == "auto":
-            _, _, m, n, k, *_ = self._whole
-            extents = (m, falling, k) if self._rows else (m, n, falling)
-            work = self._work.of(count, extents, (falling, tokens, int(falling[0])))
-            config = fastest(self._spec, work, *self._flags)
+            config = fastest(self._spec, self._work.cut(falling, tokens), *self._flags)
         return GROUPED if config.variant == "grouped" else GROUPED_MM if config.variant == "grouped_mm" else BOUND
 
     def _by_bind(self, a: Tensor, b: Tensor) -> Tensor:

@@ -194,7 +194,7 @@ def test_sizes_lead_to_the_variant_that_a_bind_chooses(fake: Fake, form: str, dt
             falling = launched._views[1][0][:count]
             falling[:] = -np.sort(-lengths)[:count]
             if len(products.shapes) > 1:
-                assert launched._chosen(falling, count, int(lengths.sum())).variant == want
+                assert launched._chosen(falling, int(lengths.sum())).variant == want
                 apart = choice.separately(choice.work_of(ops.spec, products))
                 assert choice.separately(launched._work) == pytest.approx(apart)
             seen.add(want)
@@ -256,7 +256,8 @@ def test_ever_new_sizes_are_bound_twice_and_answered_right(
 @pytest.mark.parametrize(
     ("kind", "falling"),
     [("sizes", [24, -8, 16, 8, 8, 8]), ("sizes", [8, 16, 8, 8, 24, -8]), ("offsets", [0, 16, 8, 24, 32, 40, 48]),
-     ("offsets", [0, 8, 16, 24, 32, 48, 40]), ("ends", [16, 8, 24, 32, 40, 48]), ("ends", [-8, 8, 24, 32, 40, 48])],
+     ("offsets", [0, 8, 16, 24, 32, 48, 40]), ("ends", [16, 8, 24, 32, 40, 48]), ("ends", [-8, 8, 24, 32, 40, 48]),
+     ("offsets", [0, 2**31 - 1, -(2**31), 24, 32, 40, 48])],
 )  # fmt: skip
 def test_a_warm_call_refuses_offsets_that_fall(
     install: Callable[..., None], fake: Fake, as_on_gpu: None, kind: str, falling: list[int]
