@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from multigemm.backends.cublas.products import countable, leading
-from multigemm.backends.cublas.run import Step
 from multigemm.backends.cublas.support import INT8_STEP, line_reason
 from multigemm.errors import BackendUnsupported
 from multigemm.planning.operands import Operands, strides_of
@@ -23,7 +22,7 @@ INT8_PAD = ALIGNMENT = 16
 Side = Tensor | list[Tensor]
 
 
-class Copies(Step):
+class Copies:
     """Compact copies that are refreshed before each launch: (destination, source) pairs."""
 
     __slots__ = ("pairs",)

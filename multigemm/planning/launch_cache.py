@@ -550,7 +550,7 @@ def _placed(with_sizes: WithSizes, host: _HostCut, axis: int) -> OnTensors:
     """A launch of any sizes on the host; tokens lie along this axis of a. A call with an `out` of the caller has none
     (`launch_key.class_key_of`)."""
 
-    def on_tensors(a: Tensor, b: Tensor, cut: Any, out: None) -> Tensor | None:
+    def on_tensors(a: Tensor, b: Tensor, cut: Any, out: Tensor | None) -> Tensor | None:
         return None if host.offsets(cut, a.shape[axis], may_fall=True) is None else with_sizes(a, b)
 
     return on_tensors

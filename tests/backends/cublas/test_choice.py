@@ -89,7 +89,7 @@ def test_extents_that_all_products_share_give_the_estimates_of_columns(form: Any
     extents = (768, lengths, 2048) if form == "jagged_m" else (768, 2048, lengths)
     rows = np.stack(np.broadcast_arrays(*extents)).T.tolist()
     listed = _products(*(Shape(op, 0, m, n, k, 1, 1, 1) for m, n, k in rows))
-    whole = Shape(op, 0, *(5 if x is lengths else x for x in extents), 1, 1, 1)
+    whole = Shape(op, 0, 768, 2048, 2048, 1, 1, 1)
     shared = choice.CutWork(spec, whole, form == "jagged_m").cut(lengths, int(lengths.sum()))
     columns = choice.work_of(spec, listed)
     assert choice.separately(shared) == choice.separately(columns)
