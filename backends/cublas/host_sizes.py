@@ -88,11 +88,10 @@ class PlacedGroups:
         grids = 1, 1 + ZEROING_BLOCKS
         self._launch, self._zeroing = (kernel.step(grid, THREADS, (self._task,), memory) for grid in grids)
 
-    def products(self, stream: int, a: Tensor, b: Tensor, out: Tensor, order: Ints, zeroes: bool) -> None:
-        """Places the products of the groups `order`."""
+    def take_products(self, a: Tensor, b: Tensor, out: Tensor, order: Ints) -> None:
+        """The products of the next launch: those of the groups `order`."""
         self._order[: len(order)], self._task.count, words = order, len(order), self._words
         words[BASES], words[BASES + 1], words[BASES + 2] = b.data_ptr(), a.data_ptr(), out.data_ptr()
-        self(stream, out if zeroes else None)
 
     def __call__(self, stream: int, zeroed: Tensor | None) -> None:
         if zeroed is None:
@@ -184,7 +183,8 @@ class HostSizes:
         grouped, out = self._grouped, self._result(a)
         assert grouped is not None, "the choice knows whether there is such a call"
         order = grouped.arrange(every, falling, order, first, end - start)
-        placed.products(stream, a, b, out, order, unowned)
+        placed.take_products(a, b, out, order)
+        placed(stream, out if unowned else None)
         grouped.call(stream)
         return out
 

@@ -113,8 +113,9 @@ def make(library: Cublas, blas: ctypes.c_void_p, calls: Iterable[Call]) -> None:
             if status := function(blas, *args):
                 check(status, name)
     finally:
-        failed = library.set_math_mode(blas, mode)
-    check(failed, "cublasSetMathMode")
+        status = library.set_math_mode(blas, mode)
+    if status:
+        check(status, "cublasSetMathMode")
 
 
 def aim(library: Cublas, blas: ctypes.c_void_p, stream: ctypes.c_void_p, space: Tensor) -> None:
