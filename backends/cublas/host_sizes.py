@@ -159,7 +159,7 @@ class HostSizes:
 
     def __call__(self, a: Tensor, b: Tensor) -> Tensor | None:
         placed, offsets, (starts, ends), (falling, here, before) = self._placed, self.offsets, *self._views
-        every = np.subtract(ends, starts, dtype=np.int64)
+        every = np.subtract(ends, starts, dtype=np.int64)  # in 32 bits a long fall would look like a rise
         order = (-every).argsort(kind="stable")
         every.take(order, 0, falling, "clip")
         if falling[-1] < 0:
