@@ -178,9 +178,9 @@ class CutWork(Work):
         """Products of these lengths, the largest first, which are `tokens` together."""
         self.count, self._tokens = len(lengths), tokens
         if self._rows:
-            self.n, self.sum_n, self.most_n, other = lengths, tokens, int(lengths[0]), self.k
+            self.n, self.sum_n, self.most_n, other = lengths, tokens, lengths.item(0), self.k
         else:
-            self.k, self.sum_n, self.longest, other = lengths, self.n * self.count, int(lengths[0]), self.n
+            self.k, self.sum_n, self.longest, other = lengths, self.n * self.count, lengths.item(0), self.n
         self.traffic = (self.m * other * self.count + (self.m + other) * tokens) * self.element_us
         return self
 

@@ -131,7 +131,7 @@ class GroupedCut:
         self._count.value = kinds = len(begin)
         falling.take(begin, 0, self._extents[:kinds], "clip")
         np.subtract(end, begin, self._members[:kinds])
-        return order[: int(end[-1])]
+        return order[: end.item(-1)]
 
 
 class HostSizes:
@@ -162,12 +162,12 @@ class HostSizes:
         every = np.subtract(ends, starts, dtype=np.int64)  # in 32 bits a long fall would look like a rise
         order = (-every).argsort(kind="stable")
         every.take(order, 0, falling, "clip")
-        if falling[-1] < 0:
+        if falling.item(-1) < 0:
             return None
         (first,) = (here != before).nonzero()
         if len(first) < 3:  # one length, or no tokens
             return self._by_bind(a, b)
-        start, end, count = offsets[0], offsets[-1], int(first[-1])
+        start, end, count = offsets[0], offsets[-1], first.item(-1)
         chosen = self._chosen(falling[:count], end - start)
         if chosen is BOUND:
             return self._by_bind(a, b)
