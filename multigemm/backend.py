@@ -29,13 +29,13 @@ Tell = Callable[[Operands], str]
 
 
 class WithSizes(Protocol):
-    """A launch for any sizes on the host. `offsets` (int32, groups + 1) are written before each call: rising, and
-    within the extent."""
+    """A launch for any sizes on the host. `offsets` (int32, groups + 1) are written before each call: the first and the
+    last one lie within the extent."""
 
     offsets: memoryview
 
-    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
-        """Computes a call on the current stream; returns the result."""
+    def __call__(self, a: Tensor, b: Tensor) -> Tensor | None:
+        """Computes a call on the current stream; returns the result, or None if an offset falls."""
 
     def workspace_bytes(self) -> int:
         """The device memory that it owns."""

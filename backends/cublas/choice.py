@@ -135,58 +135,68 @@ Column = npt.NDArray[np.float64]
 
 
 class Work:
-    """The rate and bytes of products of a spec, and their extents. An extent is a number that all products share, or a
-    column with one number per product. Both give the same estimates: the sums over products are exact."""
+    """Several products of a spec: how many, their extents, and sums over them, which are exact. `grouped_step` is the
+    time of a step of k in a tile of the grouped call, `element_us` that of an element's way through memory."""
 
     __slots__ = (
-        "_known", "count", "itemsize", "k", "longest", "m", "most_n", "n", "rate", "sum_n", "traffic", "transposed",
+        "count", "element_us", "grouped_step", "k", "longest", "m", "most_n", "n", "rate", "sum_n", "traffic",
+        "transposed",
     )  # fmt: skip
 
     def __init__(self, spec: ProblemSpec, transposed: Any) -> None:
-        tf32 = spec.compute is torch.float32 and spec.precision == "tf32"
+        tf32, size = spec.compute is torch.float32 and spec.precision == "tf32", spec.compute.itemsize
         self.rate = TF32_FLOPS_PER_US if tf32 else FLOPS_PER_US.get(spec.compute, TENSOR_FLOPS_PER_US)
-        self.itemsize, self.transposed = spec.compute.itemsize, transposed
+        self.transposed, self.element_us = transposed, size / BYTES_PER_US
+        rate = self.rate / (GROUPED_SLOWDOWN if size == 2 else GROUPED_SLOWDOWN_WIDE)
+        slowness = GROUPED_TRANSPOSED if np.ravel(transposed)[0] else 1.0
+        self.grouped_step = 2.0 * GROUPED_TILE[0] * GROUPED_TILE[1] * PROCESSORS / rate * slowness
 
-    def of(self, count: int, extents: tuple[Any, Any, Any], known: tuple[Any, int, int] = (None, 0, 0)) -> Work:
-        """The work of this many products of extents m, n and k. `known`: a column, its sum and its largest number."""
-        self.count, (m, n, k), self._known = count, extents, known
-        self.m, self.n, self.k = m, n, k
-        self.sum_n, self.most_n, self.longest = self.total(n), self._largest(n), self._largest(k)
-        others = m + k
-        elements = self.total(m, k) + (others * self.sum_n if isinstance(others, int) else self.total(n, others))
-        self.traffic = elements * (self.itemsize / BYTES_PER_US)
+    def of(self, m: Any, n: Any, k: Any) -> Work:
+        """Products of these extents: a column each."""
+        self.count, self.m, self.n, self.k = len(n), m, n, k
+        self.sum_n, self.most_n, self.longest = int(n.sum()), int(n.max()), int(k.max())
+        self.traffic = int((m * k + k * n + m * n).sum()) * self.element_us
         return self
-
-    def _largest(self, extents: Any) -> int:
-        if isinstance(extents, int):
-            return extents
-        column, _, largest = self._known
-        return largest if extents is column else int(np.maximum.reduce(extents))
-
-    def total(self, *factors: Any) -> int:
-        """The sum over all products of a product of extents."""
-        shared, column = 1, None
-        for factor in factors:
-            if isinstance(factor, int):
-                shared *= factor
-            else:
-                column = factor if column is None else column * factor
-        if column is None:
-            return shared * self.count
-        known, total, _ = self._known
-        return shared * (total if column is known else int(np.add.reduce(column)))
 
     def tiles(self, rows: int, columns: int) -> tuple[int, int]:
         """The tiles of all products, n by rows and m by columns; and the steps of k in them."""
-        along, across, k = 1 if self.most_n <= rows else _tiles(self.n, rows), _tiles(self.m, columns), self.k
-        count = self.total(along, across)
-        return count, count * k if isinstance(k, int) else self.total(along, across, k)
+        each = _tiles(self.n, rows) * _tiles(self.m, columns)
+        return int(each.sum()), int((each * self.k).sum())
+
+
+class CutWork(Work):
+    """Products that are cut along n (`rows`) or k, and share their other extents."""
+
+    __slots__ = ("_rows", "_tokens")
+
+    def __init__(self, spec: ProblemSpec, whole: Shape, rows: bool) -> None:
+        super().__init__(spec, whole.op_first == TRANSPOSE)
+        _, _, self.m, self.n, self.k, *_ = whole
+        self.most_n, self.longest, self._rows = self.n, self.k, rows
+
+    def cut(self, lengths: Any, tokens: int) -> Work:
+        """Products of these lengths, the largest first, which are `tokens` together."""
+        self.count, self._tokens = len(lengths), tokens
+        if self._rows:
+            self.n, self.sum_n, self.most_n, other = lengths, tokens, lengths.item(0), self.k
+        else:
+            self.k, self.sum_n, self.longest, other = lengths, self.n * self.count, lengths.item(0), self.n
+        self.traffic = (self.m * other * self.count + (self.m + other) * tokens) * self.element_us
+        return self
+
+    def tiles(self, rows: int, columns: int) -> tuple[int, int]:
+        across = _tiles(self.m, columns)
+        if self._rows:
+            along = self.count if self.most_n <= rows else int(_tiles(self.n, rows).sum())
+            return along * across, along * across * self.k
+        each = _tiles(self.n, rows) * across
+        return each * self.count, each * self._tokens
 
 
 def work_of(spec: ProblemSpec, products: Products) -> Work:
     """The extents of listed products."""
     op_first, _, m, n, k, *_ = np.array(products.shapes, dtype=np.int64)[products.kinds].T
-    return Work(spec, op_first == TRANSPOSE).of(len(products), (m, n, k))
+    return Work(spec, op_first == TRANSPOSE).of(m, n, k)
 
 
 def choose(spec: ProblemSpec, products: Products, grouped: bool, grouped_mm: bool) -> Config:
@@ -209,8 +219,9 @@ def fastest(spec: ProblemSpec, work: Work, grouped: bool, grouped_mm: bool) -> C
     Separate calls take the host `HOST_US` each at least: what else they take is estimated only where no grouped call
     takes less than that.
     """
-    by_torch = by_grouped_mm(spec, work) if grouped_mm else inf
     by_cublas = by_grouped(work) if grouped else inf
+    reads = work.traffic + GROUPED_MM_US  # grouped_mm takes no less
+    by_torch = by_grouped_mm(spec, work) if grouped_mm and reads < by_cublas else inf
     apart = HOST_US * work.count
     if apart <= by_torch and apart <= by_cublas:
         apart = separately(work)
@@ -257,7 +268,7 @@ def separately(work: Work) -> float:
     slow = (n <= 2 * FEW_ROWS) & (m <= NARROW)
     slowness = np.where(slow, np.where(work.transposed, SLOWER_TRANSPOSED, SLOWER), 1.0)
     busy: Column = 2.0 * area * k / work.rate + CALL_US
-    traffic: Column = (m * k + k * n + m * n) * (work.itemsize / BYTES_PER_US)
+    traffic: Column = (m * k + k * n + m * n) * work.element_us
     return STREAMS_US + float(_together(busy, traffic * slowness, 6).sum())
 
 
@@ -274,11 +285,8 @@ def by_grouped_mm(spec: ProblemSpec, work: Work) -> float:
 
 def by_grouped(work: Work) -> float:
     """The time of cublasGemmGroupedBatchedEx."""
-    rate = work.rate / (GROUPED_SLOWDOWN if work.itemsize == 2 else GROUPED_SLOWDOWN_WIDE)
     cols, rows = GROUPED_TILE
-    transposed = work.transposed if isinstance(work.transposed, bool) else bool(work.transposed[0])
-    step = 2.0 * cols * rows * PROCESSORS / rate * (GROUPED_TRANSPOSED if transposed else 1.0)
     tiles, steps = work.tiles(rows, cols)
-    busy = (steps * step + tiles * GROUPED_TILE_US) / PROCESSORS
-    longest = work.longest * step + GROUPED_TILE_US
+    busy = (steps * work.grouped_step + tiles * GROUPED_TILE_US) / PROCESSORS
+    longest = work.longest * work.grouped_step + GROUPED_TILE_US
     return float(max(_together(busy, 0.95 * work.traffic, 4), longest)) + GROUPED_US + MEMBER_US * work.count

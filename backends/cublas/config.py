@@ -18,7 +18,8 @@ from multigemm.problem.spec import OperandSpec, ProblemSpec
 Variant = Literal["auto", "loop", "streams", "batched", "grouped", "grouped_mm", "scaled_grouped_mm"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 LARGEST_GROUPED_MM = 1023
-GROUPED_ALIGNMENT = 16
+ALIGNMENT = 16
+"""Bytes that addresses and leading dimensions are multiples of where a call reads addresses on the device."""
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
@@ -80,13 +81,13 @@ def grouped_reasons(spec: ProblemSpec) -> list[str]:
                 "this output type or epilogue needs; use variant 'batched'"]  # fmt: skip
     if not steady(spec):
         return ["cublasGemmGroupedBatchedEx faults on addresses and leading dimensions that are no multiples of "
-                f"{GROUPED_ALIGNMENT} bytes; use variant 'batched'"]  # fmt: skip
+                f"{ALIGNMENT} bytes; use variant 'batched'"]  # fmt: skip
     return []
 
 
 def aligned(operand: OperandSpec) -> bool:
     """Whether base and strides are aligned and a leading dimension can express them."""
-    return operand.align >= GROUPED_ALIGNMENT and operand.dense and operand.order != "strided"
+    return operand.align >= ALIGNMENT and operand.dense and operand.order != "strided"
 
 
 def steady(spec: ProblemSpec) -> bool:

@@ -22,8 +22,9 @@ from multigemm import torch_internals
 from multigemm.backend import Launch
 from multigemm.backends.cublas.epilogue import ClampedEnds, Finish, Need
 from multigemm.backends.cublas.products import Ints, countable
-from multigemm.backends.cublas.run import Function, Step, Steps, zero_lines
+from multigemm.backends.cublas.run import Steps, zero_lines
 from multigemm.backends.cublas.staging import Copies, compact, readable, stage_side
+from multigemm.cuda.launch import Step
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
 from multigemm.torch_internals import redispatched_grouped_mm
@@ -168,7 +169,7 @@ def bind_grouped_mm(ops: Operands, offsets: Ints | None) -> Launch:
     arguments: tuple[Any, ...] = a, _each_group(b, spec.groups) if spec.form == "jagged_m" else b, numbers, out
     if not steps and not aside:
         return GroupedMM(ops, call, arguments, as_given)
-    steps.append(Function(lambda stream: call(*arguments)))
+    steps.append(lambda stream: call(*arguments))
     if aside:
         steps.append(Finish(ops, Need(acc=out, unowned=spec.zero_unowned)))
     return Steps(ops.device, steps, [out] if aside else [])
@@ -313,4 +314,4 @@ def _guarded(ops: Operands, a: Tensor, b: Tensor, out: Tensor, aside: bool, step
             grouped_mm_into(a, b, cut.aside, target)
 
     need = Need(acc=target, only_headed=apart, unowned=ops.spec.zero_unowned)
-    return Steps(ops.device, [*steps, Function(multiply), Finish(ops, need)], [target])
+    return Steps(ops.device, [*steps, multiply, Finish(ops, need)], [target])

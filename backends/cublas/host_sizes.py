@@ -21,11 +21,11 @@ from torch import Tensor
 from multigemm import torch_internals
 from multigemm.backend import Bind
 from multigemm.backends.cublas import library
-from multigemm.backends.cublas.choice import GROUPED, GROUPED_MM, Work, fastest
+from multigemm.backends.cublas.choice import GROUPED, GROUPED_MM, CutWork, fastest
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.grouped_mm import FromHost
 from multigemm.backends.cublas.library import LONG, Types
-from multigemm.backends.cublas.products import TRANSPOSE, Bytes, Ints, Leading, Shape, packed_forms, shape_of
+from multigemm.backends.cublas.products import Bytes, Ints, Leading, Shape, packed_forms, shape_of
 from multigemm.backends.cublas.run import Calls
 from multigemm.cuda import nvrtc
 from multigemm.cuda.device import index_of, to_device
@@ -88,11 +88,10 @@ class PlacedGroups:
         grids = 1, 1 + ZEROING_BLOCKS
         self._launch, self._zeroing = (kernel.step(grid, THREADS, (self._task,), memory) for grid in grids)
 
-    def take_products(self, bases: tuple[int, int, int], order: Ints) -> None:
-        """The products of the next launch: those of the groups `order`, cut from operands at these addresses."""
-        self._order[: len(order)], self._task.count = order, len(order)
-        words = self._words
-        words[BASES], words[BASES + 1], words[BASES + 2] = bases
+    def take_products(self, a: Tensor, b: Tensor, out: Tensor, order: Ints) -> None:
+        """The products of the next launch: those of the groups `order`."""
+        self._order[: len(order)], self._task.count, words = order, len(order), self._words
+        words[BASES], words[BASES + 1], words[BASES + 2] = b.data_ptr(), a.data_ptr(), out.data_ptr()
 
     def __call__(self, stream: int, zeroed: Tensor | None) -> None:
         if zeroed is None:
@@ -117,51 +116,59 @@ class GroupedCut:
         self._members = np.frombuffer(arguments[-2], np.int64)
         self._work_of_token = whole.m * (whole.k if rows else whole.n)
 
-    def arrange(self, every: Ints, falling: Ints, order: Ints, last: Ints, tokens: int) -> Ints:
+    def arrange(self, every: Ints, falling: Ints, order: Ints, first: Ints, tokens: int) -> Ints:
         """Writes the groups of the call, as `library.in_groups` makes them; returns the products in their order.
 
-        `every`: the lengths of all groups, and `falling` in this `order`, where `last` of each length, but 0, are.
+        `every`: the lengths of all groups, and `falling` in this `order`, where each length begins at `first` and 0 at
+        the last of these.
         """
         if self._work_of_token * tokens > LONG:
             (owned,) = every.nonzero()
             self._count.value = count = len(owned)
             self._extents[:count], self._members[:count] = every.take(owned), 1
             return owned
-        self._count.value = kinds = len(last)
-        self._extents[:kinds], self._members[0] = falling.take(last), int(last[0]) + 1
-        np.subtract(last[1:], last[:-1], out=self._members[1:kinds])
-        return order[: int(last[-1]) + 1]
+        begin, end = first[:-1], first[1:]
+        self._count.value = kinds = len(begin)
+        falling.take(begin, 0, self._extents[:kinds], "clip")
+        np.subtract(end, begin, self._members[:kinds])
+        return order[: end.item(-1)]
 
 
 class HostSizes:
     """Calls of one layout, for any sizes (`multigemm.backend.WithSizes`). It serves one thread on one stream."""
 
-    __slots__ = ("_alpha", "_bind", "_config", "_cut", "_device", "_falling", "_flags", "_from_host", "_grouped",
-                 "_index", "_placed", "_rows", "_shape", "_spec", "_strides", "_whole", "_work", "offsets")  # fmt: skip
+    __slots__ = (
+        "_alpha", "_bind", "_config", "_cut", "_device", "_flags", "_from_host", "_grouped",
+        "_index", "_placed", "_rows", "_shape", "_spec", "_strides", "_views", "_work", "offsets",
+    )  # fmt: skip
 
     def __init__(
         self, ops: Operands, whole: Shape, config: Config, flags: tuple[bool, bool], placed: PlacedGroups,
         grouped: GroupedCut | None, bind: Bind,
     ) -> None:  # fmt: skip
         self._spec, self._alpha, self._device, self._bind = ops.spec, ops.alpha, ops.device, bind
-        self._config, self._flags, self._grouped, self._whole = config, flags, grouped, whole
-        self._rows, self._work = ops.spec.form == "jagged_m", Work(ops.spec, whole.op_first == TRANSPOSE)
+        self._config, self._flags, self._grouped, self._rows = config, flags, grouped, ops.spec.form == "jagged_m"
+        self._work = CutWork(ops.spec, whole, self._rows)
         out = cast(Tensor, ops.out)
         self._shape, self._strides, self._index = tuple(out.shape), out.stride(), index_of(ops.device)
         self._placed, self._from_host = placed, FromHost(ops.spec, placed.ends, 0, 0, clears=False)
-        self.offsets, self._cut = placed.offsets, np.frombuffer(placed.offsets, np.int32)
-        self._falling = np.zeros(ops.spec.groups + 1, np.int64)
+        self.offsets, cut = placed.offsets, np.frombuffer(placed.offsets, np.int32)
+        self._cut, lengths = cut, np.zeros(ops.spec.groups + 2, np.int64)
+        lengths[0] = -1  # no length; a 0 lies behind them
+        self._views = (cut[:-1], cut[1:]), (lengths[1:-1], lengths[1:], lengths[:-1])
 
-    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
-        placed, offsets, falling, cut = self._placed, self.offsets, self._falling, self._cut
-        every = np.subtract(cut[1:], cut[:-1], dtype=np.int64)
+    def __call__(self, a: Tensor, b: Tensor) -> Tensor | None:
+        placed, offsets, (starts, ends), (falling, here, before) = self._placed, self.offsets, *self._views
+        every = np.subtract(ends, starts, dtype=np.int64)  # in 32 bits a long fall would look like a rise
         order = (-every).argsort(kind="stable")
-        every.take(order, out=falling[:-1], mode="clip")  # and a 0 behind them
-        (last,) = (falling[1:] != falling[:-1]).nonzero()
-        if len(last) < 2:  # one length, or no tokens
+        every.take(order, 0, falling, "clip")
+        if falling.item(-1) < 0:
+            return None
+        (first,) = (here != before).nonzero()
+        if len(first) < 3:  # one length, or no tokens
             return self._by_bind(a, b)
-        start, end, count = offsets[0], offsets[-1], int(last[-1]) + 1
-        chosen = self._chosen(falling[:count], count, end - start)
+        start, end, count = offsets[0], offsets[-1], first.item(-1)
+        chosen = self._chosen(falling[:count], end - start)
         if chosen is BOUND:
             return self._by_bind(a, b)
         stream = torch_internals.current_raw_stream(self._index)
@@ -175,8 +182,8 @@ class HostSizes:
             return out
         grouped, out = self._grouped, self._result(a)
         assert grouped is not None, "the choice knows whether there is such a call"
-        order = grouped.arrange(every, falling, order, last, end - start)
-        placed.take_products((b.data_ptr(), a.data_ptr(), out.data_ptr()), order)
+        order = grouped.arrange(every, falling, order, first, end - start)
+        placed.take_products(a, b, out, order)
         placed(stream, out if unowned else None)
         grouped.call(stream)
         return out
@@ -184,14 +191,11 @@ class HostSizes:
     def workspace_bytes(self) -> int:
         return BYTES_EACH * self._spec.groups
 
-    def _chosen(self, falling: Ints, count: int, tokens: int) -> Config:
+    def _chosen(self, falling: Ints, tokens: int) -> Config:
         """What a bind chooses for groups of these lengths, which differ, and none of which is 0."""
         config = self._config
         if config.variant == "auto":
-            _, _, m, n, k, *_ = self._whole
-            extents = (m, falling, k) if self._rows else (m, n, falling)
-            work = self._work.of(count, extents, (falling, tokens, int(falling[0])))
-            config = fastest(self._spec, work, *self._flags)
+            config = fastest(self._spec, self._work.cut(falling, tokens), *self._flags)
         return GROUPED if config.variant == "grouped" else GROUPED_MM if config.variant == "grouped_mm" else BOUND
 
     def _by_bind(self, a: Tensor, b: Tensor) -> Tensor:

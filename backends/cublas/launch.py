@@ -40,10 +40,11 @@ from multigemm.backends.cublas.products import (
     packed_forms,
     packed_products,
 )
-from multigemm.backends.cublas.run import FEW_ZEROS, Calls, Step, Steps, Streamed, Zeros
+from multigemm.backends.cublas.run import FEW_ZEROS, Calls, Steps, Streamed, Zeros
 from multigemm.backends.cublas.staging import Copies, Side, expressible, scratch, stage, writable
 from multigemm.cuda.arguments import OPERANDS
 from multigemm.cuda.device import index_of
+from multigemm.cuda.launch import Step
 from multigemm.errors import BackendUnsupported, NotCapturable
 from multigemm.planning.fused_steps import plan_in_steps, product_spec, taken_in_steps
 from multigemm.planning.operands import Operands, group_table, packed

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from multigemm import torch_internals
+from multigemm.backends.cublas.config import ALIGNMENT
 from multigemm.backends.cublas.products import Bytes, Ints, Products, Shape, countable, even_steps
 from multigemm.cuda.arguments import Addresses
 from multigemm.cuda.device import STAGED_BYTES, index_of, to_device, upload
@@ -113,8 +114,9 @@ def make(library: Cublas, blas: ctypes.c_void_p, calls: Iterable[Call]) -> None:
             if status := function(blas, *args):
                 check(status, name)
     finally:
-        failed = library.set_math_mode(blas, mode)
-    check(failed, "cublasSetMathMode")
+        status = library.set_math_mode(blas, mode)
+    if status:
+        check(status, "cublasSetMathMode")
 
 
 def aim(library: Cublas, blas: ctypes.c_void_p, stream: ctypes.c_void_p, space: Tensor) -> None:
@@ -133,8 +135,6 @@ def scalar(compute: int, value: float) -> Any:
 
 # --- products as calls ---
 
-GROUPED = "cublasGemmGroupedBatchedEx"
-ADDRESS_ALIGNMENT = 16
 LONG, MIXED_GROUPS = 6e9, 1023
 """Multiply-adds of a call whose products are left in their order, and how many of them at most."""
 LARGEST_BATCH = 65535
@@ -313,7 +313,7 @@ def aligned(addresses: Ints) -> bool:
     The library cannot see addresses on the device. It assumes the largest alignment that the leading dimensions allow,
     and faults on others.
     """
-    return not (addresses % ADDRESS_ALIGNMENT).any()
+    return not (addresses % ALIGNMENT).any()
 
 
 def in_groups(products: Products) -> list[tuple[Shape, list[int]]]:
@@ -354,4 +354,4 @@ def grouped_call(
     args = (*ops, m, n, k, alpha, at[0], t.operand, ld_first, at[1], t.operand, ld_second, beta, at[2], t.out, ld_out,
             ctypes.c_int64(count), (ctypes.c_int64 * count)(*members), t.compute)  # fmt: skip
     assert library.grouped is not None, "the variant is refused without this entry point"
-    return Batch([(library.grouped, args, GROUPED)], tables)
+    return Batch([(library.grouped, args, "cublasGemmGroupedBatchedEx")], tables)

@@ -14,7 +14,7 @@ import heapq
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 
 import torch
@@ -25,6 +25,7 @@ from multigemm.backends.cublas.library import Batch, Call, Cublas, aim, handle, 
 from multigemm.backends.cublas.products import Shape, leading
 from multigemm.cuda import driver
 from multigemm.cuda.arguments import OPERANDS, Addresses
+from multigemm.cuda.launch import Step
 from multigemm.errors import LibraryError
 from multigemm.planning.operands import strides_of
 
@@ -37,36 +38,18 @@ FEW_ZEROS = 8
 """The number of results that are zeroed one by one; more of them are left to one launch of the epilogue."""
 
 
-class Step(ABC):
-    """Enqueues work on a raw stream of the current device."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def __call__(self, stream: int) -> None: ...
-
-
-class MovableStep(Step):
+class MovableStep(ABC):
     """A step that can follow its operands if they are `movable`: packed ones that were not copied."""
 
     __slots__ = ("movable",)
     movable: bool
 
     @abstractmethod
+    def __call__(self, stream: int) -> None: ...
+
+    @abstractmethod
     def move(self, addresses: Addresses) -> None:
         """Replaces all operand addresses of the step."""
-
-
-class Function(Step):
-    """A function of the stream, on tensors of its own. It does not move."""
-
-    __slots__ = ("_function",)
-
-    def __init__(self, function: Callable[[int], object]) -> None:
-        self._function = function
-
-    def __call__(self, stream: int) -> None:
-        self._function(stream)
 
 
 class Steps:

@@ -20,9 +20,10 @@ from multigemm.backend import Launch, Recipe
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.epilogue import ClampedEnds, Finish, Need
 from multigemm.backends.cublas.grouped_mm import call_into, copy_result, legal
-from multigemm.backends.cublas.run import Function, Step, Steps
+from multigemm.backends.cublas.run import Steps
 from multigemm.backends.cublas.staging import Copies, compact
 from multigemm.backends.cublas.support import FLOAT8_STEP
+from multigemm.cuda.launch import Step
 from multigemm.planning.operands import Operands
 from multigemm.torch_internals import redispatched_scaled_grouped_mm
 
@@ -83,7 +84,7 @@ def _jagged_m(ops: Operands, a: Tensor, b: Tensor) -> Steps:
         if clears and (ops.head or copied):
             cut.after(stream, target, behind=copied)
 
-    steps: list[Step] = [*([copies] if copies.pairs else []), Function(multiply)]
+    steps: list[Step] = [*([copies] if copies.pairs else []), multiply]
     if aside:
         steps.append(Finish(ops, Need(acc=target)))
     return Steps(ops.device, steps, [target] if aside else [])
@@ -107,7 +108,7 @@ def _jagged_k(ops: Operands, a: Tensor, b: Tensor) -> Steps:
     a, b, out = legal(a, by_rows=True), legal(b, by_rows=False), legal(cast(Tensor, ops.out), by_rows=True)
     on_device, fast = torch.tensor(ends, dtype=torch.int32, device=ops.device), spec.accumulate == "fast"
     steps: list[Step] = [copies] if copies.pairs else []
-    steps.append(Function(lambda stream: scaled_grouped_mm_into(a, b, scales, on_device, fast, out)))
+    steps.append(lambda stream: scaled_grouped_mm_into(a, b, scales, on_device, fast, out))
     if (np.diff(bounds) == 0).any():  # no sum of nothing may depend on a scale
         steps.append(Finish(ops, Need(only_empty=True)))
     return Steps(ops.device, steps)

@@ -13,17 +13,16 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from multigemm.backends.cublas.config import ALIGNMENT
 from multigemm.backends.cublas.products import countable, leading
-from multigemm.backends.cublas.run import Step
 from multigemm.backends.cublas.support import INT8_STEP, line_reason
 from multigemm.errors import BackendUnsupported
 from multigemm.planning.operands import Operands, strides_of
 
-INT8_PAD = ALIGNMENT = 16
 Side = Tensor | list[Tensor]
 
 
-class Copies(Step):
+class Copies:
     """Compact copies that are refreshed before each launch: (destination, source) pairs."""
 
     __slots__ = ("pairs",)
@@ -125,7 +124,7 @@ def _stage_int8(ops: Operands, copies: Copies) -> tuple[Side, Side]:
 def _int8_pair(a: Tensor, b: Tensor, copies: Copies) -> tuple[Tensor, Tensor]:
     if a.shape[-1] % INT8_STEP == 0:
         return _int8_rows(a, copies), _int8_rows(b.transpose(-1, -2), copies).transpose(-1, -2)
-    padded = -(-a.shape[-1] // INT8_PAD) * INT8_PAD
+    padded = -(-a.shape[-1] // ALIGNMENT) * ALIGNMENT
     return _padded(a, padded, copies), _padded(b.transpose(-1, -2), padded, copies).transpose(-1, -2)
 
 

@@ -39,7 +39,7 @@ DEFAULT_SHARED = 48 * 1024
 
 Launch = Callable[[], object]
 """Does the work of one bound problem on the device's current stream, and may be called again."""
-Step = Callable[[int], None]
+Step = Callable[[int], object]
 """Enqueues work on a raw stream."""
 
 

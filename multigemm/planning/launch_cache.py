@@ -6,8 +6,7 @@ being captured. This module checks whether a given `out` shares memory with an i
 
 An entry belongs to one thread and one stream, so that its workspace is never used twice at once, and holds no operand.
 It is made when a key comes for the second time. A `_MovingEntry` has a launch that follows its operands; a
-`_TensorEntry` has one that takes the caller's tensors, and a `_SizesEntry` one that takes sizes from the host, too; a
-`_BindingEntry` binds anew if the backend has no such launch.
+`_TensorEntry` has one that takes the caller's tensors; a `_BindingEntry` binds anew if the backend has no such launch.
 
 Token counts and sizes on the host that occur once would never get an entry. So for rows and inner extents that are cut
 on a GPU, one entry serves a class of calls that differ in nothing else and whose token counts lie within half an
@@ -19,6 +18,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from ctypes import addressof, c_char
 from dataclasses import replace
 from itertools import accumulate
@@ -189,9 +189,9 @@ class _HostCut:
         self._memory = memoryview(bytearray(self._layout.size)).cast("i") if memory is None else memory
         self._address = addressof(c_char.from_buffer(self._memory))
 
-    def offsets(self, cut: Any, rows: int) -> memoryview | None:
+    def offsets(self, cut: Any, rows: int, may_fall: bool = False) -> memoryview | None:
         """The cut as offsets, valid until the next call; None if it must be refused, which the full path does with a
-        message."""
+        message. `may_fall`: whoever takes them refuses those that fall."""
         kind, offsets = self._kind, self._memory
         values = cut if type(cut) in HOST_SEQUENCES else cut.tolist()
         try:
@@ -203,7 +203,7 @@ class _HostCut:
             return None
         if offsets[0] < 0 or offsets[-1] > rows:
             return None
-        rising = min(values, default=0) >= 0 if kind == "sizes" else sorted(offsets) == [*offsets]
+        rising = may_fall or (min(values, default=0) >= 0 if kind == "sizes" else sorted(offsets) == [*offsets])
         return offsets if rising else None
 
     def upload(self) -> None:
@@ -362,42 +362,25 @@ class _TensorEntry(_Entry):
 
     __slots__ = ("_on_tensors",)
 
-    def __init__(self, problem: GroupedGemmProblem, choice: Choice, on_tensors: Any, counted: bool) -> None:
+    def __init__(
+        self, problem: GroupedGemmProblem, choice: Choice, on_tensors: OnTensors, workspace: int, counted: bool
+    ) -> None:
         super().__init__(problem, choice, counted)
-        self._on_tensors = on_tensors
-        self.workspace = 16 * choice.spec.groups
+        self._on_tensors, self.workspace = on_tensors, workspace
 
     def run(self, call: Call) -> Tensor | None:
         if self._given_out or self._busy:
             return super().run(call)
         self._busy = True
         try:
-            return self._result(call)
+            found: Tensor | None = self._on_tensors(call[1], call[2], call[4], None)
+            return found
         finally:
             self._busy = False
-
-    def _result(self, call: Call) -> Tensor | None:
-        found: Tensor = self._on_tensors(call[1], call[2], call[4], None)
-        return found
 
     def launch(self, call: Call, out: Tensor) -> bool:
         self._on_tensors(call[1], call[2], call[4], out)
         return True
-
-
-class _SizesEntry(_TensorEntry):
-    """A launch that is a function of tensors and of sizes on the host, for libraries whose calls depend on these. Calls
-    with an `out` of the caller have no such entry (`launch_key.class_key_of`)."""
-
-    __slots__ = ("_host",)
-
-    def __init__(self, problem: GroupedGemmProblem, choice: Choice, with_sizes: WithSizes, host: _HostCut) -> None:
-        super().__init__(problem, choice, with_sizes, True)
-        self._host, self.workspace = host, with_sizes.workspace_bytes()
-
-    def _result(self, call: Call) -> Tensor | None:
-        offsets = self._host.offsets(call[4], call[1].shape[self._inner])
-        return None if offsets is None else self._on_tensors(call[1], call[2])
 
 
 class LaunchCache:
@@ -516,10 +499,11 @@ def _entry_of(problem: GroupedGemmProblem, bound: Bound, choice: Choice, kind: s
         return None
     if counted and cut is not None and cut.live is None and (with_sizes := _with_sizes(problem, bound, choice)):
         index = problem.device.index if problem.device.type == "cuda" else -1
-        return _SizesEntry(problem, choice, with_sizes, _HostCut(kind, ops, index, with_sizes.offsets))
+        placed = _placed(with_sizes, _HostCut(kind, ops, index, with_sizes.offsets), problem.form == "jagged_k")
+        return _TensorEntry(problem, choice, placed, with_sizes.workspace_bytes(), counted)
     on_tensors = _on_tensors(problem, bound, kind, counted)
     if on_tensors is not None:
-        return _TensorEntry(problem, choice, on_tensors, counted)
+        return _TensorEntry(problem, choice, on_tensors, 16 * choice.spec.groups, counted)
     callers = [ops.a, ops.b, ops.out, ops.c, ops.bias, None if cut is None else cut.live]
     callers += [ops.scale_a, ops.scale_b, ops.zero_b, *(() if ops.fused is None else ops.fused.tensors())]
     spans = [(x.data_ptr(), x.data_ptr() + reach_bytes(x)) for x in callers if isinstance(x, Tensor)]
@@ -538,15 +522,21 @@ def relaunches(bound: Bound) -> bool:
     return hasattr(bound.launch, "move") or hasattr(bound.steps[-1], "on_tensors")
 
 
-def _on_tensors(problem: GroupedGemmProblem, bound: Bound, kind: str, counted: bool) -> Any:
-    """The backend's launch as a function of a, b, the group boundaries, and the caller's `out` or None, which returns
-    the result. None if the launch has no method `on_tensors`, or the problem does not fit it."""
+OnTensors = Callable[[Tensor, Tensor, Any, Tensor | None], Tensor | None]
+"""A launch as a function of a, b, the group boundaries, and the caller's `out` or None. Returns the result, or None for
+boundaries that must be refused."""
+
+
+def _on_tensors(problem: GroupedGemmProblem, bound: Bound, kind: str, counted: bool) -> OnTensors | None:
+    """The backend's launch of tensors. None if the launch has no method `on_tensors`, or the problem does not fit
+    it."""
     form, cut = getattr(bound.steps[-1], "on_tensors", None), problem.cut
     live = None if cut is None else cut.live
     special = problem.quantisation is not None or problem.fused is not None
     if form is None or (counted and live is None) or special:
         return None
-    return form(kind, live)
+    found: OnTensors | None = form(kind, live)
+    return found
 
 
 def _with_sizes(problem: GroupedGemmProblem, bound: Bound, choice: Choice) -> WithSizes | None:
@@ -554,6 +544,16 @@ def _with_sizes(problem: GroupedGemmProblem, bound: Bound, choice: Choice) -> Wi
     bind_sizes = choice.recipe.bind_sizes
     plain = len(bound.steps) == 1 and problem.quantisation is None and problem.fused is None
     return bind_sizes(bound.ops) if plain and bind_sizes is not None else None
+
+
+def _placed(with_sizes: WithSizes, host: _HostCut, axis: int) -> OnTensors:
+    """A launch of any sizes on the host; tokens lie along this axis of a. A call with an `out` of the caller has none
+    (`launch_key.class_key_of`)."""
+
+    def on_tensors(a: Tensor, b: Tensor, cut: Any, out: Tensor | None) -> Tensor | None:
+        return None if host.offsets(cut, a.shape[axis], may_fall=True) is None else with_sizes(a, b)
+
+    return on_tensors
 
 
 def _tokens_of(problem: GroupedGemmProblem) -> int:

@@ -166,10 +166,10 @@ def _index_key(cut: Any, phase: int, index: int) -> Key:
 def class_key_of(key: Key, call: Call) -> Key | None:
     """The key of a class: calls that differ only in their number of tokens and in sizes on the host. Tokens are rows of
     `a`, or the inner extent of both operands."""
-    jagged, _, _, kind, cut, valid_rows, c, _, out, *scales = call
+    jagged, _, _, kind, cut, valid_rows, c, _, out = call[:PLAIN_LENGTH]
     if len(call) > QUANTISED_LENGTH or cut is None or valid_rows is not None or out is not None or c is not None:
         return None
-    (a, a_strides), (b, b_strides) = key[:2], key[4:6]
+    a, a_strides, _, _, b, b_strides = key[:6]
     if key[INDEX] < 0 or len(a) != 2:
         return None
     groups = key[GROUPS] if isinstance(cut, Tensor) and not cut.is_cpu else _host_class(kind, cut)
@@ -177,12 +177,12 @@ def class_key_of(key: Key, call: Call) -> Key | None:
         return None
     if jagged == "k":
         same = len(b) == 2 and b[0] == a[1] and _counts(a, a_strides, 1, 0) and _counts(b, b_strides, 0, 1)
-        return _inner_class_key(key, groups) if same and not scales else None
+        return _inner_class_key(key, groups) if same and len(call) == PLAIN_LENGTH else None
     rows, depth = a
     if jagged != "m" or len(b) != 3 or not b[0] or not _counts(a, a_strides, 0, 1) or rows * b[2] >= COUNTED:
         return None
     rest, options = key[GROUPS + 1], key[GROUPS + 2 :]
-    if scales:
+    if len(call) > PLAIN_LENGTH:  # scales
         rest = (*rest[:4], _of_tokens(rest[4], rows), *rest[5:])
     return ("tokens", depth, half_octave(rows), key[1:GROUPS], groups, rest, options)
 

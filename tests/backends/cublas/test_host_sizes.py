@@ -102,7 +102,7 @@ def test_the_library_gets_what_a_bind_passes(
         passed.clear()
         launched.offsets[:] = array("i", offsets)
         got = launched(a, b)
-        assert torch.equal(got, want)
+        assert got is not None and torch.equal(got, want)
         assert [x[:2] for x in fake.log if x[0] != "kernel"] == bound_calls
         assert [at_distance(x, got) for x in passed] == [at_distance(x, want) for x in bound_passed]
         passed.clear()
@@ -191,10 +191,10 @@ def test_sizes_lead_to_the_variant_that_a_bind_chooses(fake: Fake, form: str, dt
                 want = BOUND.variant
             lengths = np.diff(offsets)
             count = int(np.count_nonzero(lengths))
-            falling = launched._falling[:count]
+            falling = launched._views[1][0][:count]
             falling[:] = -np.sort(-lengths)[:count]
             if len(products.shapes) > 1:
-                assert launched._chosen(falling, count, int(lengths.sum())).variant == want
+                assert launched._chosen(falling, int(lengths.sum())).variant == want
                 apart = choice.separately(choice.work_of(ops.spec, products))
                 assert choice.separately(launched._work) == pytest.approx(apart)
             seen.add(want)
@@ -251,6 +251,29 @@ def test_ever_new_sizes_are_bound_twice_and_answered_right(
     a, b, more = operands(form, 72)
     with pytest.raises(mg.InvalidProblem):
         mg.grouped_gemm(a, b, sizes=[80, 0, 0, 0, 0, 8], backend="cublas", **more)
+
+
+@pytest.mark.parametrize(
+    ("kind", "falling"),
+    [("sizes", [24, -8, 16, 8, 8, 8]), ("sizes", [8, 16, 8, 8, 24, -8]), ("offsets", [0, 16, 8, 24, 32, 40, 48]),
+     ("offsets", [0, 8, 16, 24, 32, 48, 40]), ("ends", [16, 8, 24, 32, 40, 48]), ("ends", [-8, 8, 24, 32, 40, 48]),
+     ("offsets", [0, 2**31 - 1, -(2**31), 24, 32, 40, 48])],
+)  # fmt: skip
+def test_a_warm_call_refuses_offsets_that_fall(
+    install: Callable[..., None], fake: Fake, as_on_gpu: None, kind: str, falling: list[int]
+) -> None:
+    install(HostCublas("auto"))
+    a, b, _ = operands("rows", 80)
+    for turn in range(3):
+        offsets = list(accumulate([8, 0, 16, 24, 8 * turn, 8], initial=0))
+        rising = {"sizes": np.diff(offsets).tolist(), "offsets": offsets, "ends": offsets[1:]}[kind]
+        given: dict[str, Any] = {kind: rising}
+        mg.grouped_gemm(a, b, backend="cublas", **given)
+    fake.log.clear()
+    given = {kind: falling}
+    with pytest.raises(mg.InvalidProblem):
+        mg.grouped_gemm(a, b, backend="cublas", **given)
+    assert not fake.log
 
 
 def test_a_call_with_new_sizes_enters_few_functions(install: Callable[..., None], fake: Fake, as_on_gpu: None) -> None:

@@ -15,6 +15,7 @@ from multigemm.backends.cublas import BACKEND, epilogue, grouped_mm, products, r
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.products import countable
 from multigemm.cuda import nvrtc
+from multigemm.cuda.launch import Step
 from multigemm.errors import BackendUnsupported
 from multigemm.planning.operands import Operands
 from multigemm.planning.staging import allocate, stage, staged_spec
@@ -242,9 +243,9 @@ def test_grouped_mm_sees_counted_lines(
     needs: list[Any] = []
     told: list[tuple[torch.Tensor, ...]] = []
 
-    def finish(ops: Operands, need: Any) -> run.Step:
+    def finish(ops: Operands, need: Any) -> Step:
         needs.append(need)
-        return run.Function(lambda stream: None)
+        return lambda stream: None
 
     monkeypatch.setattr(grouped_mm, "Finish", finish)
     monkeypatch.setattr(grouped_mm, "grouped_mm_into", lambda a, b, ends, out: told.append((a, b, out)))
