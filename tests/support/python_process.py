@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -48,32 +49,47 @@ def run_python(
     `environment` asks for; it has to end with `code`, or as it likes if that is None. It has imported torch, and
     nothing else, unless it starts `anew`."""
     variables = {**inherited(), **OWN, **environment}
-    run = started if anew else forked
-    done = run([str(word) for word in words], variables, cwd, timeout)
+    given = [str(word) for word in words]
+    if anew:
+        command = [sys.executable, "-W", "ignore", *given]
+        done = subprocess.run(command, env=variables, cwd=cwd, timeout=timeout, capture_output=True, text=True)
+    else:
+        [done] = forked(given, [variables], cwd, timeout)
     if code is not None:
         assert done.returncode == code, f"{words}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
     return done
 
 
-def started(words: list[str], variables: Environment, cwd: Path, timeout: float) -> Ended:
-    """A program in a process of its own from the start."""
-    command = [sys.executable, "-W", "ignore", *words]
-    return subprocess.run(command, env=variables, cwd=cwd, timeout=timeout, capture_output=True, text=True, check=False)
+def run_ranks(*words: str | Path, cwd: Path, ranks: int = 2, timeout: float = 280.0) -> str:
+    """What the first rank of `torchrun python WORDS` printed; all have to end well."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    counts = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+    numbers = (dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(ranks))
+    all_variables = [{**inherited(), **OWN, **NO_GPU, **meeting, **counts, **number} for number in numbers]
+    ended = forked([str(word) for word in words], all_variables, cwd, timeout)
+    assert not any(done.returncode for done in ended), [(done.returncode, done.stderr[-3000:]) for done in ended]
+    return ended[0].stdout
 
 
-def forked(words: list[str], variables: Environment, cwd: Path, timeout: float) -> Ended:
-    """A program in a child of the server."""
+def forked(words: list[str], all_variables: list[dict[str, str]], cwd: Path, timeout: float) -> list[Ended]:
+    """A program in a child of the server for each of the environments."""
     to, answers = server().stdin, server().stdout
     assert to is not None and answers is not None
-    with TemporaryDirectory() as folder:
-        asked = {
-            "words": words, "environment": variables, "cwd": str(cwd), "folder": folder, "limit_s": math.ceil(timeout)
-        }  # fmt: skip
+    with TemporaryDirectory() as top:
+        folders = [Path(top, str(number)) for number in range(len(all_variables))]
+        asked: list[dict[str, Any]] = []
+        for variables, folder in zip(all_variables, folders, strict=True):
+            folder.mkdir()
+            places = {"cwd": str(cwd), "folder": str(folder)}
+            asked.append({"words": words, "environment": variables, "limit_s": math.ceil(timeout), **places})
         print(json.dumps(asked), file=to, flush=True)
-        returned, said = int(answers.readline()), [(Path(folder) / name).read_text() for name in ("out", "err")]
-    if returned == -signal.SIGALRM:
-        raise subprocess.TimeoutExpired(words, timeout, *said)
-    return subprocess.CompletedProcess(words, returned, *said)
+        codes = json.loads(answers.readline())
+        said = [[(folder / name).read_text() for name in ("out", "err")] for folder in folders]
+    if -signal.SIGALRM in codes:
+        raise subprocess.TimeoutExpired(words, timeout, *said[codes.index(-signal.SIGALRM)])
+    return [subprocess.CompletedProcess(words, code, *texts) for code, texts in zip(codes, said, strict=True)]
 
 
 def install_backends(folder: Path, source: str, *names: str) -> dict[str, str]:

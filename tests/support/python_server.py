@@ -1,7 +1,8 @@
 """A process that has imported torch once and forks for each program that a test runs in a Python of its own.
 
-It reads a JSON object from each line of its input, and prints the exit code of the child. A child is as `python WORDS`
-would be, with nothing imported but torch; it ends by an alarm at the latest, and nobody tidies up what it imported.
+It reads a JSON list from each line of its input, forks a child for each of the list's objects, and prints their exit
+codes. A child is as `python WORDS` would be, with nothing imported but torch; it ends by an alarm at the latest, and
+nobody tidies up what it imported.
 """
 
 from __future__ import annotations
@@ -85,10 +86,10 @@ def finish(code: int) -> None:
 if __name__ == "__main__":
     gc.freeze()
     for line in sys.stdin:
-        child = os.fork()
-        if not child:
-            asked = json.loads(line)
-            become(asked)
-            finish(code_of(asked["words"]))
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        children = []
+        for asked in json.loads(line):
+            children.append(os.fork())
+            if not children[-1]:
+                become(asked)
+                finish(code_of(asked["words"]))
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]), flush=True)

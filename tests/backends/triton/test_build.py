@@ -70,9 +70,15 @@ def quick_reports(capability: int) -> list[Any]:
     )
 
 
+@cache
+def compiled(source: Any, capability: int) -> Any:
+    """A kernel as Triton has it, which may fuse products and sums; one that other functions asked for is there."""
+    return build.build(source, capability)
+
+
 def ptx_of(source: Any, capability: int) -> str:
     """The PTX text of a kernel."""
-    return str(build.build(source, capability).asm["ptx"])
+    return str(compiled(source, capability).asm["ptx"])
 
 
 def sass_of(source: Any, folder: Path) -> str:
