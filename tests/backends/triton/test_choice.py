@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -117,41 +115,6 @@ def test_the_first_config_of_the_hopper_kernel(why: str) -> None:
     name, changes, expected = HOPPER_FIRST[why]
     best = hopper_candidates(spec_of(name, **changes))[0]
     assert {field: getattr(best, field) for field in expected} == expected
-
-
-def test_weight_gradients_take_the_faster_tile_of_a_report() -> None:
-    path = Path(__file__).parents[3] / "benchmarks" / "results" / "h200" / "weight-gradients.json"
-    rows = [row for row in json.loads(path.read_text())["rows"] if len(row["triton"]) > 1]
-    for row in rows:
-        problem = {name: row[name] for name in ("groups", "m", "n", "total")}
-        best = hopper_candidates(spec_of("jagged_k bf16", **problem))[0]
-        few = row["groups"] * row["m"] * row["n"] <= 4 * 132 * 128 * 256  # so that an estimate chooses
-        regret = row["triton"][f"{best.block_m}x{best.block_n}"] / min(row["triton"].values())
-        assert regret <= (1.04 if few else 1.01), problem
-    assert len(rows) == 29
-
-
-POINTER_FIRST: dict[str, tuple[str, dict[str, Any], tuple[int, int], int]] = {
-    "128 tiles for 132 multiprocessors, rather than 8":
-        (BF16, {"groups": 4, "n": 128, "k": 256, "total": 1024}, (32, 32), 1),
-    "256 tiles rather than 128": (BF16, {"groups": 64, "n": 128, "k": 256, "total": 2**14}, (64, 64), 1),
-    "large tiles": (BF16, {"groups": 128, "n": 128, "k": 256, "total": 2**15}, (128, 128), 1),
-    "few tiles of a long k are shared out": (BF16, {"groups": 2, "n": 64, "k": 4096, "total": 64}, (32, 32), 4),
-    "many tiles of tf32": (TF32, {"groups": 8, "total": 2**16, "n": 4096, "k": 2048, "b_order": "col"}, (128, 128), 1),
-    **{f"single elements of tf32, {form}": (TF32, {"form": form, "groups": 8, "total": 1704, "n": 192, "k": 2240,
-                                                    form[-1]: None, **more}, (128, 128), 1)
-       for form, more in (("jagged_n", {"m": 192}), ("jagged_k", {"m": 192}),
-                          ("jagged_m", {"a": OperandSpec(torch.float32, align=4)}))},
-    "float64 shares a long k":
-        ("jagged_m torch.float64", {"groups": 3, "total": 4, "n": 512, "k": 5120}, (16, 64), 4),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("why", POINTER_FIRST)
-def test_the_first_config_of_the_generic_kernel(why: str) -> None:
-    name, changes, blocks, splits = POINTER_FIRST[why]
-    best = pointer_candidates(spec_of(name, **changes))[0]
-    assert ((best.block_m, best.block_n), best.splits) == (blocks, splits)
 
 
 SHAPE = ("groups", "total", "n", "k")
