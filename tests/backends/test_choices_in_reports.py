@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ DEFAULTS = {
     **{("numba", config.kernel): asdict(config) for config in (numba.GENERIC, numba.MMA, numba.HOPPER)},
 }  # fmt: skip
 """Of fields that a config had not yet when a report was made, by backend and kernel."""
-CHOOSE = {
+CHOOSE: dict[str, Callable[[ProblemSpec], Any]] = {
     "cupy": lambda spec: cupy_choice.heuristic(spec, (9, 0)),
     "triton": lambda spec: candidates_of(spec, (9, 0))[0],
     "numba": lambda spec: numba_choice.candidates(spec, GPU)[0],
@@ -107,7 +108,7 @@ def measured(backend: str) -> dict[str, tuple[ProblemSpec, dict[Fields, float]]]
 def test_no_choice_is_slower_than_what_a_report_has_measured(backend: str) -> None:
     regrets, unjudged, known = dict[str, float](), list[str](), measured(backend)
     for case, (spec, times) in known.items():
-        config: Any = CHOOSE[backend](spec)
+        config = CHOOSE[backend](spec)
         chosen = identity(config.kernel, asdict(config))
         if chosen in times:
             regrets[case] = times[chosen] / min(times.values())

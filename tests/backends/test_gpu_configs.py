@@ -172,8 +172,8 @@ def configs_of(subject: Subject, spec: ProblemSpec, device: torch.device, name: 
         return [config for config in FIXED[subject.name] if not PROBLEM_WITH[subject.name](config, spec, device)]
     configs = subject.configs(spec, device)
     if subject.name == "triton":
-        configs = dict.fromkeys((configs[0], configs[[*CASES].index(name) % len(configs)], configs[-1]))
-    return list(configs)
+        configs = configs[0], configs[[*CASES].index(name) % len(configs)], configs[-1]
+    return list(dict.fromkeys(configs))
 
 
 @pytest.mark.gpu
