@@ -42,11 +42,6 @@ def spec(**changes: object) -> ProblemSpec:
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "capability_of", lambda _device: (9, 0))
-
-
 def kernels(problem: ProblemSpec) -> list[str]:
     return [config.kernel for config in choice.candidates(problem, GPU)]
 

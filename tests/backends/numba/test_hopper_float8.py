@@ -33,12 +33,12 @@ from multigemm.backends.numba.config import (
     float8_signature_of,
 )
 from multigemm.backends.numba.quantised import WHOLE_K, Grids
-from multigemm.backends.numba.support import compiler_obstacle
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.settings import settings
 from tests.support import numba_world
 from tests.support.cuda_driver import FakeDriver
 from tests.support.numba_lane_model import plain
+from tests.support.numba_world import blocks, compiles, float8
 from tests.support.small_problems import staged
 
 GPU = torch.device("cuda")
@@ -48,28 +48,12 @@ SHARED_LIMIT = 227 * 1024
 SIGNATURE = Float8Signature("i8", "bf16", None, None, None, True, "row", "col")
 
 
-def float8(*shape: int, dtype: torch.dtype = E4M3) -> Tensor:
-    return torch.ones(shape).to(dtype)
-
-
-def blocks(**changes: Any) -> GroupedGemmProblem:
-    """1x128 of tokens, 128x128 of weights that lie as [G, N, K]."""
-    options: dict[str, Any] = {"sizes": [100, 0, 200], "scale_a": torch.ones(300, 4), "scale_b": torch.ones(3, 4, 5)}
-    return GroupedGemmProblem(float8(300, 400), float8(3, 520, 400).mT, **{**options, **changes})
-
-
 def rows(**changes: Any) -> GroupedGemmProblem:
     """A scale for each row, and for each column."""
     return blocks(**{"scale_a": torch.ones(300, 1), "scale_b": torch.ones(3, 1, 520), **changes})
 
 
 # --- which config -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (choice, support):
-        monkeypatch.setattr(module, "capability_of", lambda device: (9, 0))
 
 
 def taken(problem: GroupedGemmProblem) -> list[Config]:
@@ -204,10 +188,6 @@ def test_groups_are_cut_into_whole_tiles_and_a_rest(config: Float8Config, m: int
 
 
 # --- machine code -----------------------------------------------------------------------------------
-
-compiles = pytest.mark.skipif(
-    settings().emulate or bool(compiler_obstacle()), reason=compiler_obstacle() or "Numba runs as a simulator here"
-)
 
 
 @compiles

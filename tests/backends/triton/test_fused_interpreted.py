@@ -28,6 +28,7 @@ from multigemm.integrations.layer_ops import add_returned, copy_rows, rows_of_pa
 from multigemm.problem.spec import GATES, GLU_LAYOUTS
 from tests.model_mutants.faults import FUSED_HUNTING
 from tests.support.fused_cases import findings
+from tests.support.triton_interpreted import module_with, solved
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -74,14 +75,6 @@ def tokens(count: int, experts: int = 4, top_k: int = 2) -> dict[str, Any]:
         "sizes": torch.bincount(index.flatten(), minlength=experts),
         "weights": torch.rand(count, top_k),
     }
-
-
-def solved(*operands: Any, config: Any = None, **options: Any) -> Any:
-    problem = mg.GroupedGemmProblem(*operands, **options)
-    out = mg.solve(problem, "triton", config)
-    verdict = mg.verify(problem, out)
-    assert verdict, verdict.text
-    return out
 
 
 def test_a_layer_in_two_calls() -> None:
@@ -428,25 +421,10 @@ FIRST_SEEDS = {
 """Problems before show nothing of these faults: from which seed to look on."""
 
 
-def mutant(tmp_path: Path, fault: str) -> Any:
-    """The kernels with a fault, from a file of their own, since the interpreter reads sources."""
-    text, instead = FAULTS[fault]
-    source = KERNEL.read_text()
-    assert text in source, "the kernel no longer says so"
-    path = tmp_path / "faulty.py"
-    path.write_text(source.replace(text, instead))
-    os.environ["TRITON_INTERPRET"] = "1"  # as the backend does when it emulates for the first time
-    spec = importlib.util.spec_from_file_location("faulty", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = mutant(tmp_path, fault)
+    module = module_with(KERNEL, *FAULTS[fault], tmp_path)
     from multigemm.backends.triton.kernels import fused as device_code
 
     for name in ("fused_kernel", "sum_rows_kernel"):
