@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # the site is built from the sources alone: what builds it needs neither torch nor multigemm installed
 DOCS := .venv-docs
-# processes that test: one more than two cores, because some tests wait for processes of their own
-WORKERS := 3
+# processes that test beside the one that interprets: with it one more than two cores, because some tests wait
+WORKERS := 2
 # of the cores, for each of them: threads of several that spin for one core hold each other up
 SHARE = $(shell echo $$(( ($$(nproc) + 1) / 2 )))
 
@@ -27,17 +27,18 @@ installed: $(STAMP)  ## .venv alone
 demo: $(STAMP)  ## every backend solves and cross-checks one jagged problem, on whatever is here
 	MULTIGEMM_EMULATE=1 $(BIN)/python -m multigemm demo
 
-# the second part is apart because a process of triton interprets or compiles; test_lists' interprets, then compiles
+# a process of triton interprets or compiles; test_lists' interprets, then compiles. Each process imports all that it tests
+NOT_INTERPRETED := --ignore-glob '*/triton/test_*interprete*.py' --ignore-glob '*/triton/test_lists.py'
 test: $(STAMP)  ## the whole suite
-	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --ignore-glob '*/triton/test_*interprete*.py' $(ARGS)
-	trap 'kill $$lists 2>/dev/null; exit 130' INT TERM; \
-	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -q tests/backends/triton/test_lists.py & lists=$$!; \
-	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/backends/triton/test_*interprete*.py; \
-	code=$$?; wait $$lists && exit $$code
+	said=$$(mktemp); trap 'pkill -P $$others; exit 130' INT TERM; \
+	for part in test_lists.py 'test_*interprete*.py'; do \
+		OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -q tests/backends/triton/$$part || exit; done >$$said 2>&1 & others=$$!; \
+	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(NOT_INTERPRETED) $(ARGS); \
+	code=$$?; wait $$others || code=1; cat $$said; rm $$said; exit $$code
 
 quick: $(STAMP)  ## what a contributor runs first: no compiler, no interpreter, no other process, under a minute
 	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu" \
-		--ignore-glob '*/triton/test_*interprete*.py' --ignore-glob '*/triton/test_lists.py' $(ARGS)
+		$(NOT_INTERPRETED) $(ARGS)
 
 test-gpu: $(STAMP)  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)

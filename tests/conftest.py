@@ -53,8 +53,13 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(autouse=True)
 def same_values_each_time() -> None:
-    """A test that draws without a seed of its own still draws the same in every run."""
-    torch.manual_seed(0)
+    """A test that draws without a seed of its own still draws the same in every run.
+
+    Without a GPU `torch.manual_seed` would keep the seed and a formatted stack for each kind of device that may come.
+    """
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
     np.random.seed(0)
 
 

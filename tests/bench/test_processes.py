@@ -133,7 +133,9 @@ sleeper = Sleeper()
 @pytest.mark.slow
 def test_a_backend_that_hangs_is_a_row_and_the_others_are_measured(tmp_path: Path) -> None:
     environment = install_backends(tmp_path, SLEEPER, "sleeper")
-    words = "--shape 2,8,8,8 --device cpu --isolate --stall 6 --backend sleeper,cpu --peers none --floor 1,1"
+    words = (
+        "--shape 2,8,8,8 --device cpu --isolate --stall 6 --backend sleeper,cpu --peers none --floor 1,1 --budget-ms 4"
+    )
     done = run_python("-m", "multigemm", "bench", *words.split(), "--out", tmp_path / "out", environment=environment)
     rows = {row.entry: row for row in reports.read(tmp_path / "out" / "report.json").rows}
     assert rows["sleeper"].status == "failed"

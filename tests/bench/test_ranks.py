@@ -12,7 +12,7 @@ import torch
 from multigemm.__main__ import main
 from multigemm.bench import ranks
 from multigemm.bench.workloads import LAYERS
-from tests.support.python_process import NO_GPU, TORCHRUN, run_python
+from tests.support.python_process import run_ranks
 
 
 def kernel(name: str, start: float, us: float) -> dict[str, Any]:
@@ -100,10 +100,8 @@ def test_a_run_of_one_process(
 def test_a_run_over_processes(tmp_path: Path) -> None:
     """Every way gives the result of one process, or the run would end with an error."""
     words = ["--layers", "deepseek-v3,gpt-oss-20b", "--chunks", "2", "--scaling", "strong", "--routing", "skewed"]
-    done = run_python(
-        *TORCHRUN, "-m", "multigemm", *WORDS, *words, "--json", "all.json", cwd=tmp_path, environment=NO_GPU
-    )
-    runs = kept_runs(tmp_path / "all.json", 2, done.stdout)
+    told = run_ranks("-m", "multigemm", *WORDS, *words, "--json", "all.json", cwd=tmp_path)
+    runs = kept_runs(tmp_path / "all.json", 2, told)
     assert len(runs) == 2 * 3, "layers, and ways"
 
 

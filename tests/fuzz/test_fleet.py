@@ -15,7 +15,7 @@ from multigemm.errors import InvalidSetting
 from multigemm.fuzz import campaign
 from multigemm.fuzz.campaign import SEEDS_PER_RANK, merge, of_rank
 from multigemm.fuzz.plan import Options, Summary, Tally
-from tests.support.python_process import TORCHRUN, run_python
+from tests.support.python_process import run_ranks
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_shares_that_are_none(text: str) -> None:
 @pytest.mark.slow
 def test_a_campaign_under_torchrun_ends_in_one_summary(tmp_path: Path) -> None:
     words = "fuzz --backends cpu --device cpu --examples 21 --json all.json"
-    said = run_python(*TORCHRUN, "-m", "multigemm", *words.split(), cwd=tmp_path).stdout
+    said = run_ranks("-m", "multigemm", *words.split(), cwd=tmp_path)
     found: dict[str, Any] = json.loads((tmp_path / "all.json").read_text())
     assert found["problems"] == found["checks"]["cpu"] == 21
     assert [note.split(" from ")[0] for note in found["notes"]] == ["rank 0 ran 11 problems", "rank 1 ran 10 problems"]
@@ -99,7 +99,7 @@ def test_a_campaign_under_torchrun_ends_in_one_summary(tmp_path: Path) -> None:
 def test_a_benchmark_under_torchrun_ends_in_one_report(tmp_path: Path) -> None:
     words = "bench --suite small --only small_cube_64,small_cube_128,small_g16 --backend cpu --peers none --device cpu"
     method = "--floor 1,0.01 --budget-ms 20 --json-only --out all"
-    run_python(*TORCHRUN, "-m", "multigemm", *words.split(), *method.split(), cwd=tmp_path)
+    run_ranks("-m", "multigemm", *words.split(), *method.split(), cwd=tmp_path)
     report: dict[str, Any] = json.loads((tmp_path / "all" / "report.json").read_text())
     cases = [row["case"] for row in report["rows"] if row["entry"] == "cpu"]
     assert cases == ["small_cube_64/list/bf16", "small_cube_128/list/bf16", "small_g16/uniform/bf16"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -357,11 +358,7 @@ def test_where_fused_products_are_the_faster_ones(monkeypatch: pytest.MonkeyPatc
 @pytest.fixture(scope="module")
 def model() -> Any:
     """The example as a module."""
-    spec = importlib.util.spec_from_file_location("moe_language_model", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return SimpleNamespace(**runpy.run_path(str(EXAMPLE)))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from tests.support.python_process import run_python
 
 
 def run(code: str) -> str:
-    return run_python("-c", code).stdout.strip()
+    return run_python("-c", code, anew=True).stdout.strip()
 
 
 def test_import_loads_neither_torch_nor_a_gpu_library() -> None:

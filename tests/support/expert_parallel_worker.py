@@ -2,8 +2,8 @@
 
     python -m tests.support.expert_parallel_worker
 
-reads scenarios from its input, a JSON object on each line, and forks their ranks, so that torch is imported once. Every
-rank also computes the whole layer on all tokens by itself, and compares.
+reads scenarios from its input, a JSON object on each line, and forks their ranks, so that torch and its compiler are
+imported once. Every rank also computes the whole layer on all tokens by itself, and compares.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict

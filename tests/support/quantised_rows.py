@@ -1,4 +1,4 @@
-"""Rows of a quantised product have the same bits alone, in another form, and in another order."""
+"""What every backend keeps to with quantised operands: bits of rows alone, and scales that are no numbers."""
 
 from __future__ import annotations
 
@@ -24,3 +24,14 @@ def rows_alone_have_the_same_bits(backend: str, grain: Any) -> None:
             a.data[row : row + 1], b.data[group], scale_a=a.scale[row : row + 1], scale_b=b.scale[group], **options
         )
         assert torch.equal(alone[0], whole[row])
+
+
+def a_nan_in_a_scale_stays_in_its_block(backend: str) -> None:
+    """A row of A under one such scale, a column of one group's B under another."""
+    a, b = torch.zeros(4, 256).to(torch.float8_e4m3fn), torch.ones(2, 256, 3).to(torch.float8_e4m3fn)
+    scale, of_b = torch.ones(4, 2), torch.ones(2, 1, 3)
+    scale[1, 1] = of_b[1, 0, 2] = torch.nan
+    y = mg.grouped_gemm(a, b, sizes=[2, 2], scale_a=scale, backend=backend)
+    assert y.isnan().any(1).tolist() == [False, True, False, False]
+    y = mg.grouped_gemm(a, b, sizes=[2, 2], scale_b=of_b, backend=backend)
+    assert y.isnan().tolist() == [[False] * 3] * 2 + [[False, False, True]] * 2

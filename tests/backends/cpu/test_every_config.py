@@ -33,7 +33,7 @@ SORTS: dict[str, dict[str, Any]] = {
     "quantised": {"quantised": 1},
 }
 LIMITS = Limits(work=1 << 15, groups=130)
-COUNT, COUNT_FUSED = 60, 200
+COUNT, COUNT_FUSED = 40, 140
 
 
 def test_it_is_a_backend_that_refuses_other_devices() -> None:

@@ -71,32 +71,6 @@ def test_the_best_config_of_other_classes(problem: ProblemSpec, best: Config) ->
         assert choice.heuristic(replace(problem, **ODD)) not in (configs.SINGLE, configs.SMALL_64)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8], ids=str)
-@pytest.mark.parametrize(
-    ("change", "tile"),
-    [
-        ({"form": "batched", "groups": 2, "m": 4096, "n": 4096, "k": 4096, "total": 8192}, 128),
-        ({"form": "batched", "groups": 4, "m": 512, "n": 512, "k": 256, "total": 2048}, 64),
-        ({"form": "batched", "groups": 1, "m": 512, "n": 512, "k": 256, "total": 512}, 32),
-        ({"groups": 8, "n": 1024, "total": 64}, 32),
-        ({"groups": 8, "n": 1024, "total": 8192}, 128),
-        ({"form": "jagged_n", "groups": 8, "m": 1024, "n": None, "total": 8192}, 128),
-        ({"form": "jagged_k", "groups": 1, "m": 256, "n": 256, "total": 8192}, 32),
-        ({**LIST, "groups": 2, "total": 1024, "largest": 512}, 64),
-    ],
-    ids=str,
-)
-def test_tiles_of_other_dtypes_are_as_large_as_leaves_no_processor_idle(
-    change: dict[str, Any], tile: int, dtype: torch.dtype
-) -> None:
-    other = OperandSpec(dtype)
-    problem = spec(**change, a=other, b=other, out=other, compute=dtype)
-    generic = next(c for c in choice.ranked(problem, (9, 0)) if c.kernel == "generic")
-    assert generic.tile == tile
-    assert {c.tile for c in choice.candidates(problem, GPU)} == {32, 64, 128}
-    assert not is_valid(configs.GENERIC_32, SPEC), "16 bits have a kernel of their own for low tiles"
-
-
 def test_each_kind_has_a_tile_that_fits_everywhere() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8):
         for precision in ("ieee", "tf32"):
@@ -202,16 +176,8 @@ def test_the_copy_engine_stores_plain_results(changes: dict[str, Any], sent: boo
     ("groups", "k", "rows", "columns", "best"),
     [
         (32, 512, 2880, 5760, configs.TURNS),  # gpt-oss-20b: 15 tiles of 192 rows, where 12 of 256 leave 192 empty
-        (8, 640, 1536, 2048, configs.TURNS),  # few rounds
-        (128, 1024, 1536, 2048, configs.TURNS),
-        (128, 256, 1536, 2048, configs.WIDE),  # little k
-        (32, 1024, 2048, 7168, configs.WIDE),  # 11 tiles of 192 rows instead of 8
         (configs.TURNS_GROUPS, 512, 2880, 5760, configs.TURNS),
         (configs.TURNS_GROUPS + 1, 512, 2880, 5760, configs.WIDE),  # more than the schedule holds
-        (32, 128, 2880, 5760, configs.ALONE),
-        (8, 2048, 4096, 14336, configs.WIDE),
-        (1, 4096, 2880, 2880, configs.TURNS),  # three rounds of either
-        (64, 512, 384, 2048, configs.TURNS),  # two tiles of either
         (64, 512, 192, 2048, configs.WIDE),  # one tile of either, not measured
     ],
 )
@@ -241,6 +207,7 @@ def test_every_candidate_fits_into_shared_memory() -> None:
     assert not is_valid(Config("hopper", rows=256, stages=5, cluster=2), SPEC)
     assert not is_valid(Config("hopper", rows=200, stages=3, cluster=2), SPEC)
     assert not is_valid(Config(blocks_per_sm=4), SPEC)
+    assert not is_valid(configs.GENERIC_32, SPEC), "16 bits have a kernel of their own for low tiles"
 
 
 def test_shifted_weights_need_two_stages_beside_those_of_the_rows() -> None:

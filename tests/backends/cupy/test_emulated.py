@@ -66,6 +66,14 @@ def _scale(rng: np.random.Generator, shape: tuple[int, ...]) -> Tensor:
     return powers.mT.contiguous().mT if powers.dim() > 1 and rng.integers(2) else powers
 
 
+def _cut(rng: np.random.Generator, form: str, groups: int, m: int, sizes: list[int]) -> tuple[Any, dict[str, Any]]:
+    """Extents of the rows of a form, and what cuts them: `sizes` for a jagged m, else up to `m` rows of each group."""
+    options: dict[str, Any] = {"sizes": sizes} if form == "jagged_m" else {}
+    if form == "masked":
+        options["valid_rows"] = rng.integers(0, m + 1, groups).tolist()
+    return (sum(sizes),) if form == "jagged_m" else (groups, m), options
+
+
 def float8_problem(seed: int) -> GroupedGemmProblem:
     """Whole numbers and powers of two, judged to the last bit, as 1x128 of rows x 128x128 or 1x128 of weights."""
     rng = np.random.default_rng(seed)
@@ -73,10 +81,7 @@ def float8_problem(seed: int) -> GroupedGemmProblem:
     k = 16 * int(rng.integers(9, 34))
     n, m, blocks = 8 * int(rng.integers(1, 50)), int(rng.integers(1, 300)), -(-k // 128)
     sizes = rng.choice([0, 1, 7, 8, 127, 129, 200, 257], groups).tolist()
-    rows = (sum(sizes),) if form == "jagged_m" else (groups, m)
-    options: dict[str, Any] = {"sizes": sizes} if form == "jagged_m" else {}
-    if form == "masked":
-        options["valid_rows"] = rng.integers(0, m + 1, groups).tolist()
+    rows, options = _cut(rng, form, groups, m, sizes)
     return GroupedGemmProblem(
         _numbers(rng, (*rows, k)), _numbers(rng, (groups, n, k)).mT, scale_a=_scale(rng, (*rows, blocks)),
         scale_b=_scale(rng, (groups, blocks, n if rng.integers(3) == 0 else -(-n // 128))), **options,
@@ -122,10 +127,7 @@ def weights_problem(
     form, groups = str(rng.choice(["jagged_m", "masked", "batched"])), int(rng.integers(1, 5))
     k, n, m = 32 * int(rng.integers(1, 12)), int(rng.integers(1, 40)) * 8, int(rng.integers(1, 140))
     sizes = rng.choice([0, 1, 7, 8, 60, 129], groups).tolist()
-    rows = (sum(sizes),) if form == "jagged_m" else (groups, m)
-    options: dict[str, Any] = {"sizes": sizes} if form == "jagged_m" else {}
-    if form == "masked":
-        options["valid_rows"] = rng.integers(0, m + 1, groups).tolist()
+    rows, options = _cut(rng, form, groups, m, sizes)
     if form == "jagged_m" and rng.integers(3) == 0:
         options["bias"] = torch.ones(groups, n, dtype=dtype)
     grid = (groups, -(-k // block), n) if block else (groups, 1, n)
@@ -457,17 +459,12 @@ def test_nothing_behind_the_last_scales_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("config", configs.FP8, ids=lambda c: f"{c.rows}x{c.cluster}x{c.columns}")
 def test_float8_by_wgmma(config: Config) -> None:
     """Tiles of every height, halved ones, empty groups, tails of k; threads and copies come in a random order."""
-    subject, forms = Subject(emulation.EmulatedBackend(config)), set[str]()
+    forms = set[str]()
     for seed in range(PROBLEMS):
         problem = float8_problem(seed)
-        if not configs.is_valid(config, problem.spec):  # columns with scales of their own have no broad tiles
-            continue
-        out = allocate(problem)
-        choice = Choice("emulated", subject.recipe(problem.spec, CPU), problem.spec, "")
-        bind(choice, problem, out).launch()
-        verdict = judge(answer(problem), caller_result(problem, out), suspicion=False)
-        assert verdict, (seed, problem, verdict.text)
-        forms.add(problem.spec.form)
+        if configs.is_valid(config, problem.spec):  # columns with scales of their own have no broad tiles
+            _is_right(problem, config)
+            forms.add(problem.spec.form)
     assert len(forms) >= 2
 
 
@@ -532,10 +529,7 @@ def biased_problem(seed: int, dtype: torch.dtype) -> GroupedGemmProblem:
     def numbers(*shape: int) -> Tensor:
         return torch.from_numpy(rng.integers(-7, 8, shape).astype(np.float32))
 
-    rows = (sum(sizes),) if form == "jagged_m" else (groups, m)
-    options: dict[str, Any] = {"sizes": sizes} if form == "jagged_m" else {}
-    if form == "masked":
-        options["valid_rows"] = rng.integers(0, m + 1, groups).tolist()
+    rows, options = _cut(rng, form, groups, m, sizes)
     if form != "batched" and rng.integers(2):
         options["row_scale"] = torch.exp2(numbers(*rows).clamp(-3, 0))
     bias = numbers(groups, 2 * n).to((dtype, torch.float32)[int(rng.integers(2))])
@@ -627,7 +621,7 @@ def test_plain_products_of_aligned_lines(dtype: torch.dtype, a_k: bool, b_k: boo
 def test_tiles_that_are_found_ahead(dtype: torch.dtype) -> None:
     """Several large tiles of a thread block, whose first k are loaded before or after the last results are stored:
     lines at any element, a c or a bias, few rows, none to many blocks of k."""
-    for seed in range(24):
+    for seed in range(16):
         rng = np.random.default_rng(seed)
         whole = seed % 2 * 16 // dtype.itemsize or 1
         groups, n, k = int(rng.integers(1, 5)), int(rng.integers(1, 300)), int(rng.choice([0, 8, 96, 160, 300, 333]))

@@ -1,4 +1,4 @@
-"""The modules of numba's Hopper kernel as plain Python."""
+"""A Hopper GPU for choices, and the modules of numba's Hopper kernel as plain Python."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
+from multigemm.backends.numba import choice, support
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (choice, support):
+        monkeypatch.setattr(module, "capability_of", lambda device: (9, 0))
 
 
 @pytest.fixture

@@ -42,11 +42,6 @@ def spec(**changes: object) -> ProblemSpec:
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "capability_of", lambda _device: (9, 0))
-
-
 def kernels(problem: ProblemSpec) -> list[str]:
     return [config.kernel for config in choice.candidates(problem, GPU)]
 
@@ -150,17 +145,6 @@ def test_other_dtypes_take_the_tile_with_which_the_busiest_multiprocessor_has_le
         assert {config.kernel for config in found[2:]} == {"generic"}
 
 
-@pytest.mark.usefixtures("hopper")
-def test_a_short_k_does_not_fill_tall_tiles() -> None:
-    """Two float64 problems with as many products of either tile on each multiprocessor."""
-    same: dict[str, Any] = {"groups": 8, "total": 8192, "n": 2048}
-    assert choice.candidates(product_of(torch.float64, k=2048, **same), GPU)[0] == MMA_TALL
-    assert choice.candidates(product_of(torch.float64, k=128, **same), GPU)[0] == MMA_SMALL
-    ragged = product_of(torch.float64, form="jagged_k", m=1024, n=2048, k=None, groups=8, total=8 * 128)
-    assert choice.candidates(ragged, GPU)[0] == MMA_SMALL
-    assert choice.candidates(replace(ragged, total=8 * 2048), GPU)[0] == MMA_TALL
-
-
 def test_float32_that_begins_anywhere_stays_on_plain_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "capability_of", lambda _device: (9, 0))
     single = OperandSpec(torch.float32)
@@ -181,14 +165,6 @@ def test_older_gpus_get_what_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "capability_of", lambda _device: (7, 5))
     assert set(kernels(spec(compute=torch.float16))) == {"generic"}
     assert "bfloat16 needs" in support.not_supported_reasons(spec(), GPU)[0]
-
-
-@pytest.mark.usefixtures("hopper")
-def test_few_rows_get_short_tiles() -> None:
-    tall, short = choice.candidates(spec(), GPU)[0], choice.candidates(spec(total=64, k=4096), GPU)[0]
-    assert isinstance(tall, HopperConfig)
-    assert isinstance(short, HopperConfig)
-    assert short.n_max < tall.n_max
 
 
 @pytest.mark.usefixtures("hopper")
@@ -233,27 +209,6 @@ def test_plain_results_in_lines_of_16_bytes_leave_by_the_copy_engine(changes: di
     assert signature_of(spec(**changes)).sent == sent
     assert effective(HopperConfig(), signature_of(spec(**changes))).sent == sent
     assert not effective(MmaConfig(), signature_of(spec(**changes))).sent
-
-
-@pytest.mark.usefixtures("hopper")
-def test_small_problems_are_cut_finer_and_narrow_ones_need_no_cluster() -> None:
-    few = choice.candidates(spec(form="batched", groups=4, m=512, n=512, total=2048, largest=512), GPU)[0]
-    many = choice.candidates(spec(form="batched", groups=64, m=512, n=512, total=32768, largest=512), GPU)[0]
-    assert isinstance(few, HopperConfig)
-    assert isinstance(many, HopperConfig)
-    assert few.n_max < many.n_max
-    narrow = choice.candidates(spec(n=128), GPU)
-    assert all(config.cluster == 1 for config in narrow if isinstance(config, HopperConfig))
-
-
-@pytest.mark.usefixtures("hopper")
-def test_problems_that_are_over_at_once_do_without_tma() -> None:
-    cubes = spec(form="per_group", groups=4, n=None, k=None, total=512, largest=128)
-    assert kernels(cubes)[0] == "mma"
-    assert kernels(replace(cubes, total=4096, largest=1024))[0] == "hopper"
-    batched = spec(form="batched", groups=4, m=128, n=128, k=128, total=512, largest=128)
-    assert kernels(batched)[0] == "mma"
-    assert kernels(replace(batched, k=8192))[0] == "hopper"
 
 
 def test_facts_that_a_kernel_ignores_do_not_compile_it_twice() -> None:

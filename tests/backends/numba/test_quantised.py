@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("numba_cuda", reason="pip install 'multigemm[numba]'")
 
@@ -27,12 +26,11 @@ from multigemm.backends.numba.config import (
     QuantisedConfig,
     QuantisedSignature,
 )
-from multigemm.backends.numba.support import compiler_obstacle
 from multigemm.problem.problem import GroupedGemmProblem
-from multigemm.settings import settings
 from tests.backends.numba.test_simulator import run
 from tests.support import numba_world
 from tests.support.cuda_driver import FakeDriver
+from tests.support.numba_world import blocks, compiles, float8
 from tests.support.small_problems import staged
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -46,23 +44,7 @@ UINT4 = QuantisedSignature("bf16", "uint4", None, "bf16", "u8", "f16", "f32", "b
 MXFP4 = QuantisedSignature("f16", "e2m1", None, "e8m0", None, "f32", None, None, "silu", False, "col", "col")
 
 
-def float8(*shape: int, dtype: torch.dtype = E4M3) -> Tensor:
-    return torch.ones(shape).to(dtype)
-
-
-def blocks(**changes: Any) -> GroupedGemmProblem:
-    """1x128 of tokens, 128x128 of weights that lie as [G, N, K]."""
-    options: dict[str, Any] = {"sizes": [100, 0, 200], "scale_a": torch.ones(300, 4), "scale_b": torch.ones(3, 4, 5)}
-    return GroupedGemmProblem(float8(300, 400), float8(3, 520, 400).mT, **{**options, **changes})
-
-
 # --- which config -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (choice, support):
-        monkeypatch.setattr(module, "capability_of", lambda device: (9, 0))
 
 
 def test_few_rows_take_the_low_tile(hopper: None) -> None:
@@ -155,10 +137,6 @@ def test_a_launch_follows_its_operands_and_scales(monkeypatch: pytest.MonkeyPatc
 
 
 # --- machine code -----------------------------------------------------------------------------------
-
-compiles = pytest.mark.skipif(
-    settings().emulate or bool(compiler_obstacle()), reason=compiler_obstacle() or "Numba runs as a simulator here"
-)
 
 
 @compiles

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, cast
@@ -41,7 +42,7 @@ Compile = Callable[..., Any]
 def in_compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
     """A process whose Triton compiles, with a cache of its own; it starts when something was not compiled before."""
     folder = tmp_path_factory.mktemp("compiled")
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=keep_what_is_built) as pool:
 
         def ask(work: Callable[..., Any], *given: Any) -> Any:
             with pytest.MonkeyPatch.context() as environment:
@@ -59,6 +60,16 @@ def in_compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
 
 
 # --- what runs in the process that compiles ---------------------------------------------------------------------------
+
+
+FUSION = "TRITON_DEFAULT_FP_FUSION"
+
+
+def keep_what_is_built() -> None:
+    """Of a kernel that one test was told the registers of, another one reads the PTX."""
+    first = build.build
+    kept = cache(lambda source, capability, fusion: first(source, capability))
+    vars(build)["build"] = lambda source, capability: kept(source, capability, os.environ.get(FUSION))
 
 
 def quick_reports(capability: int) -> list[Any]:
@@ -159,7 +170,7 @@ def products_that_are_summed(spec: ProblemSpec, name: str) -> dict[str, list[tup
     Triton itself."""
     found = {}
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+        environment.setenv(FUSION, "0")
         for label, source in triton_kernels.sources(spec, 90, 1):
             if label.startswith(("pointer", "hopper")):
                 ptx = ptx_of(source, 90)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -119,75 +117,15 @@ def test_the_first_config_of_the_hopper_kernel(why: str) -> None:
     assert {field: getattr(best, field) for field in expected} == expected
 
 
-def test_weight_gradients_take_the_faster_tile_of_a_report() -> None:
-    path = Path(__file__).parents[3] / "benchmarks" / "results" / "h200" / "weight-gradients.json"
-    rows = [row for row in json.loads(path.read_text())["rows"] if len(row["triton"]) > 1]
-    for row in rows:
-        problem = {name: row[name] for name in ("groups", "m", "n", "total")}
-        best = hopper_candidates(spec_of("jagged_k bf16", **problem))[0]
-        few = row["groups"] * row["m"] * row["n"] <= 4 * 132 * 128 * 256  # so that an estimate chooses
-        regret = row["triton"][f"{best.block_m}x{best.block_n}"] / min(row["triton"].values())
-        assert regret <= (1.04 if few else 1.01), problem
-    assert len(rows) == 29
-
-
-POINTER_FIRST: dict[str, tuple[str, dict[str, Any], tuple[int, int], int]] = {
-    "128 tiles for 132 multiprocessors, rather than 8":
-        (BF16, {"groups": 4, "n": 128, "k": 256, "total": 1024}, (32, 32), 1),
-    "256 tiles rather than 128": (BF16, {"groups": 64, "n": 128, "k": 256, "total": 2**14}, (64, 64), 1),
-    "large tiles": (BF16, {"groups": 128, "n": 128, "k": 256, "total": 2**15}, (128, 128), 1),
-    "few tiles of a long k are shared out": (BF16, {"groups": 2, "n": 64, "k": 4096, "total": 64}, (32, 32), 4),
-    "many tiles of tf32": (TF32, {"groups": 8, "total": 2**16, "n": 4096, "k": 2048, "b_order": "col"}, (128, 128), 1),
-    **{f"single elements of tf32, {form}": (TF32, {"form": form, "groups": 8, "total": 1704, "n": 192, "k": 2240,
-                                                    form[-1]: None, **more}, (128, 128), 1)
-       for form, more in (("jagged_n", {"m": 192}), ("jagged_k", {"m": 192}),
-                          ("jagged_m", {"a": OperandSpec(torch.float32, align=4)}))},
-    "float64 shares a long k":
-        ("jagged_m torch.float64", {"groups": 3, "total": 4, "n": 512, "k": 5120}, (16, 64), 4),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("why", POINTER_FIRST)
-def test_the_first_config_of_the_generic_kernel(why: str) -> None:
-    name, changes, blocks, splits = POINTER_FIRST[why]
-    best = pointer_candidates(spec_of(name, **changes))[0]
-    assert ((best.block_m, best.block_n), best.splits) == (blocks, splits)
-
-
 SHAPE = ("groups", "total", "n", "k")
-FIRST: list[tuple[str, tuple[int, int, int, int], Order, tuple[int, int], int]] = [
-    (TF32, (8, 1704, 192, 2240), "row", (32, 32), 1),  # 31 us; 127 by 128x128
-    (TF32, (16, 1168, 256, 1408), "row", (32, 64), 1),  # 28 us; 87
-    (TF32, (8, 1704, 192, 2240), "col", (64, 64), 1),  # 31 us; 47
-    (TF32, (16, 1168, 256, 1408), "col", (64, 64), 1),  # 26 us; 36
-    *(("jagged_m torch.float64", shape, order, tile, 1)
-      for order in ("row", "col")
-      for shape, tile in (
-          ((32, 320, 1088, 3456), (16, 64)),  # nt: 353 us; 606 by 64x64 of 8 warps
-          ((48, 3408, 768, 1024), (32, 128)),  # 169 us; 320
-          ((256, 110848, 272, 200), (64, 64)),  # 389 us; 576
-          ((8, 2944, 5056, 128), (64, 64)),
-          ((1, 4, 1536, 896), (32, 32)))),
-    ("jagged_m torch.float32", (1, 3, 192, 1920), "col", (16, 32), 8),  # 16 us; 196 by 64x64
-    ("jagged_m torch.float32", (12, 12, 64, 1024), "col", (16, 32), 4),  # 16 us; 108
-    ("jagged_m torch.float32", (8, 144, 5312, 6144), "col", (64, 64), 1),
-    ("jagged_m torch.float32", (8, 224, 2624, 6976), "col", (64, 64), 1),
-    ("jagged_m torch.float32", (32, 864, 960, 576), "col", (64, 64), 1),
-    ("jagged_m torch.float32", (64, 384, 384, 3136), "col", (64, 64), 1),  # 415 us, turned first; 772
-    ("jagged_m torch.float32", (12, 500, 192, 4224), "col", (64, 64), 4),
-    ("jagged_m torch.float32", (8, 8192, 1024, 1024), "col", (64, 64), 1),
-    ("jagged_m torch.float32", (1, 3, 192, 1920), "row", (64, 64), 1),
-    ("jagged_m torch.float32", (64, 384, 384, 3136), "row", (64, 64), 1),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "shape", "order", "tile", "splits"), FIRST)
-def test_tiles_of_32_and_64_bits(
-    name: str, shape: tuple[int, int, int, int], order: Order, tile: tuple[int, int], splits: int
-) -> None:
-    found = candidates_of(spec_of(name, **dict(zip(SHAPE, shape, strict=True)), b_order=order), (9, 0))
-    assert ((found[0].block_m, found[0].block_n), found[0].splits) == (tile, splits)
-    assert "float64" not in name or all(config.warps <= 4 for config in found)
+# test_choices_in_reports.py holds the tiles of other products of 32 and 64 bits to their times.
+@pytest.mark.parametrize("shape", [(8, 1704, 192, 2240), (16, 1168, 256, 1408)])
+def test_few_rows_of_tf32_along_k_take_small_tiles(shape: tuple[int, int, int, int]) -> None:
+    """31 and 26 us; 47 and 36 by 128 x 128."""
+    best = candidates_of(spec_of(TF32, **dict(zip(SHAPE, shape, strict=True)), b_order="col"), (9, 0))[0]
+    assert (best.block_m, best.block_n, best.splits) == (64, 64, 1)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from multigemm.integrations.layer_ops import add_returned, copy_rows, rows_of_pa
 from multigemm.problem.spec import GATES, GLU_LAYOUTS
 from tests.model_mutants.faults import FUSED_HUNTING
 from tests.support.fused_cases import findings
+from tests.support.triton_interpreted import module_with, solved
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -62,7 +63,7 @@ def test_random_problems_by_other_tiles(number: int) -> None:
 
 @pytest.mark.slow
 def test_many_random_problems() -> None:
-    assert list(findings(BACKEND, 30, first=10_000, limits=INTERPRETED)) == []
+    assert list(findings(BACKEND, 16, first=10_000, limits=INTERPRETED)) == []
 
 
 def tokens(count: int, experts: int = 4, top_k: int = 2) -> dict[str, Any]:
@@ -75,14 +76,6 @@ def tokens(count: int, experts: int = 4, top_k: int = 2) -> dict[str, Any]:
         "sizes": torch.bincount(index.flatten(), minlength=experts),
         "weights": torch.rand(count, top_k),
     }
-
-
-def solved(*operands: Any, config: Any = None, **options: Any) -> Any:
-    problem = mg.GroupedGemmProblem(*operands, **options)
-    out = mg.solve(problem, "triton", config)
-    verdict = mg.verify(problem, out)
-    assert verdict, verdict.text
-    return out
 
 
 def test_a_layer_in_two_calls() -> None:
@@ -194,26 +187,26 @@ def test_gates_behind_a_product_and_back(kind: str, layout: str, monkeypatch: py
     for dtype, limit in kinds[: 1 + unlimited]:
         alpha = 1.702 if kind == "swiglu" else 1.0
         net = Network(kind, layout, alpha, 0.3, limit)
-        preact, dh, weights = (torch.randn(shape, dtype=dtype) for shape in ((10, 40), (10, 20), (5, 2)))
-        preact[0, :3], ends = limit or 0.0, torch.tensor([2, 2, 7], dtype=torch.int32)
+        preact, dh, weights = (torch.randn(shape, dtype=dtype) for shape in ((6, 40), (6, 20), (3, 2)))
+        preact[0, :3], ends = limit or 0.0, torch.tensor([1, 1, 4], dtype=torch.int32)
         want = gate_by_torch(preact, net.activation, net.gate)
         for rows in (preact, torch.cat([preact, preact], 1)[:, :40]):
             torch.testing.assert_close(kernels.gated_rows(net.gate, rows), want, rtol=1e-5, atol=1e-6)
-        order = torch.randperm(10).int()
-        preact[7:], dh[7:], weights.view(-1)[order[7:].long()] = torch.nan, torch.nan, torch.nan
-        added = torch.randn(5, 33, dtype=dtype), torch.randn(3, 33, dtype=dtype)
-        there, places = slice(0, 7), torch.randperm(12)[:10]
+        order = torch.randperm(6).int()
+        preact[4:], dh[4:], weights.view(-1)[order[4:].long()] = torch.nan, torch.nan, torch.nan
+        added = torch.randn(3, 33, dtype=dtype), torch.randn(3, 33, dtype=dtype)
+        there, places = slice(0, 4), torch.randperm(8)[:6]
         for more in (None, added):
             given = net.gate, preact, dh, order, weights, ends, more
             got = kernels.pair_backward(*given)
             for one, other in zip(got, gate_backward(net, *given[1:]), strict=True):
-                part = there if len(one) == 10 else slice(None)  # what no expert has is anything
+                part = there if len(one) == 6 else slice(None)  # what no expert has is anything
                 torch.testing.assert_close(one[part], other[part], rtol=1e-5, atol=1e-5)
-            wanted = preact.new_full((12, 40), 5.0), preact.new_full((12, 20), 5.0)
+            wanted = preact.new_full((8, 40), 5.0), preact.new_full((8, 20), 5.0)
             for whole, rows in zip(wanted, got, strict=False):
                 whole[places[there]] = rows[there]
-            away = torch.where(torch.arange(10) < 7, places, 1 << 40)  # nothing is written for pairs of no expert
-            into = preact.new_full((12, 40), 5.0), preact.new_full((12, 20), 5.0), away
+            away = torch.where(torch.arange(6) < 4, places, 1 << 40)  # nothing is written for pairs of no expert
+            into = preact.new_full((8, 40), 5.0), preact.new_full((8, 20), 5.0), away
             moved = kernels.pair_backward(*given, into)
             for one, other in zip(moved, (*wanted, got[2]), strict=True):
                 torch.testing.assert_close(one, other, rtol=0, atol=0)
@@ -431,25 +424,10 @@ FIRST_SEEDS = {
 """Problems before show nothing of these faults: from which seed to look on."""
 
 
-def mutant(tmp_path: Path, fault: str) -> Any:
-    """The kernels with a fault, from a file of their own, since the interpreter reads sources."""
-    text, instead = FAULTS[fault]
-    source = KERNEL.read_text()
-    assert text in source, "the kernel no longer says so"
-    path = tmp_path / "faulty.py"
-    path.write_text(source.replace(text, instead))
-    os.environ["TRITON_INTERPRET"] = "1"  # as the backend does when it emulates for the first time
-    spec = importlib.util.spec_from_file_location("faulty", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = mutant(tmp_path, fault)
+    module = module_with(KERNEL, *FAULTS[fault], tmp_path)
     from multigemm.backends.triton.kernels import fused as device_code
 
     for name in ("fused_kernel", "sum_rows_kernel"):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -32,8 +33,8 @@ __all__ = ["world"]
 BF16 = torch.bfloat16
 TWO_WIDTHS = Config("hopper", block_m=256, block_n=128, stages=4, warps=4, wide_tails=True)
 GENERIC, RING = Config(block_m=32, block_n=32, block_k=64, warps=4), Config("hopper", block_n=128, stages=4, warps=4)
-MEMORY = torch.zeros(1 << 27, dtype=torch.uint8)
-"""Where all operands lie."""
+MEMORY = torch.from_numpy(np.zeros(1 << 27, np.uint8))
+"""Where all operands lie; pages that no test writes are none."""
 DISTANCE = 1 << 25
 """Bytes from one set of operands to the next."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +25,9 @@ from multigemm.testing import Case, Scale, Subject, check, random_case
 from multigemm.testing.placed_case import DeviceCase
 from multigemm.testing.strategies import EMULATED
 from tests.model_mutants.faults import examine
-from tests.support.quantised_rows import GRAINS, rows_alone_have_the_same_bits
+from tests.support.quantised_rows import GRAINS, a_nan_in_a_scale_stays_in_its_block, rows_alone_have_the_same_bits
 from tests.support.subjects import Adapted
+from tests.support.triton_interpreted import module_with, solved
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -92,20 +92,6 @@ FAULTS = {
 """One thing wrong in the kernel's source: what it says, and what it says then."""
 
 
-def mutant(tmp_path: Path, fault: str) -> Any:
-    """The kernel with a fault, from a file of its own, since the interpreter reads sources."""
-    text, instead = FAULTS[fault]
-    source = KERNEL.read_text()
-    assert text in source, "the kernel no longer says so"
-    path = tmp_path / "faulty.py"
-    path.write_text(source.replace(text, instead))
-    spec = importlib.util.spec_from_file_location("faulty", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.quantised_kernel
-
-
 CORNERS = (
     Case(form="jagged_k", dtype="float8_e4m3fn", dtype_b="float8_e5m2", m=3, n=4, lengths=(70, 0, 45), head=5, tail=2,
          scale_a=Scale("1x32"), scale_b=Scale("row", "float8_e8m0fnu"), seed=1),
@@ -147,28 +133,13 @@ def test_the_corners_are_right() -> None:
 def test_planted_faults_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from multigemm.backends.triton.kernels import quantised as device_code
 
-    monkeypatch.setattr(device_code, "quantised_kernel", mutant(tmp_path, fault))
+    module = module_with(KERNEL, *FAULTS[fault], tmp_path)
+    monkeypatch.setattr(device_code, "quantised_kernel", module.quantised_kernel)
     assert not corners_are_right()
 
 
-def solved(*operands: Any, config: Config | None = None, **options: Any) -> Any:
-    problem = mg.GroupedGemmProblem(*operands, **options)
-    out = mg.solve(problem, "triton", config)
-    verdict = mg.verify(problem, out)
-    assert verdict, verdict.text
-    return out
-
-
 def test_a_nan_in_a_scale_reaches_its_block_and_nothing_else() -> None:
-    a, b = torch.zeros(4, 256).to(E4M3), torch.ones(2, 256, 3).to(E4M3)
-    scale = torch.ones(4, 2)
-    scale[1, 1] = torch.nan
-    y = solved(a, b, sizes=[2, 2], scale_a=scale)
-    assert y.isnan().any(1).tolist() == [False, True, False, False]
-    of_b = torch.ones(2, 1, 3)
-    of_b[1, 0, 2] = torch.nan
-    y = solved(a, b, sizes=[2, 2], scale_b=of_b)
-    assert y.isnan().tolist() == [[False] * 3] * 2 + [[False, False, True]] * 2
+    a_nan_in_a_scale_stays_in_its_block("triton")
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -348,13 +319,16 @@ class Interpreted:
         self.scales = scales.view(pitch // 128, -1)
 
 
+COVERS = ("", "row", "1x128")
+
+
 @pytest.mark.parametrize("name", ["a", "b"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("sums", [False, True], ids=["offsets", "sizes"])
-@pytest.mark.parametrize("covers", ["", "row", "1x128"])
-def test_groups_of_a_copied_k_begin_with_blocks_of_their_own(covers: str, layout: str, name: str, sums: bool) -> None:
+@pytest.mark.parametrize("covers", COVERS)
+def test_groups_of_a_copied_k_begin_with_blocks_of_their_own(covers: str, layout: str, name: str) -> None:
     """Behind a group's end are zeros, and blocks of no group stay as they are. A block's scales come along, one for
-    each line; those of columns in slots."""
+    each line; those of columns in slots. Offsets and sizes take turns."""
+    sums = (COVERS.index(covers) + [*LAYOUTS].index(layout) + (name == "b")) % 2 == 1
     generator = torch.Generator().manual_seed(3)
     head, tail = (0, 0) if sums else (5, 150)
     tokens, lines = head + sum(GROUPS) + tail, 144
