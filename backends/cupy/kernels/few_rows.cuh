@@ -129,11 +129,13 @@ struct ColumnNumbers {
 
 // Whole numbers in the low 8 bits of a bfloat16 are its smallest ones, counted in 2^-133. One fused multiply-add takes their
 // offset away and makes them multiples of 1 / PER_UNIT, as large as a factor of bfloat16 can make them; sums are multiplied by
-// PER_UNIT when a tile ends. Powers of two: each step is exact.
-constexpr bool COUNTED = BFLOAT && !ZEROS && (W_CODE == CODE_I8 || W_CODE == CODE_INT4 || W_CODE == CODE_UINT4);
+// PER_UNIT when a tile ends. Powers of two: each step is exact. A zero point joins the offset where both together have 8 bits.
+constexpr bool COUNTED = BFLOAT && (W_CODE == CODE_I8 || W_CODE == CODE_INT4 || W_CODE == CODE_UINT4);
+constexpr bool ZERO_IN_OFFSET = COUNTED && ZEROS && (W_CODE == CODE_UINT4 || (W_CODE == CODE_INT4 && ZERO == CODE_I8));
 constexpr float PER_UNIT = COUNTED ? 64.0f : 1.0f;
 constexpr u32 FROM_LOW = 0x7F007F00u, FROM_FOURTH = 0x7D007D00u;       // 2^127, or 2^123 where they begin with bit 4
 constexpr u32 OFFSET = W_CODE == CODE_I8 ? 0xC000C000u : W_CODE == CODE_INT4 ? 0xBE00BE00u : 0x80008000u;      // -128, -8 or 0 units
+constexpr float NIBBLE_OFFSET = W_CODE == CODE_INT4 ? -8.0f : 0.0f;
 
 // What codes are joined with: an instruction has room for one constant, and the assembler would load the other one into a register
 // each time. So these are no constants, but have `nothing` added, which is zero and only known when the kernel runs.
@@ -145,23 +147,24 @@ struct CountMasks {
         others.keep(nothing);
     }
 };
-__device__ __forceinline__ u32 counted_low(u32 word, const CountMasks& masks) {
+__device__ __forceinline__ u32 counted_low(u32 word, u32 offset, const CountMasks& masks) {
     constexpr u32 sign = W_CODE == CODE_I8 ? 0x00800080u : W_CODE == CODE_INT4 ? 0x00080008u : 0;
-    return fma_pairs((word & masks.low) ^ sign, masks.from_low, OFFSET);
+    return fma_pairs((word & masks.low) ^ sign, masks.from_low, offset);
 }
-__device__ __forceinline__ u32 counted_fourth(u32 word, const CountMasks& masks) {
-    return fma_pairs((word & masks.fourth) ^ (W_CODE == CODE_INT4 ? 0x00800080u : 0), masks.from_fourth, OFFSET);
+__device__ __forceinline__ u32 counted_fourth(u32 word, u32 offset, const CountMasks& masks) {
+    return fma_pairs((word & masks.fourth) ^ (W_CODE == CODE_INT4 ? 0x00800080u : 0), masks.from_fourth, offset);
 }
 
-// Two pairs of a word: of four bits those of its lower bytes' halves, or with `upper` those of the upper ones.
-__device__ __forceinline__ void two_pairs(u32 word, bool upper, const CountMasks& masks, u32& first, u32& second) {
+// Two pairs of a word: of four bits those of its lower bytes' halves, or with `upper` those of the upper ones. `offset`: of numbers
+// that are counted.
+__device__ __forceinline__ void two_pairs(u32 word, bool upper, u32 offset, const CountMasks& masks, u32& first, u32& second) {
     if (W_CODE == CODE_E4M3 || W_CODE == CODE_E5M2) {
         first = pair_of_bytes(word), second = pair_of_bytes(word >> 16);
         return;
     }
     if (W_CODE == CODE_I8) {
-        first = COUNTED ? counted_low(word, masks) : pair_of_even_bytes(word, masks.others);
-        second = COUNTED ? counted_low(word >> 8, masks) : pair_of_even_bytes(word >> 8, masks.others);
+        first = COUNTED ? counted_low(word, offset, masks) : pair_of_even_bytes(word, masks.others);
+        second = COUNTED ? counted_low(word >> 8, offset, masks) : pair_of_even_bytes(word >> 8, masks.others);
         return;
     }
     if (W_CODE == CODE_E2M1 && BFLOAT) {        // sign and magnitude six bits apart: one product puts both into place
@@ -178,7 +181,7 @@ __device__ __forceinline__ void two_pairs(u32 word, bool upper, const CountMasks
     if (W_CODE == CODE_E2M1) {
         first = (word << 12 & 0x80008000u) | (word << 9 & 0x0E000E00u), second = (word << 8 & 0x80008000u) | (word << 5 & 0x0E000E00u);
     } else if (COUNTED) {
-        first = counted_low(word, masks), second = counted_fourth(word, masks);
+        first = counted_low(word, offset, masks), second = counted_fourth(word, offset, masks);
     } else {
         first = pair_of_counts(word, masks.others), second = pair_of_counts(word >> 4, masks.others);
     }
@@ -194,7 +197,8 @@ struct WeightFactors {
             if (FOLD) code[i] = numbers.scale.code(at, stage, i, pass), factor[i] = factor_of(code[i]);
             if (ZEROS) {
                 const float z = decode<ZERO>(numbers.zero.code(at + SCALES_BYTES, stage, i, pass));
-                zero[i] = pack_pair(z, z);
+                const float units = (ZERO_IN_OFFSET ? NIBBLE_OFFSET - z : z) / PER_UNIT;
+                zero[i] = pack_pair(units, units);
             }
         }
     }
@@ -254,11 +258,11 @@ __device__ __forceinline__ void multiply_few(Shared& s, u32 stages, u32 numbers_
 #pragma unroll
                         for (int i = 0; i < 2; ++i) {
                             const uint4& v = line[pass][i];
-                            two_pairs(word == 0 ? v.x : word == 1 ? v.y : word == 2 ? v.z : v.w, FOUR_BITS && (product & 1), masks, to[i], to[2 + i]);
+                            two_pairs(word == 0 ? v.x : word == 1 ? v.y : word == 2 ? v.z : v.w, FOUR_BITS && (product & 1), ZERO_IN_OFFSET ? factors[pass].zero[i] : OFFSET, masks, to[i], to[2 + i]);
 #pragma unroll
                             for (int e = i; e < 4; e += 2) {
                                 if (W_CODE == CODE_E2M1 && !AT_ONCE_LIFTED) to[e] = multiply_pairs(to[e], LIFT);
-                                if (ZEROS) to[e] = subtract_pairs(to[e], factors[pass].zero[i]);
+                                if (ZEROS && !ZERO_IN_OFFSET) to[e] = subtract_pairs(to[e], factors[pass].zero[i]);
                                 if (FOLD) to[e] = multiply_pairs(to[e], factors[pass].factor[i]);
                             }
                         }
