@@ -29,22 +29,26 @@ __device__ __forceinline__ uint4 arranged(uint4 v) {
     return make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.z, v.w, 0x7632));
 }
 
-// Eight rows, of one pass or of as many as 32 lanes have pieces for: each lane takes piece `j` of the four lanes that multiply a
-// column. Their pairs go where wgmma reads them, in the place of the same pieces: products 2j and 2j + 1 of the pass, each of two
-// times eight k, of which a lane has two.
-__device__ __forceinline__ void arrange_eight(u32 rows, u32 apart, int pass) {
+// COUNT times eight rows, of one pass or of as many as 32 lanes have pieces for: each lane takes piece `j` of the four lanes that
+// multiply a column. Their pairs go where wgmma reads them, in the place of the same pieces: products 2j and 2j + 1 of the pass,
+// each of two times eight k, of which a lane has two.
+template <int COUNT> __device__ __forceinline__ void arrange_eights(u32 rows, u32 apart, int pass) {
     const int lane = threadIdx.x & 31, row = lane & 7, j = (lane >> 3) & (PIECES - 1);
     const auto place = [&](int piece) { return rows + row * LINE_BYTES + piece / 8 * apart + (((piece & 7) ^ row) << 4); };
     const auto beside = [&](u32 first, int piece) { return (first + piece / 8 * apart) ^ (piece & 7) << 4; };
     const u32 from = place(sixteen_of(pass, 0) * PIECES + j), to = place(sixteen_of(pass, j * 4 / PIECES) * PIECES);
-    uint4 a[4];
+    uint4 a[COUNT * 4];
 #pragma unroll
-    for (int c = 0; c < 4; ++c) a[c] = arranged(load_shared16(beside(from, sixteen_of(0, c) * PIECES)));
+    for (int i = 0; i < COUNT * 4; ++i) a[i] = load_shared16(beside(from, sixteen_of(0, i & 3) * PIECES) + (i >> 2) * 8 * LINE_BYTES);
+#pragma unroll
+    for (uint4& v : a) v = arranged(v);
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const auto word = [i](const uint4& v) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; };
-        store_shared16(beside(to, sixteen_of(0, i / PIECES) * PIECES + i % PIECES), make_uint4(word(a[0]), word(a[1]), word(a[2]), word(a[3])));
+    for (int i = 0; i < COUNT * 4; ++i) {
+        const int part = i & 3, first = i & ~3;
+        const auto word = [part](const uint4& v) { return part == 0 ? v.x : part == 1 ? v.y : part == 2 ? v.z : v.w; };
+        const uint4 v = make_uint4(word(a[first]), word(a[first + 1]), word(a[first + 2]), word(a[first + 3]));
+        store_shared16(beside(to, sixteen_of(0, part / PIECES) * PIECES + part % PIECES) + (i >> 2) * 8 * LINE_BYTES, v);
     }
 }
 
@@ -62,11 +66,17 @@ __device__ __forceinline__ void arrange_rows(Shared& s, u32 stages) {
         for (int kb = 0; kb < blocks; ++kb, ring.next(bytes)) {
             barrier_wait(shared_address(&s.rows_full[ring.place]), ring.parity);
             const u32 rows = stages + ring.at + W_BYTES;
+            int row = 0;
 #pragma unroll 1
-            for (int row = 0; row < t.n; row += 8)
+            for (; row + 8 < t.n; row += 16)
 #pragma unroll 1
                 for (int pass = 0; pass < PASSES; pass += 4 / PIECES)
-                    arrange_eight(rows + row * LINE_BYTES, t.n * LINE_BYTES, pass + (lane >> 3) / PIECES);
+                    arrange_eights<2>(rows + row * LINE_BYTES, t.n * LINE_BYTES, pass + (lane >> 3) / PIECES);
+#pragma unroll 1
+            for (; row < t.n; row += 8)
+#pragma unroll 1
+                for (int pass = 0; pass < PASSES; pass += 4 / PIECES)
+                    arrange_eights<1>(rows + row * LINE_BYTES, t.n * LINE_BYTES, pass + (lane >> 3) / PIECES);
             show_to_copy_engine();                      // to wgmma now, and to the next stage that comes here
             __syncwarp();
             if (lane == 0) barrier_arrive_here(shared_address(&s.full[ring.place]));
@@ -219,7 +229,7 @@ struct WeightFactors {
 template <int N>
 __device__ __forceinline__ void multiply_few(Shared& s, u32 stages, u32 numbers_at, Ring& ring, NumberSets& sets, int blocks, u32 bytes, int half, float (&total)[ACCUMULATORS], ColumnNumbers& numbers) {
     // Products whose weights are turned while those before them are multiplied.
-    constexpr int AT_A_TIME = PARTS && N <= 16 ? 4 : 2, TURNS = PRODUCTS / AT_A_TIME;
+    constexpr int AT_A_TIME = PARTS && N > 16 ? 2 : 4, TURNS = PRODUCTS / AT_A_TIME;
     const int lane = threadIdx.x & 31, c = lane & 3, column = half * 64 + ((threadIdx.x & 127) >> 5) * 16 + (lane >> 2);
     u32 codes = column * W_LINE + ((sixteen_of(0, c) ^ (column & 7)) << 4);
     keep_in_register(codes);
