@@ -29,22 +29,26 @@ __device__ __forceinline__ uint4 arranged(uint4 v) {
     return make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.z, v.w, 0x7632));
 }
 
-// Eight rows, of one pass or of as many as 32 lanes have pieces for: each lane takes piece `j` of the four lanes that multiply a
-// column. Their pairs go where wgmma reads them, in the place of the same pieces: products 2j and 2j + 1 of the pass, each of two
-// times eight k, of which a lane has two.
-__device__ __forceinline__ void arrange_eight(u32 rows, u32 apart, int pass) {
+// COUNT times eight rows, of one pass or of as many as 32 lanes have pieces for: each lane takes piece `j` of the four lanes that
+// multiply a column. Their pairs go where wgmma reads them, in the place of the same pieces: products 2j and 2j + 1 of the pass,
+// each of two times eight k, of which a lane has two.
+template <int COUNT> __device__ __forceinline__ void arrange_eights(u32 rows, u32 apart, int pass) {
     const int lane = threadIdx.x & 31, row = lane & 7, j = (lane >> 3) & (PIECES - 1);
     const auto place = [&](int piece) { return rows + row * LINE_BYTES + piece / 8 * apart + (((piece & 7) ^ row) << 4); };
     const auto beside = [&](u32 first, int piece) { return (first + piece / 8 * apart) ^ (piece & 7) << 4; };
     const u32 from = place(sixteen_of(pass, 0) * PIECES + j), to = place(sixteen_of(pass, j * 4 / PIECES) * PIECES);
-    uint4 a[4];
+    uint4 a[COUNT * 4];
 #pragma unroll
-    for (int c = 0; c < 4; ++c) a[c] = arranged(load_shared16(beside(from, sixteen_of(0, c) * PIECES)));
+    for (int i = 0; i < COUNT * 4; ++i) a[i] = load_shared16(beside(from, sixteen_of(0, i & 3) * PIECES) + (i >> 2) * 8 * LINE_BYTES);
+#pragma unroll
+    for (uint4& v : a) v = arranged(v);
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const auto word = [i](const uint4& v) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; };
-        store_shared16(beside(to, sixteen_of(0, i / PIECES) * PIECES + i % PIECES), make_uint4(word(a[0]), word(a[1]), word(a[2]), word(a[3])));
+    for (int i = 0; i < COUNT * 4; ++i) {
+        const int part = i & 3, first = i & ~3;
+        const auto word = [part](const uint4& v) { return part == 0 ? v.x : part == 1 ? v.y : part == 2 ? v.z : v.w; };
+        const uint4 v = make_uint4(word(a[first]), word(a[first + 1]), word(a[first + 2]), word(a[first + 3]));
+        store_shared16(beside(to, sixteen_of(0, part / PIECES) * PIECES + part % PIECES) + (i >> 2) * 8 * LINE_BYTES, v);
     }
 }
 
@@ -62,11 +66,17 @@ __device__ __forceinline__ void arrange_rows(Shared& s, u32 stages) {
         for (int kb = 0; kb < blocks; ++kb, ring.next(bytes)) {
             barrier_wait(shared_address(&s.rows_full[ring.place]), ring.parity);
             const u32 rows = stages + ring.at + W_BYTES;
+            int row = 0;
 #pragma unroll 1
-            for (int row = 0; row < t.n; row += 8)
+            for (; row + 8 < t.n; row += 16)
 #pragma unroll 1
                 for (int pass = 0; pass < PASSES; pass += 4 / PIECES)
-                    arrange_eight(rows + row * LINE_BYTES, t.n * LINE_BYTES, pass + (lane >> 3) / PIECES);
+                    arrange_eights<2>(rows + row * LINE_BYTES, t.n * LINE_BYTES, pass + (lane >> 3) / PIECES);
+#pragma unroll 1
+            for (; row < t.n; row += 8)
+#pragma unroll 1
+                for (int pass = 0; pass < PASSES; pass += 4 / PIECES)
+                    arrange_eights<1>(rows + row * LINE_BYTES, t.n * LINE_BYTES, pass + (lane >> 3) / PIECES);
             show_to_copy_engine();                      // to wgmma now, and to the next stage that comes here
             __syncwarp();
             if (lane == 0) barrier_arrive_here(shared_address(&s.full[ring.place]));
@@ -129,11 +139,13 @@ struct ColumnNumbers {
 
 // Whole numbers in the low 8 bits of a bfloat16 are its smallest ones, counted in 2^-133. One fused multiply-add takes their
 // offset away and makes them multiples of 1 / PER_UNIT, as large as a factor of bfloat16 can make them; sums are multiplied by
-// PER_UNIT when a tile ends. Powers of two: each step is exact.
-constexpr bool COUNTED = BFLOAT && !ZEROS && (W_CODE == CODE_I8 || W_CODE == CODE_INT4 || W_CODE == CODE_UINT4);
+// PER_UNIT when a tile ends. Powers of two: each step is exact. A zero point joins the offset where both together have 8 bits.
+constexpr bool COUNTED = BFLOAT && (W_CODE == CODE_I8 || W_CODE == CODE_INT4 || W_CODE == CODE_UINT4);
+constexpr bool ZERO_IN_OFFSET = COUNTED && ZEROS && (W_CODE == CODE_UINT4 || (W_CODE == CODE_INT4 && ZERO == CODE_I8));
 constexpr float PER_UNIT = COUNTED ? 64.0f : 1.0f;
 constexpr u32 FROM_LOW = 0x7F007F00u, FROM_FOURTH = 0x7D007D00u;       // 2^127, or 2^123 where they begin with bit 4
 constexpr u32 OFFSET = W_CODE == CODE_I8 ? 0xC000C000u : W_CODE == CODE_INT4 ? 0xBE00BE00u : 0x80008000u;      // -128, -8 or 0 units
+constexpr float NIBBLE_OFFSET = W_CODE == CODE_INT4 ? -8.0f : 0.0f;
 
 // What codes are joined with: an instruction has room for one constant, and the assembler would load the other one into a register
 // each time. So these are no constants, but have `nothing` added, which is zero and only known when the kernel runs.
@@ -145,23 +157,24 @@ struct CountMasks {
         others.keep(nothing);
     }
 };
-__device__ __forceinline__ u32 counted_low(u32 word, const CountMasks& masks) {
+__device__ __forceinline__ u32 counted_low(u32 word, u32 offset, const CountMasks& masks) {
     constexpr u32 sign = W_CODE == CODE_I8 ? 0x00800080u : W_CODE == CODE_INT4 ? 0x00080008u : 0;
-    return fma_pairs((word & masks.low) ^ sign, masks.from_low, OFFSET);
+    return fma_pairs((word & masks.low) ^ sign, masks.from_low, offset);
 }
-__device__ __forceinline__ u32 counted_fourth(u32 word, const CountMasks& masks) {
-    return fma_pairs((word & masks.fourth) ^ (W_CODE == CODE_INT4 ? 0x00800080u : 0), masks.from_fourth, OFFSET);
+__device__ __forceinline__ u32 counted_fourth(u32 word, u32 offset, const CountMasks& masks) {
+    return fma_pairs((word & masks.fourth) ^ (W_CODE == CODE_INT4 ? 0x00800080u : 0), masks.from_fourth, offset);
 }
 
-// Two pairs of a word: of four bits those of its lower bytes' halves, or with `upper` those of the upper ones.
-__device__ __forceinline__ void two_pairs(u32 word, bool upper, const CountMasks& masks, u32& first, u32& second) {
+// Two pairs of a word: of four bits those of its lower bytes' halves, or with `upper` those of the upper ones. `offset`: of numbers
+// that are counted.
+__device__ __forceinline__ void two_pairs(u32 word, bool upper, u32 offset, const CountMasks& masks, u32& first, u32& second) {
     if (W_CODE == CODE_E4M3 || W_CODE == CODE_E5M2) {
         first = pair_of_bytes(word), second = pair_of_bytes(word >> 16);
         return;
     }
     if (W_CODE == CODE_I8) {
-        first = COUNTED ? counted_low(word, masks) : pair_of_even_bytes(word, masks.others);
-        second = COUNTED ? counted_low(word >> 8, masks) : pair_of_even_bytes(word >> 8, masks.others);
+        first = COUNTED ? counted_low(word, offset, masks) : pair_of_even_bytes(word, masks.others);
+        second = COUNTED ? counted_low(word >> 8, offset, masks) : pair_of_even_bytes(word >> 8, masks.others);
         return;
     }
     if (W_CODE == CODE_E2M1 && BFLOAT) {        // sign and magnitude six bits apart: one product puts both into place
@@ -178,7 +191,7 @@ __device__ __forceinline__ void two_pairs(u32 word, bool upper, const CountMasks
     if (W_CODE == CODE_E2M1) {
         first = (word << 12 & 0x80008000u) | (word << 9 & 0x0E000E00u), second = (word << 8 & 0x80008000u) | (word << 5 & 0x0E000E00u);
     } else if (COUNTED) {
-        first = counted_low(word, masks), second = counted_fourth(word, masks);
+        first = counted_low(word, offset, masks), second = counted_fourth(word, offset, masks);
     } else {
         first = pair_of_counts(word, masks.others), second = pair_of_counts(word >> 4, masks.others);
     }
@@ -194,7 +207,8 @@ struct WeightFactors {
             if (FOLD) code[i] = numbers.scale.code(at, stage, i, pass), factor[i] = factor_of(code[i]);
             if (ZEROS) {
                 const float z = decode<ZERO>(numbers.zero.code(at + SCALES_BYTES, stage, i, pass));
-                zero[i] = pack_pair(z, z);
+                const float units = (ZERO_IN_OFFSET ? NIBBLE_OFFSET - z : z) / PER_UNIT;
+                zero[i] = pack_pair(units, units);
             }
         }
     }
@@ -215,7 +229,7 @@ struct WeightFactors {
 template <int N>
 __device__ __forceinline__ void multiply_few(Shared& s, u32 stages, u32 numbers_at, Ring& ring, NumberSets& sets, int blocks, u32 bytes, int half, float (&total)[ACCUMULATORS], ColumnNumbers& numbers) {
     // Products whose weights are turned while those before them are multiplied.
-    constexpr int AT_A_TIME = PARTS && N <= 16 ? 4 : 2, TURNS = PRODUCTS / AT_A_TIME;
+    constexpr int AT_A_TIME = PARTS && N > 16 ? 2 : 4, TURNS = PRODUCTS / AT_A_TIME;
     const int lane = threadIdx.x & 31, c = lane & 3, column = half * 64 + ((threadIdx.x & 127) >> 5) * 16 + (lane >> 2);
     u32 codes = column * W_LINE + ((sixteen_of(0, c) ^ (column & 7)) << 4);
     keep_in_register(codes);
@@ -254,11 +268,11 @@ __device__ __forceinline__ void multiply_few(Shared& s, u32 stages, u32 numbers_
 #pragma unroll
                         for (int i = 0; i < 2; ++i) {
                             const uint4& v = line[pass][i];
-                            two_pairs(word == 0 ? v.x : word == 1 ? v.y : word == 2 ? v.z : v.w, FOUR_BITS && (product & 1), masks, to[i], to[2 + i]);
+                            two_pairs(word == 0 ? v.x : word == 1 ? v.y : word == 2 ? v.z : v.w, FOUR_BITS && (product & 1), ZERO_IN_OFFSET ? factors[pass].zero[i] : OFFSET, masks, to[i], to[2 + i]);
 #pragma unroll
                             for (int e = i; e < 4; e += 2) {
                                 if (W_CODE == CODE_E2M1 && !AT_ONCE_LIFTED) to[e] = multiply_pairs(to[e], LIFT);
-                                if (ZEROS) to[e] = subtract_pairs(to[e], factors[pass].zero[i]);
+                                if (ZEROS && !ZERO_IN_OFFSET) to[e] = subtract_pairs(to[e], factors[pass].zero[i]);
                                 if (FOLD) to[e] = multiply_pairs(to[e], factors[pass].factor[i]);
                             }
                         }

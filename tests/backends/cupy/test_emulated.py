@@ -371,6 +371,29 @@ def test_low_tiles_of_every_height(name: str, block: int) -> None:
         _is_right(problem, configs.WEIGHTS_LOW)
 
 
+@pytest.mark.parametrize(
+    ("name", "point"),
+    [("uint4", torch.uint8), ("uint4", torch.int8), ("int4", torch.int8), ("int4", torch.uint8), ("int8", torch.int8)],
+    ids=lambda x: str(x).removeprefix("torch."),
+)
+def test_zero_points_of_any_size_in_the_lowest_tiles(name: str, point: torch.dtype) -> None:
+    """Some join a code's offset, where both fit the 8 bits of a bfloat16; int8 and the largest of int4 do not. Of int4
+    no code is negative, so that each weight is exact."""
+    rng, n, k = np.random.default_rng(4), 200, 256
+    codes = _codes(rng, name, (2, n, k)).mT & (0x77 if name == "int4" else 0xFF if name == "uint4" else -1)
+    least, most = (0, 255) if point is torch.uint8 else (-128, 127)
+    points = torch.from_numpy(rng.integers(least, most + 1, (2, n, 2))).to(point)
+    points[:, ::3] = most
+    points[:, ::5] = least
+    x = torch.from_numpy(rng.integers(-1, 2, (10, k)).astype(np.float32)).bfloat16()
+    problem = GroupedGemmProblem(
+        x, codes, sizes=[3, 7], scale_b=torch.full((2, 2, n), 0.5), zero_b=points.mT,
+        b_format=name if name != "int8" else None,
+    )  # fmt: skip
+    assert configs.is_valid(configs.WEIGHTS_LOW, problem.spec)
+    _is_right(problem, configs.WEIGHTS_LOW)
+
+
 def test_any_weights_in_the_lowest_tiles() -> None:
     """Cases of a campaign, with their epilogues, odd layouts and guarded memory: nothing behind a scale is read."""
     subject, ran = Subject(emulation.EmulatedBackend(configs.WEIGHTS_LOW)), set[str]()
