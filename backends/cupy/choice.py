@@ -39,6 +39,8 @@ from multigemm.backends.cupy.config import (
     MIDDLE,
     NARROW,
     QUANTISED,
+    SHIFT_A,
+    SHIFT_A_MIDDLE,
     SHIFT_B,
     SHIFT_B_MIDDLE,
     SHIFT_B_NARROW,
@@ -119,7 +121,10 @@ WORDS_WORK, COPIED_WORDS_WORK = 1 << 25, 1 << 30
 The first are the fewest that were measured, where it takes 0.5 to 0.8 of the generic kernel's time; the second a guess.
 """
 SPARSE_ROWS = 32
-"""Rows per group up to which weights that are shifted as they are read want low tiles and many stages."""
+"""Rows per group up to which tf32 and int8 want low tiles and many stages."""
+SHIFTED_LOW_ROWS = 96
+"""Rows per group up to which weights that are shifted as they are read want low tiles and many stages: 0.85 to 0.99 of
+the time with 1 to 110 rows, 1.06 and more with more rows and more than one round of low tiles (53 shapes)."""
 FP8_SPARSE_ROWS = 32
 """Rows per group up to which float8 wants low tiles and many stages."""
 CROWDED_ROWS = 100
@@ -133,7 +138,17 @@ average, 0.75 to 0.97 if 32 do, 1.03 to 1.23 if 48 or all do."""
 FEW_WEIGHT_ROWS = 64
 """Rows per group up to which quantised weights are taken by tiles of as many; not measured."""
 SHIFTED_ROWS = 1024
-"""Rows per group up to which weights are shifted at all: more rows repay a copy of the weights."""
+"""Rows per group up to which a product of copies is one of few rows."""
+REPAID_ROWS = 1100
+"""Rows per group, where columns fill their blocks, that repay a copy of the weights (H200: a copy takes 1.08 ps an
+element, a product 4.2 fs, of shifted lines 1.3 times as long; numbers of tokens are rounded up to powers of two)."""
+TURNED = 271, 0.3, 166, 100
+"""When the rows of a jagged m are shifted and not copied: the columns for whose products a copy of the rows takes as
+long, the part by which shifting prolongs these, the rows that a group loses to tiles of 256, and the k that a copy
+loses."""
+BRIEF_K, BRIEF_ROWS = 1024, 256
+"""k up to which, and rows per group from which, two rounds of tall tiles of copies take longer than low ones (0.74 to
+0.98 of the time, 8 shapes), and than shifted weights (0.76 to 0.9)."""
 FEW_COLUMNS = 15
 """Odd numbers of blocks of columns up to which clusters of two would waste too much."""
 LONG_K = 2048
@@ -308,7 +323,8 @@ def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
     ladders = _hopper_rules(layout, counts)
     yield [(holds, ladder.configs) for holds, ladder in ladders]
     yield _other_rules(layout, counts, ladders)
-    yield [(True, (SHIFT_B, SHIFT_B_MIDDLE, SHIFT_B_NARROW, SMALL_32, SMALL_64, SMALL_DEEP, *SMALL_LISTS))]
+    shifting = (SHIFT_A, SHIFT_A_MIDDLE, SHIFT_B, SHIFT_B_MIDDLE, SHIFT_B_NARROW)
+    yield [(True, (*shifting, SMALL_32, SMALL_64, SMALL_DEEP, *SMALL_LISTS))]
 
 
 def _quantised_rules(layout: Layout, counts: Counts) -> list[Rule]:
@@ -544,17 +560,26 @@ TALL = (_ladder(TURNS, WIDE, ALONE, MIDDLE, NARROW), _ladder(WIDE, TURNS, ALONE,
 TALL_ALONE = (_ladder(ALONE, TURNS, WIDE, MIDDLE, NARROW), _ladder(ALONE, WIDE, TURNS, MIDDLE, NARROW),
               _ladder(ALONE, WIDE, MIDDLE, NARROW))  # fmt: skip
 """The same where clusters do not pay."""
-COPIED_WIDE = replace(WIDE, kernel="packed")
+COPIED_WIDE, COPIED_SINGLE = (replace(config, kernel="packed") for config in (WIDE, SINGLE))
 
 
 def _other_rules(layout: Layout, counts: Counts, ladders: list[tuple[Condition, Ladder]]) -> list[Rule]:
     """The rules for operands that TMA cannot read: the kernels that shift or copy them, or the generic one."""
     spec, total, rows = layout.spec, counts.total, _rows(layout, counts)
-    heavy, few = total * (spec.n or 256) * (spec.k or 256) >= WORTH_COPYING, counts.mean <= SHIFTED_ROWS
-    shifted = [(heavy & (rows <= SPARSE_ROWS), (SHIFT_B_MIDDLE,)), (heavy & (rows > SPARSE_ROWS), (SHIFT_B,))]
-    copied = [rule for each in ladders if _somewhere(each[0]) for rule in _copied(layout, counts, *each)]
+    heavy = total * (spec.n or 256) * (spec.k or 256) >= WORTH_COPYING
+    # Groups of many rows that are two rounds of tall tiles at most, with a short k.
+    brief = (spec.form != "jagged_k" and layout.k <= BRIEF_K) & (counts.mean > BRIEF_ROWS)
+    brief = brief & (-(-counts.mean // WIDE.rows) * counts.groups * layout.columns <= 2 * PROCESSORS)
+    # So few rows that a copy of the weights takes longer than to shift them in every tile.
+    blocks = layout.columns * COLUMNS
+    filled = (spec.n or blocks) / blocks if spec.out.order == "row" else 1.0
+    few = (counts.mean <= REPAID_ROWS * filled) & (brief ^ True)
+    low = (rows <= SHIFTED_LOW_ROWS) | (-(-rows // COLUMNS) * counts.groups * layout.columns <= PROCESSORS)
+    shifted = [(heavy & low, (SHIFT_B_MIDDLE,)), (heavy & (low ^ True), (SHIFT_B,))]
+    copied = [rule for each in ladders if _somewhere(each[0]) for rule in _copied(layout, counts, brief, *each)]
     light = heavy ^ True
     return [
+        *[(holds & heavy, some) for holds, some in _turned(layout, counts)],
         *[(holds & few, some) for holds, some in shifted],
         *[(holds & heavy, (best,)) for holds, best, _ in copied],
         *[(holds & (few ^ True), some) for holds, some in shifted],
@@ -567,10 +592,27 @@ def _other_rules(layout: Layout, counts: Counts, ladders: list[tuple[Condition, 
     ]
 
 
-def _copied(layout: Layout, counts: Counts, holds: Condition, ladder: Ladder) -> list[tuple[Condition, Config, Config]]:
+def _turned(layout: Layout, counts: Counts) -> list[Rule]:
+    """The rules for rows of a jagged m that are shifted and not copied: there are few columns, and k is long.
+
+    Low tiles have as few columns, or hold all of them in one round.
+    """
+    most, longer, lost, short = TURNED
+    spec, rows, columns = layout.spec, counts.mean, layout.columns * COLUMNS
+    if spec.form != "jagged_m" or spec.a.align == 16 or columns * longer >= most:
+        return []
+    chosen = (rows >= (spec.n or 0)) & (most * layout.k / (layout.k + short) * rows > columns * (longer * rows + lost))
+    low = (-(-rows // (2 * COLUMNS)) * counts.groups * layout.columns <= PROCESSORS // 2) | (layout.columns == 1)
+    return [(chosen & low, (SHIFT_A_MIDDLE, SHIFT_A)), (chosen & (low ^ True), (SHIFT_A, SHIFT_A_MIDDLE))]
+
+
+def _copied(
+    layout: Layout, counts: Counts, brief: Condition, holds: Condition, ladder: Ladder
+) -> list[tuple[Condition, Config, Config]]:
     """The best and the second config for multiplying copies."""
     many = holds & (_rows(layout, counts) > SHIFTED_ROWS)
-    found = [(holds & (many ^ True), ladder.copied_few, ladder.copied_few)]
+    few = ladder.copied_few
+    found = [(holds & brief, COPIED_SINGLE, few), (holds & (many ^ True), few, few)]
     if ladder.high:
         odd = many & (_sends(layout, counts) ^ True)
         found.append((odd, COPIED_WIDE, ladder.copied_many))

@@ -22,6 +22,7 @@ from multigemm.backends.cupy.support import (
     packed_spec,
     picks_rows,
     picks_weights,
+    shift_a_reasons,
     shift_b_reasons,
     small_list_reasons,
     small_reasons,
@@ -35,6 +36,8 @@ from multigemm.planning.fused import products_spec
 from multigemm.planning.fused_steps import gathered_spec
 from multigemm.problem.spec import HALVES, ProblemSpec
 
+SHIFTING = ("hopper_shift_a", "hopper_shift_b")
+"""Kernels that shift lines which begin anywhere on their way into registers."""
 COLUMNS = 128
 """Columns of a result that one thread block of the Hopper kernel owns."""
 TURNS_GROUPS = 448
@@ -62,7 +65,8 @@ class Config:
     of `step`; `stages` blocks of 64 k are in flight, or more of lower pieces; `cluster` thread blocks share their
     rows; `pingpong`: the two warpgroups of a block work on a tile each, not together on one, so that one stores
     while the other multiplies. `packed` copies the operands that TMA cannot read and then runs `hopper` on the
-    copies. `hopper_shift_b` copies the rows at most and shifts the weights into place itself. `small` gives each tile
+    copies. `hopper_shift_b` copies the rows at most and shifts the weights into place itself; `hopper_shift_a`
+    does the opposite for rows of a jagged m, where `rows` are columns of the result. `small` gives each tile
     of `tile` squared a thread block of its own, with four blocks of k in flight, or `stages` where lines begin
     anywhere. `small_list` gives a thread block to each tile of a list or batch, laid out by the host; `rows` 0 leaves
     their height to it, which knows all sizes. `quantised` takes any quantised operands, in tiles of 64 squared;
@@ -76,6 +80,7 @@ class Config:
         "generic",
         "hopper",
         "packed",
+        "hopper_shift_a",
         "hopper_shift_b",
         "small",
         "small_list",
@@ -104,7 +109,7 @@ class Config:
     @property
     def ring_bytes(self) -> int:
         """The bytes of all stages: 128 of k of each row, and as many, or fewer of codes, of each column."""
-        if self.kernel == "hopper_shift_b":
+        if self.kernel in SHIFTING:
             return self.stages * self.rows * 128 + self.weight_stages * ODD_WEIGHTS
         line = CODE_LINE if self.kernel == "hopper_weights" else 128
         return self.stages * (self.rows * 128 + self.columns * line)
@@ -144,7 +149,7 @@ class Config:
     @property
     def groups_at_most(self) -> int:
         """The number of groups that the schedule can hold in its shared memory."""
-        high = self.kernel == "hopper_shift_b" and self.rows == SHIFT_B.rows
+        high = self.kernel in SHIFTING and self.rows == SHIFT_B.rows
         if self.rows == LOW_ROWS:
             return LOW_GROUPS
         return TURNS_GROUPS if self.pingpong or self.columns != COLUMNS or high else MAX_GROUPS
@@ -248,6 +253,8 @@ SINGLE = Config("hopper", rows=128, stages=6, cluster=1)
 SLIM = Config("hopper", rows=64, stages=8, cluster=1)
 TURNS = Config("hopper", rows=192, stages=5, cluster=2, pingpong=True)
 ALONE = Config("hopper", rows=256, stages=4, cluster=1)
+SHIFT_A = Config("hopper_shift_a", rows=256, stages=4, cluster=2, step=8)
+SHIFT_A_MIDDLE = Config("hopper_shift_a", rows=128, stages=6, cluster=2, step=8)
 SHIFT_B = Config("hopper_shift_b", rows=256, stages=4, cluster=2, step=8)
 SHIFT_B_MIDDLE = Config("hopper_shift_b", rows=128, stages=6, cluster=2, step=8)
 SHIFT_B_NARROW = Config("hopper_shift_b", rows=64, stages=7, cluster=2, step=8)
@@ -297,6 +304,7 @@ BLOCK_K = 64
 REASONS = {
     "hopper": hopper_reasons,
     "packed": packed_reasons,
+    "hopper_shift_a": shift_a_reasons,
     "hopper_shift_b": shift_b_reasons,
     "small": small_reasons,
     "small_list": small_list_reasons,
@@ -433,7 +441,7 @@ def _runs_clusters(config: Config, plain: bool) -> bool:
     A ring whose stages have many heights (`stage_bytes` in pipeline.cuh) leaves up to one stage unused where it wraps,
     and consumers hold two: the current block and the one before it.
     """
-    shifts = config.kernel == "hopper_shift_b"
+    shifts = config.kernel in SHIFTING
     stages = config.weight_stages if shifts else config.stages
     least = 3 if config.rows > 128 and not shifts else 2
     turns = not config.pingpong or (config.kernel in TAKE_TURNS and config.rows <= 192 and plain)

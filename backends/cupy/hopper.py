@@ -195,7 +195,8 @@ class Clusters:
     """Launches a kernel of resident clusters: with a counter, and at most as many clusters as fit or have work."""
 
     def __init__(self, kernel: Kernel, spec: ProblemSpec, config: Config) -> None:
-        self._kernel, self._config, self._swapped = kernel, config, is_swapped(spec)
+        self._kernel, self._config = kernel, config
+        self._swapped = is_swapped(spec) or config.kernel == "hopper_shift_a"
         self._shared, across = shared_bytes(spec, config), config.columns * config.cluster
         self._most = kernel.resident_clusters(config.cluster, THREADS, self._shared)
         rows = config.rows

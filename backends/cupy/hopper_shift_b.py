@@ -4,6 +4,9 @@ The weights come through eight tensor maps (`arguments.weight_maps`). Rows that 
 are the smaller operand, and every block of a cluster would have to shift them again. Stacks of weights that do not lie
 a whole number of lines apart are copied too. With 2^31 elements or more, for which there is no copy, the generic kernel
 reads them.
+
+`hopper_shift_a` is the same kernel with both sides exchanged, for narrow results of a jagged m: it shifts the rows, of
+which there is one run of lines for all groups, and copies weights that TMA cannot read.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from multigemm.backends.cupy.arguments import Lines
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import BLOCK_K, COLUMNS, GENERIC, Config
 from multigemm.backends.cupy.hopper import NO_MAPS, Clusters, Layout, Roles
-from multigemm.backends.cupy.support import shift_b_spec, weights_of
+from multigemm.backends.cupy.support import shift_a_spec, shift_b_spec, weights_of
 from multigemm.cuda.arguments import Fields, join
 from multigemm.cuda.device import to_device
 from multigemm.cuda.driver import on_device
@@ -41,12 +44,26 @@ NO_WEIGHT_MAPS = join([BLANK] * 8)
 def source(spec: ProblemSpec, config: Config) -> Source:
     """The source of the kernel: that of the Hopper kernel for the same layouts, and the sizes of its rings and
     schedule."""
-    return _source(hopper.layout_of(shift_b_spec(spec)), config)
+    return _source(_layout_of(spec, config), config)
+
+
+def _layout_of(spec: ProblemSpec, config: Config) -> Layout:
+    """The layout after copies. `hopper_shift_a` has the rows of a jagged m for weights, and neighbours in memory are
+    neighbouring rows there."""
+    if config.kernel == "hopper_shift_b":
+        return hopper.layout_of(shift_b_spec(spec))
+    layout = hopper.layout_of(shift_a_spec(spec))
+    return layout._replace(role=_exchanged(layout.role), plain=2)
+
+
+def _exchanged(role: Roles) -> Roles:
+    return Roles(not role.swapped, role.w_k, role.x_k)
 
 
 @lru_cache(maxsize=1024)
 def _source(layout: Layout, config: Config) -> Source:
-    more = ("WSTAGES", config.weight_stages), ("MOST_GROUPS", config.groups_at_most)
+    more = [("WSTAGES", config.weight_stages), ("MOST_GROUPS", config.groups_at_most)]
+    more += [("JAGGED_W", 1)] if config.kernel == "hopper_shift_a" else []
     defines = (*hopper.defines(layout, config), *more)
     return Source("hopper_shift_b.cu", "hopper_shift_b", defines, config.shared_bytes(layout.plain > 0))
 
@@ -93,7 +110,10 @@ class HopperShiftB:
 
     def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
         self._spec, self._config, self._index = shift_b_spec(spec), config, index
-        self._role, self._rows_copied = hopper.roles(self._spec), self._spec != spec
+        self._role = hopper.roles(self._spec)
+        if config.kernel == "hopper_shift_a":
+            self._spec, self._role = shift_a_spec(spec), _exchanged(self._role)
+        self._rows_copied = self._spec != spec
         self._copy = load(hopper.COPY_SOURCE, index)
         self._clusters = Clusters(load(source(spec, config), index), spec, config)
         self._other = generic.Generic(spec, GENERIC, index) if weights_of(spec).wide else None

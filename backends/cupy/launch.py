@@ -58,6 +58,7 @@ def _alone(
 KERNELS: dict[str, KernelFamily] = {
     "hopper": KernelFamily(_alone(hopper.source), hopper.Hopper),
     "packed": KernelFamily(hopper.copied_sources, hopper.CopiedHopper),
+    "hopper_shift_a": KernelFamily(hopper_shift_b.sources, hopper_shift_b.HopperShiftB),
     "hopper_shift_b": KernelFamily(hopper_shift_b.sources, hopper_shift_b.HopperShiftB),
     "small": KernelFamily(_alone(small.source), small.Small),
     "small_list": KernelFamily(small_list.sources, small_list.SmallList),
@@ -120,6 +121,7 @@ def why(spec: ProblemSpec, config: Config) -> str:
         "gathered": "picked rows are copied first, then TMA and wgmma",
         "hopper_gather": "TMA and wgmma, picked rows copied by two warps",
         "packed": f"operands are copied first: {obstacle}",
+        "hopper_shift_a": f"rows are shifted into place as they are read: {obstacle}",
         "hopper_shift_b": f"weights are shifted into place as they are read: {obstacle}",
         "small_list": "one thread block per tile, laid out by the host",
         "small": "one thread block per tile, without a schedule",

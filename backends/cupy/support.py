@@ -418,6 +418,28 @@ def shift_b_spec(spec: ProblemSpec) -> ProblemSpec:
     return replace(spec, **{rows: getattr(packed_spec(spec), rows)})
 
 
+def shift_a_spec(spec: ProblemSpec) -> ProblemSpec:
+    """The spec after weights that TMA cannot read were copied; the rows stay."""
+    return replace(spec, b=packed_spec(spec).b)
+
+
+def shift_a_reasons(spec: ProblemSpec) -> list[str]:
+    """Why the kernel that shifts the rows of a jagged m cannot run a spec, or has no reason to."""
+    if spec.compute not in HALVES:
+        return halves_reasons(spec)
+    copied = shift_a_spec(spec)
+    reasons = hopper_reasons(replace(copied, a=replace(spec.a, align=16)))
+    if spec.a.align == 16:
+        reasons.append("nothing needs shifting")
+    if spec.form != "jagged_m" or spec.a.order != "row":
+        reasons.append("it takes rows of a jagged m along k")
+    if plain_kind(spec) != 1:
+        reasons.append("an epilogue, or a result by columns: it stores plain results by rows")
+    if spec.a.wide:
+        reasons.append("2^31 elements of rows or more, which it would have to count")
+    return [*reasons, *_copy_reasons(spec, copied)]
+
+
 def shift_b_reasons(spec: ProblemSpec) -> list[str]:
     """Why the kernel that shifts its weights cannot run a spec, or has no reason to."""
     given, copied = weights_of(spec), shift_b_spec(spec)

@@ -11,6 +11,7 @@
 `wonly`      the decode suite's layers with weights of 8 and 4 bits under bfloat16
 `small`      launch and scheduling cost rather than arithmetic
 `ragged-odd` primes and unaligned extents, where most libraries refuse or pad
+`unaligned`  40 drawn problems of jagged rows whose lines begin anywhere
 `layers`     whole mixture-of-experts layers, forward and training; `quantised-layers`  one with quantised weights
 `random`     20 other shapes, which nobody tunes: what `auto` is worth where nothing was measured; `random:7`: 20 of
              another seed, over all forms
@@ -293,6 +294,20 @@ def _generated(name: str, kind: str, place: Sequence[float], index: int) -> list
     return [case]
 
 
+def _unaligned() -> list[Workload]:
+    """40 problems of jagged rows with 0.2 to 200 GFLOP, whose lines begin anywhere."""
+    draw = np.random.default_rng(SEED)
+    cases: list[Workload] = []
+    while len(cases) < 40:
+        groups, products = int(draw.choice([4, 8, 16, 32, 64, 128])), 10.0 ** draw.uniform(8, 11)
+        n, k = (int(draw.integers(1, 8193)) for _ in range(2))
+        total, kind = max(groups, int(products / (n * k))), str(draw.choice(UNEVEN_AND_EVEN))
+        if (n % 8 or k % 8) and groups * n * k + total * (n + k) < MOST_ELEMENTS:
+            case = Workload(f"unaligned_{len(cases):02d}", "unaligned", groups=groups, n=n, k=k, total=total)
+            cases.append(replace(case, distribution=kind, trans_b=len(cases) % 2 == 1))
+    return cases
+
+
 def random(seed: int = SEED) -> list[Workload]:
     """Random workloads. The usual seed draws packed rows, with G, T, N and K over three octaves each; other seeds draw
     every kind of problem."""
@@ -329,6 +344,7 @@ SUITES: dict[str, Callable[[], list[Workload]]] = {
     "wonly": _wonly,
     "small": _small,
     "ragged-odd": _ragged_odd,
+    "unaligned": _unaligned,
     UNTUNED: random,
     WHOLE: whole_layers,
     QUANTISED: quantised_layers,

@@ -6,8 +6,9 @@
 // from where wgmma takes its first operand. So weights are read once, where copying them first would read, write and read
 // them again.
 //
-// Compile-time choices as in hopper.cu, with RAGGED_K and PINGPONG 0, WSTAGES of weights beside STAGES of rows, and
-// MOST_GROUPS that the schedule holds.
+// Compile-time choices as in hopper.cu, with RAGGED_K and PINGPONG 0, WSTAGES of weights beside STAGES of rows, MOST_GROUPS
+// that the schedule holds, and JAGGED_W: the rows of a jagged m are the weight side, along k, and what they are multiplied with
+// has few columns, which are the rows here.
 #include "consume.cuh"
 #include "fragments.cuh"
 #include "load.cuh"
@@ -44,7 +45,7 @@ struct Lines {
 };
 
 __device__ __forceinline__ Lines lines_of(const Problem& p, const Launch& l, const Eighths& e, const WeightMaps& maps, const Tile& t) {
-    if (!LISTED) return {maps.map, e.at, e.pitch, t.group * e.lines};
+    if (!LISTED) return {maps.map, e.at, e.pitch, JAGGED_W ? t.extra : t.group * e.lines};
     const i64* g = p.table + i64(t.group) * T_COLUMNS;
     return {e.listed + 8 * t.group, u32(__ldg(g + (l.swapped ? T_A : T_B))), 2 * u32(__ldg(g + (l.swapped ? (W_K ? T_A_ROW : T_A_COL) : (W_K ? T_B_COL : T_B_ROW)))), 0};
 }

@@ -128,7 +128,7 @@ struct RowBoxes {
     u16 blocks;                 // a bit for each block that they go to
 
     __device__ __forceinline__ void begin(const Problem& p, const Launch& l, const Maps& maps, const Tile& t, u32 rank, bool halves = false) {
-        const bool one_for_all = p.table || p.jagged == JAG_M || p.jagged == JAG_N || (l.swapped ? p.b.group : p.a.group) == 0;
+        const bool one_for_all = p.table || (!JAGGED_W && (p.jagged == JAG_M || p.jagged == JAG_N)) || (l.swapped ? p.b.group : p.a.group) == 0;
         // A list has one map, and thus one height of box, per matrix.
         alone = CLUSTER == 1 || halves, blocks = alone ? 1 << rank : (1 << CLUSTER) - 1;
         const int part = LISTED ? t.extra : alone ? t.n : (t.n / 8 + CLUSTER - 1) / CLUSTER * 8;

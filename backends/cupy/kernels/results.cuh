@@ -4,7 +4,7 @@
 
 // Rows at the start of a piece that belong to the group before (see Shape::lead).
 __device__ __forceinline__ int rows_to_skip(const Problem& p, const Tile& t) {
-    return !X_K && !LISTED && !RAGGED_K && t.row0 == 0 ? t.extra : 0;
+    return !X_K && !LISTED && !RAGGED_K && !JAGGED_W && t.row0 == 0 ? t.extra : 0;
 }
 
 constexpr bool ALONG_ROWS = PLAIN == 2;       // neighbouring rows, not columns, are neighbours in memory
@@ -27,6 +27,11 @@ __device__ __forceinline__ Target target_of(const Problem& p, const Launch& l, c
         r.row_step = (l.swapped != ALONG_ROWS ? p.out.col : p.out.row) * RESULT, cols = l.swapped ? p.m : p.n;
         const bool jagged_rows = p.jagged == JAG_M || p.jagged == JAG_N;
         r.out = p.out.ptr + i64(t.group) * p.out.group * RESULT + i64(jagged_rows ? t.x_row : t.row0) * (ALONG_ROWS ? RESULT : r.row_step);
+#if JAGGED_W
+        i64 start, end;
+        jagged_span(p, t.group, start, end);
+        cols = end - start, r.out += start * (ALONG_ROWS ? r.row_step : RESULT);
+#endif
     }
     r.out += col * (ALONG_ROWS ? r.row_step : RESULT), r.cols = int(min64(cols - col, 64));
     return r;

@@ -20,6 +20,10 @@
 #define SPLIT_ROWS 0    // hopper.cu: every tile is, and its weights are shared
 #endif
 
+#ifndef JAGGED_W
+#define JAGGED_W 0      // hopper_shift_b.cu: the weight side is cut into groups, not the rows
+#endif
+
 #ifndef MOST_GROUPS
 #define MOST_GROUPS (PINGPONG ? 448 : 960)
 #endif
@@ -36,7 +40,8 @@ constexpr int ONCE = 1 << 30, HALVES = 1 << 29, MARKS = ONCE | HALVES;
 struct Tile {
     int group, n, rows, row0;      // rows of the piece (n: rounded up to 8), first row within the group
     int col0, k_len, x_row;        // first column, extent of k, first row in the operand's own coordinates
-    int extra;                     // jagged k: first k; a list: height of its boxes; else rows before the group (lead)
+    int extra;                     // jagged k: first k; a jagged weight side: first line; a list: height of its boxes; else
+                                   // rows before the group (lead)
 };
 
 struct Schedule {
@@ -62,6 +67,7 @@ __device__ __forceinline__ Shape group_extents(const Problem& p, int g, int swap
         if (!X_K && along_rows && span > 0) s.lead = start & 7, s.rows += s.lead;
         s.cols = int(swapped ? p.m : p.n);
         s.k = p.jagged == JAG_K ? span : int(p.k);
+        if (JAGGED_W) s.rows = int(swapped ? p.n : p.m), s.cols = span, s.lead = 0;
     }
     if (p.table && swapped) { const int r = s.rows; s.rows = s.cols, s.cols = r; }
     return s;
@@ -179,8 +185,8 @@ __device__ __forceinline__ Tile decode(const Problem& p, const Schedule& s, int 
     r.group = group | (pieces == 1 && !halves ? ONCE : 0) | (halves ? HALVES : 0);
     r.n = (max(r.rows, 0) + 7) & ~7;
     const bool along_rows = p.jagged == JAG_M || p.jagged == JAG_N;
-    r.x_row = r.row0 + (along_rows ? s.start[group] - e.lead : 0);
-    r.extra = p.jagged == JAG_K ? s.start[group] : p.table ? list_box(e.rows, most) : e.lead;
+    r.x_row = r.row0 + (along_rows && !JAGGED_W ? s.start[group] - e.lead : 0);
+    r.extra = p.jagged == JAG_K || JAGGED_W ? s.start[group] : p.table ? list_box(e.rows, most) : e.lead;
     r.k_len = p.read_ab ? e.k : 0;
     return r;
 }

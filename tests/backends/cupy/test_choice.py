@@ -60,6 +60,11 @@ def test_odd_weights_are_copied_for_many_rows_and_shifted_for_few(groups: int, k
         (spec(**JAGGED_K, groups=12, total=4096, m=512, n=192), configs.SINGLE),
         (spec(**JAGGED_K, m=5632, n=2048, total=32 * 128), configs.ALONE),
         (spec(**JAGGED_K, m=5632, n=2048, total=32 * 256), configs.WIDE),
+        # Few columns of many rows: the rows are shifted.
+        (spec(**ODD, groups=14, n=66, k=7378, total=32768), configs.SHIFT_A_MIDDLE),
+        (spec(**ODD, groups=19, n=453, k=4130, total=32768), configs.SHIFT_A),
+        # Two rounds of tall tiles of a short k.
+        (spec(**ODD, groups=8, n=1023, k=1023, total=8192), replace(configs.SINGLE, kernel="packed")),
         # Copies of many rows take high tiles in pairs where results are odd.
         (spec(groups=4, n=1047, k=2047, total=16384, **ODD, out=ODD["a"]), replace(configs.WIDE, kernel="packed")),
     ],
@@ -289,7 +294,8 @@ def test_a_wrong_config_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         BACKEND.plan(SPEC, configs.WIDE, GPU)
 
 
-SHIFT_B, SMALL_LIST = support.shift_b_reasons, support.small_list_reasons
+SHIFT_A, SHIFT_B, SMALL_LIST = support.shift_a_reasons, support.shift_b_reasons, support.small_list_reasons
+ODD_A = {"a": replace(BF16, align=2)}
 
 
 @pytest.mark.parametrize(
@@ -301,6 +307,11 @@ SHIFT_B, SMALL_LIST = support.shift_b_reasons, support.small_list_reasons
         (SHIFT_B, {"b": replace(BF16, align=2, dense=False)}, "contiguous direction"),
         (SHIFT_B, {"b": replace(BF16, align=2, wide=True), "n": 33}, "short lines"),
         (SHIFT_B, {**ODD_B, "a": replace(BF16, align=2, wide=True)}, "not copied"),
+        (SHIFT_A, {}, "nothing needs shifting"),
+        (SHIFT_A, {"form": "batched", **ODD_A}, "jagged m"),
+        (SHIFT_A, {"activation": "relu", **ODD_A}, "an epilogue"),
+        (SHIFT_A, {"a": replace(BF16, align=2, wide=True)}, "2^31"),
+        (SHIFT_A, {**ODD_A, "b": replace(BF16, align=2, wide=True)}, "not copied"),
         (SMALL_LIST, {}, "jagged_m"),
         (SMALL_LIST, {"form": "batched", "groups": 17}, "at most 16"),
         (SMALL_LIST, {"form": "batched", "activation": "relu"}, "an epilogue"),

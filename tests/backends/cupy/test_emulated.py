@@ -598,6 +598,48 @@ def test_shifted_weights_by_wgmma(config: Config, dtype: torch.dtype) -> None:
     assert {"jagged_m row", "jagged_m col", "per_group row"} <= forms
 
 
+def narrow_problem(seed: int, dtype: torch.dtype) -> GroupedGemmProblem:
+    """Rows of a jagged m that begin at any element, among them groups without rows, and rows of no group; NaN between
+    the lines, and a result within a larger one."""
+    rng = np.random.default_rng(seed)
+    groups, n, k = int(rng.integers(1, 6)), int(rng.integers(1, 300)), int(rng.choice([1, 15, 64, 70, 149, 330]))
+    sizes = rng.choice([0, 1, 60, 127, 129, 257, 400], groups)
+    offsets = torch.from_numpy(np.cumsum([3, *sizes]))
+    turned, pad, rows = bool(rng.integers(2)), int(rng.integers(4)), int(sizes.sum()) + 5
+
+    def lines(*shape: int, apart: int) -> Tensor:
+        outer, length = shape[:-1], shape[-1] + apart
+        memory = torch.full((int(np.prod(outer)) * length + 1,), torch.nan, dtype=dtype)
+        x = memory[apart % 2 :][: memory.numel() - 1].view(*outer, length)[..., : shape[-1]]
+        x.copy_(torch.from_numpy(rng.integers(-7, 8, shape)))
+        return x
+
+    a = lines(rows, k, apart=1)
+    b = lines(groups, n, k, apart=pad).mT if turned else lines(groups, k, n, apart=pad)
+    out = torch.zeros(rows, n + pad, dtype=dtype)[:, :n]
+    return GroupedGemmProblem(a, b, offsets=offsets, out=out)
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [(configs.SHIFT_A, torch.bfloat16), (configs.SHIFT_A_MIDDLE, torch.float16)],
+    ids=["256", "128"],
+)
+def test_shifted_rows_by_wgmma(config: Config, dtype: torch.dtype) -> None:
+    """The rows of a jagged m on the weight side: nothing outside of the result is written."""
+    ran = 0
+    for seed in range(2 * PROBLEMS):
+        problem = narrow_problem(seed, dtype)
+        if configs.is_valid(config, problem.spec):
+            _is_right(problem, config)
+            out = problem.out
+            assert isinstance(out, Tensor)
+            whole = torch.as_strided(out, (out.shape[0], out.stride(0)), (out.stride(0), 1))
+            assert not whole[:, out.shape[1] :].any()
+            ran += 1
+    assert ran > PROBLEMS
+
+
 def aligned_problem(seed: int, dtype: torch.dtype, form: str, a_k: bool, b_k: bool) -> GroupedGemmProblem:
     """Whole numbers; N and K of any size, in lines that begin at multiples of 16 bytes."""
     rng = np.random.default_rng(seed)

@@ -341,11 +341,12 @@ def test_fused_generic_kernel_and_sums_compile_without_spills(dtype: torch.dtype
         (spec(b="row"), configs.SHIFT_B),
         (spec(torch.float16, b="col", form="per_group"), configs.SHIFT_B_MIDDLE),
         (spec(activation="silu"), configs.SHIFT_B_NARROW),
+        (spec(b="col"), configs.SHIFT_A),
     ],
-    ids=["jagged_m", "list", "any-epilogue"],
+    ids=["jagged_m", "list", "any-epilogue", "rows"],
 )
 def test_hopper_shift_b_kernel_does_not_spill(problem: ProblemSpec, config: Config) -> None:
-    odd = replace(problem, b=replace(problem.b, align=2))
+    odd = with_odd_lines(problem, "ab" if config == configs.SHIFT_A else "b")
     registers, spilled = report(hopper_shift_b.source(odd, coarse(config)), "sm_90a")
     assert registers * hopper.THREADS <= REGISTERS_PER_SM and spilled == 0
 
@@ -438,6 +439,7 @@ EDGES = [
     pytest.param("hopper", spec(), id="plain"),
     pytest.param("hopper", spec(activation="silu"), id="any-epilogue"),
     pytest.param("hopper_gather", replace(spec(b="col"), fused=FusedSpec(a_rows=torch.int32)), id="picked rows"),
+    pytest.param("hopper_shift_a", with_odd_lines(spec(), "a"), id="shifted rows"),
     pytest.param("hopper_shift_b", with_odd_lines(spec(), "b"), id="shifted weights"),
     pytest.param("hopper_shift_b", with_odd_lines(spec(b="col"), "b"), id="shifted weights along k"),
     pytest.param("hopper_fp8", float8_by_blocks(), id="float8"),

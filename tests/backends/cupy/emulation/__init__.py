@@ -381,6 +381,7 @@ KERNELS: dict[str, Any] = {
     "packed": hopper.CopiedHopper,
     "hopper_gather": hopper.Hopper,
     "gathered": hopper.GatheredHopper,
+    "hopper_shift_a": hopper_shift_b.HopperShiftB,
     "hopper_shift_b": hopper_shift_b.HopperShiftB,
 }
 
