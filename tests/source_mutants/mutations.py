@@ -51,8 +51,8 @@ DEVICE_CODE_AFTER = {"memory.py": "else:"}
 """Files whose device code begins behind such a line; before it stands the version for emulation."""
 
 GPU_ONLY = (
-    "group_rows", "weight_class", "write_records", "pack_kernel", "make_any_finish", "inclusive_scan",
-    "owner_of", "make_warp_schedule", "wide_strips", "tiles_of_two_widths", "place_of_two_widths",
+    "group_rows", "weight_class", "write_records", "pack_kernel", "make_any_finish", "make_running_sum",
+    "make_run_of", "owner_of", "make_warp_schedule", "wide_strips", "tiles_of_two_widths", "place_of_two_widths",
 )  # fmt: skip
 """Functions of these files that an emulator never calls; it does not call Gluon functions either."""
 

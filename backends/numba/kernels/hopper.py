@@ -49,7 +49,7 @@ from multigemm.backends.numba.kernels.hopper_tiles import (
 from multigemm.backends.numba.kernels.memory import BYTES, make_operands
 from multigemm.backends.numba.kernels.ptx import make_zeros, shared_address
 from multigemm.backends.numba.kernels.runtime import kernel, synchronising
-from multigemm.backends.numba.kernels.schedule import ALL, make_zero_lines
+from multigemm.backends.numba.kernels.schedule import ALL, LANES, make_zero_unowned
 from multigemm.backends.numba.kernels.tensor_epilogue import (
     LATE_ROWS,
     WARPGROUP,
@@ -239,36 +239,36 @@ def make_multiply(config, signature, n):
     return multiply
 
 
+def by_limit(functions):
+    """dispatch(number, ...): calls the function of the least limit that the number does not exceed, by halving."""
+    limits = sorted(functions)
+    if len(limits) == 1:
+        only = functions[limits[0]]
+
+        @synchronising
+        def call(number, *given):
+            return only(*given)
+
+        return call
+    middle = (len(limits) + 1) // 2
+    limit = limits[middle - 1]
+    lower, upper = (by_limit({x: functions[x] for x in half}) for half in (limits[:middle], limits[middle:]))
+
+    @synchronising
+    def choose(number, *given):
+        if number <= limit:
+            found = lower(number, *given)
+        else:
+            found = upper(number, *given)
+        return found
+
+    return choose
+
+
 def _by_height(config, signature, make):
-    """dispatch(height, ...): `make(config, signature, n)` of the least n that covers so many rows, found by halving."""
-
-    def choice(lower, upper, limit):
-        @synchronising
-        def choose(height, *given):
-            if height <= limit:
-                found = lower(height, *given)
-            else:
-                found = upper(height, *given)
-            return found
-
-        return choose
-
-    def leaf(n):
-        multiply = make(config, signature, n)
-
-        @synchronising
-        def only(_, *given):
-            return multiply(*given)
-
-        return only
-
-    def build(heights):
-        if len(heights) == 1:
-            return leaf(heights[0])
-        middle = len(heights) // 2
-        return choice(build(heights[:middle]), build(heights[middle:]), heights[middle - 1])
-
-    return build(list(range(config.step, config.n_max + 1, config.step)))
+    """dispatch(height, ...): `make(config, signature, n)` of the least n that covers so many rows."""
+    heights = range(config.step, config.n_max + 1, config.step)
+    return by_limit({n: make(config, signature, n) for n in heights})
 
 
 @cache
@@ -376,7 +376,7 @@ def make_kernel(config, signature, make_consumer=None):
     load_weights, load_rows = make_load_weights(config, signature), make_load_rows(config, signature)
     count_all, announce_tiles = make_finder(config, signature)[0], make_announce(config, signature)
     consume = (make_consumer or (make_sending_consumer if signature.sent else make_storing_consumer))(config, signature)
-    zero_unowned = make_zero_lines(ptx.store_global_u32x4, ptx.unforeseen_wide)
+    zero_unowned = make_zero_unowned(LANES)
 
     @synchronising
     def produce(p, longest_k, maps, counters, base, rank, all_tiles, warp, lane):

@@ -20,10 +20,16 @@ from numba import cuda
 from numba.cuda import types
 
 from multigemm.backends.numba.arguments import JAGGED_M, JAGGED_N
-from multigemm.backends.numba.config import COLUMNS, RECORD_BYTES, ROW_BYTES, SLOTS, WEIGHT_BYTES, Layout
+from multigemm.backends.numba.config import COLUMNS, ROW_BYTES, WEIGHT_BYTES, Layout
 from multigemm.backends.numba.kernels import hopper, ptx
-from multigemm.backends.numba.kernels.hopper import make_release, make_targets
-from multigemm.backends.numba.kernels.hopper_tiles import STOP, group_of, read_tile
+from multigemm.backends.numba.kernels.hopper import by_limit, make_release, make_targets
+from multigemm.backends.numba.kernels.hopper_tiles import (
+    STOP,
+    group_of,
+    make_next_place,
+    make_records,
+    read_tile,
+)
 from multigemm.backends.numba.kernels.memory import element_pointer, loader
 from multigemm.backends.numba.kernels.ptx import F32, I32, I64, LLVM, emitted, floats, make_zeros
 from multigemm.backends.numba.kernels.runtime import synchronising
@@ -70,33 +76,26 @@ def _by_columns(builder, count, upper, lower, address, each, column, last):
 
 
 @cache
-def make_scale_by_columns(count, first, most):
-    """scale(sums, upper, lower, address, each, column, last) -> sums: times the scales of their rows and columns.
+def make_by_columns(count, first, most, promoted):
+    """scale(sums, upper, lower, address, each, column, last) -> sums: times the scales of their rows and columns, from
+    the sum `first` on; or, if `promoted`, promote(sums, parts, upper, ...) -> sums: adds parts times these scales.
 
     `address` is that of the scale of column 0, and `each` bytes lie from one to the next; `column` is this lane's first
     one, `last` the last one that exists.
     """
 
-    def generate(builder, sums, *places):
-        for i, scale in _by_columns(builder, count, *places):
-            total = builder.fmul(builder.extract_value(sums, first + i), scale)
+    def generate(builder, sums, *given):
+        for i, scale in _by_columns(builder, count, *given[-6:]):
+            total = builder.extract_value(sums, first + i)
+            if promoted:
+                total = builder.fma(builder.extract_value(given[0], i), scale, total)
+            else:
+                total = builder.fmul(total, scale)
             sums = builder.insert_value(sums, total, first + i)
         return sums
 
-    return emitted(generate, floats(most), floats(most), F32, F32, I64, I64, I32, I32)
-
-
-@cache
-def make_promote_by_columns(count, first, most):
-    """promote(sums, parts, upper, lower, address, each, column, last) -> sums: adds parts times these scales."""
-
-    def generate(builder, sums, parts, *places):
-        for i, scale in _by_columns(builder, count, *places):
-            total = builder.fma(builder.extract_value(parts, i), scale, builder.extract_value(sums, first + i))
-            sums = builder.insert_value(sums, total, first + i)
-        return sums
-
-    return emitted(generate, floats(most), floats(most), floats(count), F32, F32, I64, I64, I32, I32)
+    parts = (floats(count),) if promoted else ()
+    return emitted(generate, floats(most), floats(most), *parts, F32, F32, I64, I64, I32, I32)
 
 
 # What a consumer has to know of its tile it reads from the tile's record, before the products and again behind them: so
@@ -225,7 +224,7 @@ def lane_columns(record):
 def make_finish(strips, width, most):
     """finish(p, q, sums, record) -> sums: times scales that hold for all of k."""
     count, find_scales = width // 2, make_find_scales(strips)
-    scale_first, scale_second = (make_scale_by_columns(count, first, most) for first in (0, most - count))
+    scale_first, scale_second = (make_by_columns(count, first, most, False) for first in (0, most - count))
 
     @synchronising
     def finish(p, q, sums, record):
@@ -253,10 +252,8 @@ def of_none(value, strip):
 @cache
 def make_promotion(signature, count, first, most):
     """promote(sums, parts, upper, lower, address, each, record) -> sums: adds parts, times scales of blocks of k."""
-    promote, by_columns = (
-        make_promote(count, first, most, signature.scales),
-        make_promote_by_columns(count, first, most),
-    )
+    promote = make_promote(count, first, most, signature.scales)
+    by_columns = make_by_columns(count, first, most, True)
 
     @synchronising
     def without_columns(sums, parts, upper, lower, address, each, record):
@@ -278,7 +275,8 @@ def make_multiply(config, signature, strips, width):
     many registers as the largest part of a tile takes.
     """
     at = Layout(config, signature)
-    stages, stage_bytes, full, most, count = config.stages, at.stage_bytes, at.full, config.n_max // 2, width // 2
+    next_place, stage_bytes, full = make_next_place(config.stages), at.stage_bytes, at.full
+    most, count = config.n_max // 2, width // 2
     blocked, by_columns, half = signature.scales != "whole", signature.scales == "columns", width == HALF
     zeros, settled = make_zeros(most), ptx.make_settled(most)
     start, result, release = make_start(signature, width), ptx.make_wgmma_result(width), make_release(config, signature)
@@ -331,10 +329,7 @@ def make_multiply(config, signature, strips, width):
                     next_a = _single(of_a, 0)
             parts = result(parts)
             release(base, stage)
-            stage = int32(stage + 1)
-            if stage == stages:
-                stage = int32(0)
-                phase = int32(phase ^ 1)
+            stage, phase = next_place(stage, phase)
             if block < depth:
                 ptx.mbarrier_wait(base + full + stage * 8, phase)
             sums = settled(promote_last(sums, parts, upper, lower, of_b, each, record))
@@ -350,31 +345,9 @@ def make_multiply(config, signature, strips, width):
 @cache
 def make_dispatch(config, signature):
     """dispatch(strips, ...): `multiply` for a part of a tile, of the parts that tiles of this config have."""
-    half = make_multiply(config, signature, 1, HALF)
-    strip = make_multiply(config, signature, 1, COLUMNS)
-    two = make_multiply(config, signature, 2, COLUMNS)
-
-    @synchronising
-    def only_half(strips, p, q, base, stage, phase, depth, record, first):
-        return half(p, q, base, stage, phase, depth, record, first)
-
-    @synchronising
-    def up_to_one(strips, p, q, base, stage, phase, depth, record, first):
-        if strips == 0:
-            made = half(p, q, base, stage, phase, depth, record, first)
-        else:
-            made = strip(p, q, base, stage, phase, depth, record, first)
-        return made
-
-    @synchronising
-    def up_to_two(strips, p, q, base, stage, phase, depth, record, first):
-        if strips == 2:
-            made = two(p, q, base, stage, phase, depth, record, first)
-        else:
-            made = up_to_one(strips, p, q, base, stage, phase, depth, record, first)
-        return made
-
-    return {STRIP: only_half, 2 * STRIP: up_to_one}.get(config.n_max, up_to_two)
+    parts = (1, HALF), (1, COLUMNS), (2, COLUMNS)
+    highest = config.n_max // (2 * STRIP)
+    return by_limit({strips: make_multiply(config, signature, *parts[strips]) for strips in range(highest + 1)})
 
 
 @cache
@@ -403,35 +376,31 @@ def make_prefetch(signature):
 def make_consumer(config, signature):
     """consume(...): the whole life of a consumer thread, as in `hopper`; `q` are the `Grids`."""
     at, dispatch = Layout(config, signature), make_dispatch(config, signature)
-    full, empty, records, staging_at = at.tile_full, at.tile_empty, at.records, at.staging
+    staging_at, (await_record, free_slot) = at.staging, make_records(config, signature)
     write = make_strip_write(config.n_max // STRIP, signature.out, read_part, *make_targets(signature))
-    prefetch, whole, leave = make_prefetch(signature), signature.scales == "whole", ptx.make_arrive_at_each(1)
+    prefetch, whole = make_prefetch(signature), signature.scales == "whole"
 
     @synchronising
     def consume(p, q, alpha, beta, longest_k, maps, base, rank, warpgroup, thread):
         stage, phase, number = int32(0), int32(0), int32(0)
         while True:
-            slot = int32(number & (SLOTS - 1))
-            record, done = int32(base + records + slot * RECORD_BYTES), int32(base + empty + slot * 8)
-            ptx.mbarrier_wait(int32(base + full + slot * 8), int32((number // SLOTS) & 1))
+            record = await_record(base, number)
             tile = read_tile(record)
             if tile.height == STOP:
                 cuda.syncwarp()
-                leave(done, int32(0))
+                free_slot(base, number)
                 break
             if whole:
                 prefetch(p, q, record)
             row, column, _, _, strips = share_of(tile.rows, int32(0), int32(warpgroup))
             first = int32(row + column)
             sums, stage, phase = dispatch(strips, p, q, base, stage, phase, depth_of(tile.k), record, first)
-            number = int32(number + 1)
-            after = int32(number & (SLOTS - 1))
             if not whole:  # the next tile's scales come while this one's results leave
-                ptx.mbarrier_wait(int32(base + full + after * 8), int32((number // SLOTS) & 1))
-                prefetch(p, q, int32(base + records + after * RECORD_BYTES))
+                prefetch(p, q, await_record(base, int32(number + 1)))
             write(sums, p, record, base + staging_at, alpha, beta)
             cuda.syncwarp()
-            leave(done, int32(0))
+            free_slot(base, number)
+            number = int32(number + 1)
 
     return consume
 

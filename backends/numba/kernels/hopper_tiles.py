@@ -26,7 +26,14 @@ from numba.cuda import types
 from multigemm.backends.numba.config import COLUMNS, MOST_GROUPS, RECORD_BYTES, ROW_BYTES, SLOTS, WEIGHT_BYTES, Layout
 from multigemm.backends.numba.kernels import ptx
 from multigemm.backends.numba.kernels.runtime import synchronising
-from multigemm.backends.numba.kernels.schedule import ALL, LANES, extent, make_pieces
+from multigemm.backends.numba.kernels.schedule import (
+    ALL,
+    LANES,
+    extent,
+    make_pieces,
+    make_run_of,
+    make_running_sum,
+)
 
 int32, int64, uint32 = types.int32, types.int64, types.uint32
 
@@ -91,16 +98,6 @@ def make_half(config):
     return half
 
 
-@synchronising
-def running_sum(value, lane):
-    """The sum of 64-bit values over this lane and those before it."""
-    for step in range(5):
-        other = cuda.shfl_up_sync(ALL, value, 1 << step)
-        if lane >= (1 << step):
-            value += other
-    return value
-
-
 @cache
 def make_count(config, signature):
     """count(p, g) -> the tiles of a group, in the half of a word that is its queue's: the upper one is the busy
@@ -129,11 +126,7 @@ def make_finder(config, signature):
     at, cluster, n_max = Layout(config, signature), config.cluster, config.n_max
     runs, runs_at, sums_at, columns = at.runs, at.counts, at.sums, COLUMNS * config.cluster
     halves, count, (_, piece) = config.halves, make_count(config, signature), make_pieces(n_max, columns, config.even)
-
-    @synchronising
-    def run_of(p):
-        """Groups that one thread counts."""
-        return int32(uint32(uint32(p.groups) + uint32(runs - 1)) // uint32(runs))
+    run_of, running_sum = make_run_of(runs), make_running_sum(int64)
 
     @synchronising
     def count_all(p, base, thread):
@@ -231,19 +224,36 @@ def make_finder(config, signature):
 
 
 @cache
-def make_take(config, signature):
-    """take(base, number) -> Tile: the next one, for a whole warp, which frees the slot once all lanes have read it."""
+def make_records(config, signature):
+    """(await_record, free_slot): await_record(base, number) -> the record of this block's tile `number`, once it is
+    announced; free_slot(base, number) tells that this warp, or thread, has read it."""
     at = Layout(config, signature)
     full, empty, records = at.tile_full, at.tile_empty, at.records
     leave = ptx.make_arrive_at_each(1)
 
     @synchronising
-    def take(base, number):
+    def await_record(base, number):
         slot = int32(number & (SLOTS - 1))
         ptx.mbarrier_wait(int32(base + full + slot * 8), int32((number // SLOTS) & 1))
-        tile = read_tile(int32(base + records + slot * RECORD_BYTES))
+        return int32(base + records + slot * RECORD_BYTES)
+
+    @synchronising
+    def free_slot(base, number):
+        leave(int32(base + empty + (number & (SLOTS - 1)) * 8), int32(0))
+
+    return await_record, free_slot
+
+
+@cache
+def make_take(config, signature):
+    """take(base, number) -> Tile: the next one, for a whole warp, which frees the slot once all lanes have read it."""
+    await_record, free_slot = make_records(config, signature)
+
+    @synchronising
+    def take(base, number):
+        tile = read_tile(await_record(base, number))
         cuda.syncwarp()
-        leave(int32(base + empty + slot * 8), int32(0))
+        free_slot(base, number)
         return tile
 
     return take
@@ -273,7 +283,7 @@ def make_announce(config, signature):
     """
     at, cluster = Layout(config, signature), config.cluster
     full, empty, records, ask = at.tile_full, at.tile_empty, at.records, at.ask
-    find, leave = make_finder(config, signature)[1], ptx.make_arrive_at_each(1)
+    find, (await_record, free_slot) = make_finder(config, signature)[1], make_records(config, signature)
 
     @synchronising
     def announce(base, number, tile, here):
@@ -293,12 +303,10 @@ def make_announce(config, signature):
                 ptx.store_async_u32x4(int32(record + 16), barrier, int32(other), b)
 
     @synchronising
-    def take_alone(base, number):
+    def take_height(base, number):
         """The height of the next tile, by this thread for itself."""
-        slot = int32(number & (SLOTS - 1))
-        ptx.mbarrier_wait(int32(base + full + slot * 8), int32((number // SLOTS) & 1))
-        height = ptx.load_shared_u32(int32(base + records + slot * RECORD_BYTES + 4))
-        leave(int32(base + empty + slot * 8), int32(0))
+        height = ptx.load_shared_u32(int32(await_record(base, number) + 4))
+        free_slot(base, number)
         return height
 
     @synchronising
@@ -333,7 +341,7 @@ def make_announce(config, signature):
                 tile_number = total
                 if total > clusters:
                     tile_number = int32(clusters + ptx.atomic_add(counters, 1))
-            elif take_alone(base, number) == STOP:
+            elif take_height(base, number) == STOP:
                 break
             number = int32(number + 1)
         if rank == 0:
@@ -383,6 +391,20 @@ def first_place():
 def all_room():
     """An empty ring."""
     return Room(int32(0), int32(0), int32(0), int32(0), int32(0))
+
+
+@cache
+def make_next_place(places):
+    """next_place(place, parity): the barriers of the next stage of a ring, and their parity."""
+
+    @synchronising
+    def next_place(place, parity):
+        place = int32(place + 1)
+        if place == places:
+            place, parity = int32(0), int32(parity ^ 1)
+        return place, parity
+
+    return next_place
 
 
 @cache
@@ -436,7 +458,7 @@ def make_room(config, signature):
     drain(base, ring, room) until all have been handed back. `begins` are words of the warp's own, one for each
     place."""
     at, variable, places = Layout(config, signature), config.variable, Layout(config, signature).places
-    empty, ring_bytes = at.empty, at.ring_bytes
+    empty, ring_bytes, next_place = at.empty, at.ring_bytes, make_next_place(at.places)
 
     @synchronising
     def take(base, begins, ring, room, size):
@@ -450,9 +472,7 @@ def make_room(config, signature):
         ptx.store_shared_u32(int32(begins + ring.place * 4), begin)
         while int32(begin + size - ring_bytes - oldest) > 0:
             ptx.mbarrier_wait(int32(base + empty + place * 8), parity)
-            place = int32(place + 1)
-            if place == places:
-                place, parity = int32(0), int32(parity ^ 1)
+            place, parity = next_place(place, parity)
             oldest = ptx.load_shared_u32(int32(begins + place * 4))
         return Room(begin, ring.at, oldest, place, parity)
 
@@ -462,15 +482,11 @@ def make_room(config, signature):
             place, parity = room.place, room.parity
             while place != ring.place:
                 ptx.mbarrier_wait(int32(base + empty + place * 8), parity)
-                place = int32(place + 1)
-                if place == places:
-                    place, parity = int32(0), int32(parity ^ 1)
+                place, parity = next_place(place, parity)
         else:
             place, parity = ring.place, ring.parity
             for _ in range(places):
                 ptx.mbarrier_wait(int32(base + empty + place * 8), int32(parity ^ 1))
-                place = int32(place + 1)
-                if place == places:
-                    place, parity = int32(0), int32(parity ^ 1)
+                place, parity = next_place(place, parity)
 
     return take, drain

@@ -24,7 +24,8 @@ if not SIMULATED:
     from numba import types
     from numba.cuda.extending import intrinsic
 
-    from multigemm.backends.numba.kernels.ptx import assembly
+    from multigemm.backends.numba.kernels.ptx import assembly, store_global_u32x4
+    from multigemm.backends.numba.kernels.ptx import unforeseen_wide as unforeseen
 
 BYTES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8, "i8": 1, "u8": 1, "i32": 4, "i64": 8}
 BYTES |= {"e4m3": 1, "e5m2": 1, "e8m0": 1}
@@ -106,6 +107,13 @@ if SIMULATED:
     def wrap_int32(value):
         return _wrap(value)
 
+    def zero_16(address):
+        """16 bytes of zeros."""
+        ctypes.memset(int(address), 0, 16)
+
+    def unforeseen(value):
+        return value
+
 else:
     _LLVM = {"f16": ir.HalfType(), "bf16": ir.IntType(16), "f32": ir.FloatType(), "f64": ir.DoubleType(),
              "i8": ir.IntType(8), "u8": ir.IntType(8), "i32": ir.IntType(32), "i64": ir.IntType(64)}  # fmt: skip
@@ -129,7 +137,7 @@ else:
     @cache
     def loader(name):
         """load(address, index) -> the element, in the accumulator's type."""
-        wide = _NUMBA["i64" if name == "i64" else {"i32": "i32"}.get(name) or ACCUMULATOR[name]]
+        wide = _NUMBA[ACCUMULATOR.get(name, name)]
 
         @intrinsic
         def load(typingctx, address, index):
@@ -183,14 +191,18 @@ else:
         """Numba adds int32 in 64 bits; what looks at the sign next must see the 32 that are kept."""
         return types.int32(value)
 
+    @device
+    def zero_16(address):
+        """16 bytes of zeros."""
+        store_global_u32x4(address, (0, 0, 0, 0))
+
 
 # Where a group's operands begin, for any form: the packed formula or the table of a list.
 
 _load_i64 = loader("i64")
-COLUMNS = int(TABLE.COLUMNS)
-A, B, C, OUT, BIAS = int(TABLE.A), int(TABLE.B), int(TABLE.C), int(TABLE.OUT), int(TABLE.BIAS)
-A_ROW, B_ROW, C_ROW, OUT_ROW = int(TABLE.A_ROW), int(TABLE.B_ROW), int(TABLE.C_ROW), int(TABLE.OUT_ROW)
-BIAS_COL = int(TABLE.BIAS_COL)
+COLUMNS, A, B, C, OUT, BIAS = (int(TABLE[name]) for name in ("COLUMNS", "A", "B", "C", "OUT", "BIAS"))
+STRIDES, BIAS_COL = int(TABLE.A_ROW), int(TABLE.BIAS_COL)
+"""Of A, B, C and OUT, a row stride and a column stride each."""
 
 
 @cache
@@ -198,22 +210,15 @@ def make_operands(in_size):
     """Device functions (group, start) -> base address and strides of A, B, C, out and bias."""
 
     @device
-    def operand(p, g, start, which, field, stride_field, size):
-        """(address, row stride, column stride): A, B, C and out are 0 to 3."""
-        base, group, row, col = p.a, p.a_group, p.a_row, p.a_col
-        if which == 1:
-            base, group, row, col = p.b, p.b_group, p.b_row, p.b_col
-        elif which == 2:
-            base, group, row, col = p.c, p.c_group, p.c_row, p.c_col
-        elif which == 3:
-            base, group, row, col = p.out, p.out_group, p.out_row, p.out_col
+    def operand(p, g, start, which, base, group, row, col, size):
+        """(address, row stride, column stride) of A, B, C or OUT."""
         if p.table != 0:
             at = g * COLUMNS
-            base = _load_i64(p.table, at + field)
-            row, col = _load_i64(p.table, at + stride_field), _load_i64(p.table, at + stride_field + 1)
+            base, at = _load_i64(p.table, at + which), at + (STRIDES + 2 * which)
+            row, col = _load_i64(p.table, at), _load_i64(p.table, at + 1)
         else:
-            along_row = (which != 1 and p.jagged == JAGGED_M) or (which == 1 and p.jagged == JAGGED_K)
-            along_col = (which != 0 and p.jagged == JAGGED_N) or (which == 0 and p.jagged == JAGGED_K)
+            along_row = (which != B and p.jagged == JAGGED_M) or (which == B and p.jagged == JAGGED_K)
+            along_col = (which != A and p.jagged == JAGGED_N) or (which == A and p.jagged == JAGGED_K)
             offset = g * group
             if along_row:
                 offset += start * row
@@ -224,19 +229,19 @@ def make_operands(in_size):
 
     @device
     def operand_a(p, g, start):
-        return operand(p, g, start, 0, A, A_ROW, in_size)
+        return operand(p, g, start, A, p.a, p.a_group, p.a_row, p.a_col, in_size)
 
     @device
     def operand_b(p, g, start):
-        return operand(p, g, start, 1, B, B_ROW, in_size)
+        return operand(p, g, start, B, p.b, p.b_group, p.b_row, p.b_col, in_size)
 
     @device
     def operand_c(p, g, start):
-        return operand(p, g, start, 2, C, C_ROW, p.c_size)
+        return operand(p, g, start, C, p.c, p.c_group, p.c_row, p.c_col, p.c_size)
 
     @device
     def operand_out(p, g, start):
-        return operand(p, g, start, 3, OUT, OUT_ROW, p.out_size)
+        return operand(p, g, start, OUT, p.out, p.out_group, p.out_row, p.out_col, p.out_size)
 
     @device
     def operand_bias(p, g, start):

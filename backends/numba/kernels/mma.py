@@ -26,6 +26,7 @@ from multigemm.backends.numba.config import (
     ROW_BYTES,
     SIZE,
     THREADS,
+    WARPS,
     kept_rows,
     piece_step,
     staging_bytes,
@@ -41,38 +42,32 @@ from multigemm.backends.numba.kernels.mma_fragments import (
 )
 from multigemm.backends.numba.kernels.ptx import make_zeros, shared_address
 from multigemm.backends.numba.kernels.runtime import kernel, synchronising
-from multigemm.backends.numba.kernels.schedule import extent, make_warp_schedule, make_zero_unowned
+from multigemm.backends.numba.kernels.schedule import LANES, extent, make_warp_schedule, make_zero_unowned
 from multigemm.backends.numba.kernels.tensor_epilogue import make_way_out, style_of
 
 DIRECT_ROWS = 16
 """Of a warp's share; a higher one is stored by way of shared memory."""
-NONE = -1
 int32 = types.int32
 
 
-def make_in_turn(load_a, load_b, warp_step):
-    """products(sums, A's tile, B's tile, first row, first column, lane): 8 steps, which the compiler interleaves."""
+def make_in_turn(load_a, load_b, warp_step, steps):
+    """products(sums, first step, A's tile, B's tile, first row, first column, lane): `steps`, a power of two, which
+    the compiler interleaves."""
 
     @synchronising
     def one(acc, step, a, b, first_row, first_column, lane):
         return warp_step(acc, load_a(a, step, first_row, lane), load_b(b, step, first_column, lane))
 
-    @synchronising
-    def two(acc, step, a, b, first_row, first_column, lane):
-        acc = one(acc, step, a, b, first_row, first_column, lane)
-        return one(acc, step + 1, a, b, first_row, first_column, lane)
+    if steps == 1:
+        return one
+    half = make_in_turn(load_a, load_b, warp_step, steps // 2)
 
     @synchronising
-    def four(acc, step, a, b, first_row, first_column, lane):
-        acc = two(acc, step, a, b, first_row, first_column, lane)
-        return two(acc, step + 2, a, b, first_row, first_column, lane)
+    def both(acc, step, a, b, first_row, first_column, lane):
+        acc = half(acc, step, a, b, first_row, first_column, lane)
+        return half(acc, step + steps // 2, a, b, first_row, first_column, lane)
 
-    @synchronising
-    def eight(acc, a, b, first_row, first_column, lane):
-        acc = four(acc, 0, a, b, first_row, first_column, lane)
-        return four(acc, 4, a, b, first_row, first_column, lane)
-
-    return eight
+    return both
 
 
 @cache
@@ -89,7 +84,7 @@ def make_main_loop(config, kind, a_across, b_across, a_aligned, b_aligned):
     load_b = make_fragments(kind, b_lies_across, False, bn, KEPT_COLUMNS)
     plain = kind == "f32"
     warp_step = make_fma_step(kept, a_lies_across, b_lies_across) if plain else make_warp_step(kind, kept)
-    in_turn = make_in_turn(load_a, load_b, warp_step)
+    in_turn = make_in_turn(load_a, load_b, warp_step, 8)
     zeros = make_zeros(kept * KEPT_COLUMNS // 32, ptx.SUMS[kind])
     wait = ptx.make_cp_async_wait(stages - 2)
 
@@ -120,7 +115,7 @@ def make_main_loop(config, kind, a_across, b_across, a_aligned, b_aligned):
             ptx.cp_async_commit()
             tile = int32(base + stage * stage_bytes)
             if plain:
-                acc = in_turn(acc, tile, tile + b_at, first_row, first_column, lane)
+                acc = in_turn(acc, 0, tile, tile + b_at, first_row, first_column, lane)
             else:
                 # One step of fragments is loaded ahead of the products that need them.
                 a0, b0 = load_a(tile, 0, first_row, lane), load_b(tile + b_at, 0, first_column, lane)
@@ -144,7 +139,7 @@ def make_main_loop(config, kind, a_across, b_across, a_aligned, b_aligned):
 
 @synchronising
 def no_store(acc, address, pitch, rows, columns):
-    """Sums that no operand's type holds never leave straight from the registers."""
+    """Of tall tiles, and of other types, no sums leave straight from the registers."""
 
 
 @cache
@@ -158,13 +153,12 @@ def make_kernel(config, signature, overlap):
     a_aligned, b_aligned = signature.a_aligned, signature.b_aligned
     main_loop = make_main_loop(config, kind, a_across, b_across, a_aligned, b_aligned)
     scan, locate, piece = make_warp_schedule(bm, bn, piece_step(kind))
-    zero_unowned = make_zero_unowned()
+    zero_unowned = make_zero_unowned(LANES)
     kept, across_warps = kept_rows(config), bn // KEPT_COLUMNS
     stage, flush = make_way_out(kind, acc_name, kept, a_across and a_aligned, b_across and b_aligned)
-    singles = kind in ("f16", "bf16", "tf32")
     piece_bytes, scale = staging_bytes(config, BYTES[acc_name]), caster(acc_name)
-    direct_kind = KIND[kind] if kind in ("f16", "bf16") and kept <= DIRECT_ROWS else NONE
-    store = make_warp_store(kind if direct_kind != NONE else "bf16", kept) if singles else no_store
+    direct = kind in ("f16", "bf16") and kept <= DIRECT_ROWS
+    direct_kind, store = KIND[signature.compute], make_warp_store(kind, kept) if direct else no_store
 
     @kernel
     def mma(p, alpha, beta):
@@ -172,8 +166,6 @@ def make_kernel(config, signature, overlap):
         thread = int32(cuda.threadIdx.x)
         lane, warp = thread & 31, thread >> 5
         staging = int32(base + warp * piece_bytes)
-        lane_at = int32(staging + (lane >> 2) * 256 + (lane & 3) * 8)
-        twist = int32(((lane >> 3) & 3) * 32)
         if overlap:
             ptx.grid_dependents_launch()
             if (p.ends | p.valid) != 0:
@@ -196,18 +188,13 @@ def make_kernel(config, signature, overlap):
             out, out_row, out_col = operand_out(p, g, start)
             out = out + (i * out_row + j * out_col) * p.out_size
             pitch = out_row * 2
-            whole = (
-                p.plain != 0 and p.out_kind == direct_kind and out_col == 1 and ((out | pitch | (columns * 2)) & 3) == 0
-            )
-            if whole:
+            direct_here = direct and p.plain != 0 and p.out_kind == direct_kind
+            if direct_here and out_col == 1 and ((out | pitch | (columns * 2)) & 3) == 0:
                 row, column = int32(lane >> 2), int32((lane & 3) * 2)
                 here = out + row * pitch + column * 2
                 store(acc, here, pitch * 8, int32(int32(rows) - row), int32(int32(columns) - column))
             else:
-                if singles:
-                    stage(acc, lane_at, twist)
-                else:
-                    stage(acc, staging, lane)
+                stage(acc, staging, lane)
                 cuda.syncwarp()
                 c, c_row, c_col = operand_c(p, g, start)
                 bias, bias_col = operand_bias(p, g, start)
@@ -222,6 +209,6 @@ def make_kernel(config, signature, overlap):
             # Also without a tile: whoever waits for this kernel relies on all before it having ended too.
             ptx.grid_dependency_wait()
         if p.zeroes != 0:
-            zero_unowned(p, cuda.blockIdx.x * THREADS + thread, cuda.gridDim.x * THREADS)
+            zero_unowned(p, lane, cuda.blockIdx.x * WARPS + warp, cuda.gridDim.x * WARPS)
 
     return mma

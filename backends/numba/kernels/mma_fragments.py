@@ -395,25 +395,6 @@ def make_warp_step(kind, kept):
 
 
 @cache
-def make_warp_stage(kept):
-    """stage(acc, address of this lane's first element, twist): float32 rows of 256 bytes.
-
-    `twist` is the swizzle of the lane's rows in bytes; they are 8 apart, so it is the same for all.
-    """
-    rows, columns = kept // 16, KEPT_COLUMNS // 8
-
-    def generate(builder, acc, base, twist):
-        for j in range(columns):
-            where = builder.add(base, builder.xor(twist, ir.Constant(LLVM[I32], j * 32)))
-            for i, half in product(range(rows), range(2)):
-                first = (i * columns + j) * 4 + half * 2
-                pair = [builder.extract_value(acc, first), builder.extract_value(acc, first + 1)]
-                assembly(builder, f"st.shared.v2.f32 [$0+{(i * 16 + half * 8) * 256}], {{$1, $2}};", [where, *pair])
-
-    return emitted(generate, types.void, floats(rows * columns * 4), I32, I32)
-
-
-@cache
 def make_warp_store(kind, kept):
     """store(acc, address, bytes per 8 rows, rows, columns): rounds and stores from the registers, a pair at a time.
 

@@ -15,6 +15,7 @@ each other first. No scale is read that no element of the tile has.
 from __future__ import annotations
 
 from functools import cache
+from math import gcd
 
 import numpy as np
 from numba import cuda
@@ -46,7 +47,7 @@ from multigemm.backends.numba.kernels.memory import (
     storer,
 )
 from multigemm.backends.numba.kernels.runtime import SIMULATED, device, kernel, synchronising
-from multigemm.backends.numba.kernels.schedule import extent, make_schedule, make_zero_unowned
+from multigemm.backends.numba.kernels.schedule import LANES, extent, make_schedule, make_zero_unowned
 from multigemm.problem.spec import BYTE_FORMATS
 
 _code, _word, _single = loader("u8"), loader("i64"), loader("f32")
@@ -133,7 +134,8 @@ def make_kernel(config, signature):
     store = storer(signature.out, acc)
     finish = make_finish(acc, signature.activation, signature.c, signature.bias)
     scan, locate, tile_in_group = make_schedule(bm, bn, threads)
-    zero_unowned, zeroes = make_zero_unowned(), signature.zero_unowned
+    zeroes, lanes = signature.zero_unowned, gcd(threads, LANES)
+    zero_unowned, teams = make_zero_unowned(lanes), threads // lanes
     # One row more than the tile keeps a transposed store off a single shared-memory bank.
     pad = 0 if SIMULATED else 1
     a_pitch, b_pitch = bm + pad, bn + pad
@@ -283,7 +285,7 @@ def make_kernel(config, signature):
                         value = finish(sums[x * tn + y], scale, keep, c, at, bias, j * bias_col)
                         store(out, i * out_row + j * out_col, value)
         if zeroes:
-            zero_unowned(p, block * threads + thread, blocks * threads)
+            zero_unowned(p, thread % lanes, block * teams + thread // lanes, blocks * teams)
 
     @kernel
     def generic(p, alpha, beta):

@@ -46,14 +46,14 @@ def words(count):
     return types.UniTuple(I32, count)
 
 
-def assembly(builder, text, values, returns=(), effects=True, memory=None, tied=0):
+def assembly(builder, text, values, returns=(), effects=True, tied=0):
     """Emits PTX on these LLVM values; its results, of the LLVM types `returns`.
 
-    The first `tied` values share the registers of the results. `memory`: it may touch memory (default: as `effects`).
+    The first `tied` values share the registers of the results.
     """
     parts = ["=" + REGISTERS[str(kind)] for kind in returns]
     parts += [str(i) if i < tied else REGISTERS[str(value.type)] for i, value in enumerate(values)]
-    parts += ["~{memory}"] if (effects if memory is None else memory) else []
+    parts += ["~{memory}"] if effects else []
     result = ir.LiteralStructType(returns) if len(returns) > 1 else returns[0] if returns else ir.VoidType()
     function = ir.FunctionType(result, [value.type for value in values])
     found = builder.call(ir.InlineAsm(function, text, ",".join(parts), side_effect=effects), values)
@@ -99,8 +99,8 @@ def _scalars(kind):
     return [kind.dtype] * kind.count if isinstance(kind, types.UniTuple) else [kind]
 
 
-def instruction(text, returns=None, *takes, effects=True, memory=None, inout=False, within=None):
-    """A device function that is this PTX. `memory`: it may touch memory (default: as `effects`).
+def instruction(text, returns=None, *takes, effects=True, inout=False, within=None):
+    """A device function that is this PTX.
 
     `within` (with `inout`): the accumulator is the beginning of a fragment of that many registers,
     which the function takes and returns whole.
@@ -114,7 +114,7 @@ def instruction(text, returns=None, *takes, effects=True, memory=None, inout=Fal
         for kind, argument in zip(takes, arguments, strict=True):
             values += elements(builder, argument, kind.count) if isinstance(kind, types.UniTuple) else [argument]
         tied = len(_scalars(takes[0])) if inout else 0
-        found = assembly(builder, text, values, outputs, effects, memory, tied)
+        found = assembly(builder, text, values, outputs, effects, tied)
         if not isinstance(returns, types.UniTuple):
             return found[0] if found else None
         return replaced(builder, arguments[0] if within else undefined(returns), found)
@@ -231,7 +231,7 @@ named_barrier = instruction("bar.sync $0, $1;", None, I32, I32)
 # What Hopper adds: barriers with byte counts, TMA, wgmma, register budgets. Compile with `cc=(9, 0, "a")`.
 #
 # A barrier is 8 bytes of shared memory; `parity` is the phase (0 or 1) whose end is waited for. wgmma
-# descriptors are built by `descriptor`.
+# descriptors are built by `make_descriptor`.
 
 mbarrier_init = instruction("mbarrier.init.shared::cta.b64 [$0], $1;", None, I32, I32)
 """(barrier, arrivals per phase)"""
@@ -326,30 +326,26 @@ tma_store_wait = instruction("cp.async.bulk.wait_group 0;")
 """Waits until this thread's stores are done."""
 
 
-WGMMA = {"f16": ("f16", 16), "bf16": ("bf16", 16), "tf32": ("tf32", 8)}
-
-
 @cache
-def make_wgmma(kind, n, a_transposed=False, b_transposed=False, within=None, steps=(0,)):
+def make_wgmma(kind, n, a_transposed=False, b_transposed=False, within=None, steps=((0, 0),)):
     """wgmma(acc[n/2], a, b) -> acc: m64 x n x 32 bytes of k at each of `steps`, both operands by descriptor.
 
     `within`: acc is the beginning of that many registers, so that loops of different n can share what follows. `steps`
-    are pairs of what to add to the descriptors of a and b, or numbers for both.
+    are pairs of what to add to the descriptors of a and b.
 
     Transposed means that the operand's own dimension (not k) is contiguous; 16-bit types only.
     Between `wgmma_fence` and `wgmma_commit`; acc may be read after `make_wgmma_wait`.
     """
-    name, k = WGMMA[kind]
+    k = 8 if kind == "tf32" else 16
     count = n // 2
     transposes = "" if kind == "tf32" else f", {int(a_transposed)}, {int(b_transposed)}"
     if kind == "tf32" and (a_transposed or b_transposed):
         raise ValueError("tf32 operands of wgmma must be contiguous along k")
     parts = ["{ .reg .pred p; .reg .b64 x, y; setp.ne.b32 p, 1, 0;"]
-    for step in steps:
-        of_a, of_b = step if isinstance(step, tuple) else (step, step)
+    for of_a, of_b in steps:
         parts.append(
             f"add.s64 x, ${2 * count}, {of_a}; add.s64 y, ${2 * count + 1}, {of_b}; "
-            f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{name}.{name} {{{registers(0, count)}}}, "
+            f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{kind}.{kind} {{{registers(0, count)}}}, "
             f"x, y, p, 1, 1{transposes};"
         )
     return instruction(" ".join([*parts, "}"]), floats(count), floats(count), I64, I64, inout=True, within=within)
@@ -408,20 +404,15 @@ unforeseen_wide = instruction("", I64, I64, inout=True)
 SWIZZLE_128 = 1 << 62
 
 
-def descriptor_bits(leading, stride):
-    """The constant part of a descriptor with 128-byte swizzle: byte strides between 8-row groups.
+@cache
+def make_descriptor(leading, stride):
+    """descriptor(shared address) -> 64 bits, with 128-byte swizzle and these byte strides between 8-row groups.
 
     Contiguous along k: `stride` is the step from 8 rows to the next 8 (1024 when dense), `leading`
     unused. Transposed: `leading` is the step from 64 elements to the next 64 of the operand's own
     dimension, `stride` the step from 8 values of k to the next 8.
     """
-    return SWIZZLE_128 | (stride >> 4) << 32 | (leading >> 4) << 16
-
-
-@cache
-def make_descriptor(leading, stride):
-    """descriptor(shared address) -> 64 bits."""
-    bits = descriptor_bits(leading, stride)
+    bits = SWIZZLE_128 | (stride >> 4) << 32 | (leading >> 4) << 16
     text = (
         "{ .reg .u32 t; .reg .u64 u; shr.u32 t, $1, 4; and.b32 t, t, 0x3fff; "
         f"cvt.u64.u32 u, t; or.b64 $0, u, {bits}; }}"

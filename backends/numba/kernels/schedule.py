@@ -14,7 +14,7 @@ from numba import cuda
 from numba.cuda import types
 
 from multigemm.backends.numba.arguments import JAGGED_K, JAGGED_M, JAGGED_N
-from multigemm.backends.numba.kernels.memory import caster, loader, storer
+from multigemm.backends.numba.kernels.memory import caster, loader, storer, unforeseen, zero_16
 from multigemm.backends.numba.kernels.runtime import device, synchronising
 from multigemm.planning.operands import TABLE
 
@@ -171,79 +171,36 @@ def owned_span(p, total):
     return head, tail
 
 
-@cache
-def make_zero_unowned():
-    """zero(p, worker, workers): writes 0 to the elements of out that no group owns, whatever their type."""
-    store_2, store_4, store_8 = storer("f16", "f32"), storer("f32", "f32"), storer("f64", "f32")
-    zero = caster("f32")(0)
-
-    @device
-    def zero_box(base, rows, columns, row_stride, col_stride, size, worker, workers):
-        if columns <= 0:
-            return
-        # Divided once: the next element of this worker is `down` rows and `right` columns on.
-        row, column = worker // columns, worker % columns
-        down, right = workers // columns, workers % columns
-        while row < rows:
-            at = row * row_stride + column * col_stride
-            if size == 2:
-                store_2(base, at, zero)
-            elif size == 4:
-                store_4(base, at, zero)
-            else:
-                store_8(base, at, zero)
-            row += down
-            column += right
-            if column >= columns:
-                column -= columns
-                row += 1
-
-    @device
-    def zero_unowned(p, worker, workers):
-        size = p.out_size
-        if p.jagged == JAGGED_M or p.jagged == JAGGED_N:
-            total = jagged_total(p)
-            head, tail = owned_span(p, total)
-            step = p.out_row if p.jagged == JAGGED_M else p.out_col
-            rows, columns = (head, p.n) if p.jagged == JAGGED_M else (p.m, head)
-            zero_box(p.out, rows, columns, p.out_row, p.out_col, size, worker, workers)
-            rows, columns = (total - tail, p.n) if p.jagged == JAGGED_M else (p.m, total - tail)
-            zero_box(p.out + tail * step * size, rows, columns, p.out_row, p.out_col, size, worker, workers)
-        elif p.valid != 0:
-            for g in range(p.groups):
-                m, n, _, _ = extent(p, g)
-                base = p.out + (g * p.out_group + m * p.out_row) * size
-                zero_box(base, p.m - m, n, p.out_row, p.out_col, size, worker, workers)
-
-    return zero_unowned
-
-
-@cache
-def make_zero_lines(store_16, unforeseen):
-    """zero(p, lane, warp, warps): the same by whole warps, a line at a time, 16 bytes to a lane where that fits."""
-    store_2, store_4, store_8 = storer("f16", "f32"), storer("f32", "f32"), storer("f64", "f32")
-    zero = caster("f32")(0)
-
-    @device
-    def unowned(p, part):
-        """(address, rows, columns) of one of the boxes that no group owns."""
-        base, rows, columns = p.out, p.m, p.n
-        if p.valid != 0:
-            m, _, _, _ = extent(p, part)
-            base += (part * p.out_group + m * p.out_row) * p.out_size
-            rows -= m
+@device
+def unowned_part(p, number):
+    """(address, rows, columns) of what lies before or behind all groups, or below a group's rows."""
+    base, rows, columns = p.out, p.m, p.n
+    if p.valid != 0:
+        m, _, _, _ = extent(p, number)
+        base += (number * p.out_group + m * p.out_row) * p.out_size
+        rows -= m
+    else:
+        total = jagged_total(p)
+        head, tail = owned_span(p, total)
+        length, step = head, p.out_row if p.jagged == JAGGED_M else p.out_col
+        if number > 0:
+            length = total - tail
+            base += tail * step * p.out_size
+        if p.jagged == JAGGED_M:
+            rows = length
         else:
-            total = jagged_total(p)
-            head, tail = owned_span(p, total)
-            length, step = head, p.out_row if p.jagged == JAGGED_M else p.out_col
-            if part > 0:
-                length = total - tail
-                base += tail * step * p.out_size
-            if p.jagged == JAGGED_M:
-                rows = length
-            else:
-                columns = length
-        return base, rows, columns
+            columns = length
+    return base, rows, columns
+
+
+@cache
+def make_zero_unowned(lanes):
+    """zero(p, lane, team, teams): writes 0 to the elements of out that no group owns, whatever their type.
+
+    `lanes` threads are a team, which takes a line at a time, 16 bytes to each thread where that fits.
+    """
+    store_2, store_4, store_8 = storer("f16", "f32"), storer("f32", "f32"), storer("f64", "f32")
+    zero = caster("f32")(0)
 
     @device
     def zero_line(at, columns, col_stride, size, lane):
@@ -252,8 +209,8 @@ def make_zero_lines(store_16, unforeseen):
             tail = columns & 7 if size == 2 else columns & 3 if size == 4 else columns & 1
             end, byte = at + (columns - tail) * size, at + lane * 16
             while byte < end:
-                store_16(byte, (0, 0, 0, 0))
-                byte = unforeseen(byte + LANES * 16)
+                zero_16(byte)
+                byte = unforeseen(byte + lanes * 16)
             column += columns - tail
         while column < columns:
             if size == 2:
@@ -262,25 +219,24 @@ def make_zero_lines(store_16, unforeseen):
                 store_4(at, column * col_stride, zero)
             else:
                 store_8(at, column * col_stride, zero)
-            column = unforeseen(column + LANES)
+            column = unforeseen(column + lanes)
 
     @device
-    def zero_lines(p, lane, warp, warps):
-        parts = types.int64(0)
+    def zero_unowned(p, lane, team, teams):
+        parts, number = types.int64(0), types.int64(0)
         if p.valid != 0:
             parts = p.groups
         elif p.jagged == JAGGED_M or p.jagged == JAGGED_N:
             parts = types.int64(2)
-        part = types.int64(0)
-        while part < parts:
-            base, rows, columns = unowned(p, part)
-            row = types.int64(warp)
+        while number < parts:
+            base, rows, columns = unowned_part(p, number)
+            row = types.int64(team)
             while row < rows:
                 zero_line(base + row * p.out_row * p.out_size, columns, p.out_col, p.out_size, lane)
-                row = unforeseen(row + warps)
-            part = unforeseen(part + 1)
+                row = unforeseen(row + teams)
+            number = unforeseen(number + 1)
 
-    return zero_lines
+    return zero_unowned
 
 
 # One warp maps tile numbers to groups, ahead of the others.
@@ -301,14 +257,30 @@ int32, uint32 = types.int32, types.uint32
 64-bit division takes as long as the rest of a small tile's schedule."""
 
 
-@synchronising
-def inclusive_scan(value, lane):
-    """The sum of `value` over this lane and those before it."""
-    for step in range(5):
-        other = cuda.shfl_up_sync(ALL, value, 1 << step)
-        if lane >= (1 << step):
-            value = int32(value + other)
-    return value
+@cache
+def make_running_sum(kind):
+    """running_sum(value, lane) -> the sum of values of a type over this lane and those before it."""
+
+    @synchronising
+    def running_sum(value, lane):
+        for step in range(5):
+            other = cuda.shfl_up_sync(ALL, value, 1 << step)
+            if lane >= (1 << step):
+                value = kind(value + other)
+        return value
+
+    return running_sum
+
+
+@cache
+def make_run_of(runs):
+    """run_of(p) -> groups that one of so many runs has."""
+
+    @synchronising
+    def run_of(p):
+        return int32(uint32(uint32(p.groups) + uint32(runs - 1)) // uint32(runs))
+
+    return run_of
 
 
 @synchronising
@@ -355,16 +327,12 @@ def make_pieces(n_max, columns, step=ROUND):
 def make_warp_schedule(n_max, columns, step=ROUND):
     """(scan, locate, piece) for pieces of at most n_max rows, a multiple of `step`, and tiles of `columns` columns."""
     count_of, piece = make_pieces(n_max, columns, step)
+    run_of, running_sum = make_run_of(LANES), make_running_sum(int32)
 
     @synchronising
     def count(p, g):
         m, n, _, _ = extent(p, g)
         return count_of(m, n)
-
-    @synchronising
-    def run_of(p):
-        """Groups that one lane counts."""
-        return int32(uint32(uint32(p.groups) + uint32(LANES - 1)) // uint32(LANES))
 
     @synchronising
     def scan(p, lane):
@@ -378,7 +346,7 @@ def make_warp_schedule(n_max, columns, step=ROUND):
         mine = int32(0)
         for g in range(first, last):
             mine = int32(mine + count(p, g))
-        high = inclusive_scan(mine, lane)
+        high = running_sum(mine, lane)
         return int32(high - mine), high, cuda.shfl_sync(ALL, high, 31)
 
     @synchronising
@@ -401,7 +369,7 @@ def make_warp_schedule(n_max, columns, step=ROUND):
             mine = int32(0)
             if g + lane < last:
                 mine = count(p, int32(g + lane))
-            to = int32(before + inclusive_scan(mine, lane))
+            to = int32(before + running_sum(mine, lane))
             owner = owner_of(int32(to - mine), to, tile)
             if owner >= 0:
                 first, end = cuda.shfl_sync(ALL, int32(to - mine), owner), cuda.shfl_sync(ALL, to, owner)

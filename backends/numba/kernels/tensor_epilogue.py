@@ -18,7 +18,7 @@ from multigemm.backends.numba.config import KEPT_COLUMNS
 from multigemm.backends.numba.kernels import ptx
 from multigemm.backends.numba.kernels.epilogue import BF16, F16, F32, make_any_finish, make_any_store
 from multigemm.backends.numba.kernels.memory import BYTES
-from multigemm.backends.numba.kernels.mma_fragments import make_fma_stage, make_warp_stage
+from multigemm.backends.numba.kernels.mma_fragments import make_fma_stage
 from multigemm.backends.numba.kernels.ptx import F64, I32, LLVM, assembly, emitted, floats
 from multigemm.backends.numba.kernels.runtime import synchronising
 
@@ -140,16 +140,14 @@ def style_of(p):
 # What `make_words` has turned by pairs is put back in order here: `turned_a` or `turned_b` say which of both.
 
 LANES = 32
-TYPES = {"i32": I32, "f64": F64}
+TYPES = {"i32": I32, "f32": ptx.F32, "f64": F64}
 
 
 @cache
 def make_way_out(kind, acc, kept, a_lies_across, b_lies_across):
-    """(stage, flush): stage(sums, address of the warp's piece, lane), but see `make_warp_stage`; and `make_flush`."""
+    """(stage, flush): stage(sums, address of the warp's piece, lane); and `make_flush`."""
     if kind == "f32":
         stage = make_fma_stage(kept, a_lies_across, b_lies_across)
-    elif acc == "f32":
-        stage = make_warp_stage(kept)
     else:
         turned = kind == "i8"
         stage = make_stage(acc, kept, turned and a_lies_across, turned and b_lies_across)
@@ -167,7 +165,7 @@ def _runs(rows, columns, size, turned_a, turned_b):
 
 @cache
 def make_stage(acc, kept, turned_a, turned_b):
-    """stage(sums, address of the warp's piece, lane) for int32 and float64."""
+    """stage(sums, address of the warp's piece, lane) for sums of mma.sync."""
     rows, columns, size, kind = kept // 16, KEPT_COLUMNS // 8, BYTES[acc], TYPES[acc]
     pitch, swizzle = KEPT_COLUMNS * size, make_swizzle(acc)
 
@@ -364,11 +362,6 @@ HALF_STAGING = STAGING // 2
 ROUND_REGISTERS = STRIP * KEPT_COLUMNS // WARPGROUP
 
 
-def _strip_rounds(rounds, emit):
-    """The body of stage(acc, round, ...) where each round has registers of its own."""
-    return _by_round(rounds * STRIP, STRIP, emit)
-
-
 @cache
 def make_strip_stage_16(rounds, kind):
     """stage(acc, round, address of this lane's row, its twist): packs and stores rows of 128 bytes."""
@@ -379,7 +372,7 @@ def make_strip_stage_16(rounds, kind):
             where = builder.add(base, builder.xor(twist, ir.Constant(LLVM[I32], i // 4 * CHUNK)))
             _pack_and_store(builder, acc, rows[0] // 2 + i, kind, where)
 
-    return emitted(_strip_rounds(rounds, emit), types.void, floats(rounds * ROUND_REGISTERS), I32, I32, I32)
+    return emitted(_by_round(rounds * STRIP, STRIP, emit), types.void, floats(rounds * ROUND_REGISTERS), I32, I32, I32)
 
 
 @cache
@@ -393,7 +386,7 @@ def make_strip_stage_32(rounds):
             pair = [builder.extract_value(acc, rows[0] // 2 + i + x) for x in range(2)]
             assembly(builder, f"st.shared.v2.f32 [$0+{i % 4 // 2 * 2048}], {{$1, $2}};", [where, *pair])
 
-    return emitted(_strip_rounds(rounds, emit), types.void, floats(rounds * ROUND_REGISTERS), I32, I32, I32)
+    return emitted(_by_round(rounds * STRIP, STRIP, emit), types.void, floats(rounds * ROUND_REGISTERS), I32, I32, I32)
 
 
 @synchronising

@@ -29,6 +29,21 @@ def next_term(p, q, c: tl.constexpr):
     return p
 
 
+TAIL_64 = tl.constexpr((
+    8.87684080202382977e-10, 5.23763660601023379e-9, -1.34456172912233005e-10, -4.43455297078557501e-8,
+    9.45572690337117056e-9, 3.11872449912956753e-7, -4.30306009726024551e-7, -1.80068607392939199e-6,
+    6.79640941695843525e-6, 1.07597725423194587e-6, -0.000064751914293224855, 0.000181360324882516688,
+    0.0000328699806224424944, -0.00213160519572329813, 0.0100298206483519358, -0.0309853155090167918,
+    0.0751719156681254739, -0.152680232064410281, 0.267974245841697094, -0.41390358577559287, 0.568968891814782905,
+    -0.701009029590865524, 0.777351771893362193,
+))  # fmt: skip
+TAIL_32 = tl.constexpr((
+    -0.000122983157, 0.0001948018511, 0.001569313645, -0.003523574056, -0.007527212912, 0.06040646975, -0.1865230059,
+    0.3871366798, -0.6078966061, 0.7552851385,
+))  # fmt: skip
+"""Coefficients of `normal_tail`, that of the highest power first."""
+
+
 @triton.jit
 def normal_tail(a):
     """Two factors of the integral of the normal density from a to infinity, for a >= 0.
@@ -41,40 +56,15 @@ def normal_tail(a):
     if a.dtype == tl.float64:
         r = 1.0 / (a + 6.0)
         q = tl.fma(r, -12.0, 1.0)
-        p = next_term(tl.full([], 8.87684080202382977e-10, tl.float64), q, 5.23763660601023379e-9)
-        p = next_term(p, q, -1.34456172912233005e-10)
-        p = next_term(p, q, -4.43455297078557501e-8)
-        p = next_term(p, q, 9.45572690337117056e-9)
-        p = next_term(p, q, 3.11872449912956753e-7)
-        p = next_term(p, q, -4.30306009726024551e-7)
-        p = next_term(p, q, -1.80068607392939199e-6)
-        p = next_term(p, q, 6.79640941695843525e-6)
-        p = next_term(p, q, 1.07597725423194587e-6)
-        p = next_term(p, q, -0.000064751914293224855)
-        p = next_term(p, q, 0.000181360324882516688)
-        p = next_term(p, q, 0.0000328699806224424944)
-        p = next_term(p, q, -0.00213160519572329813)
-        p = next_term(p, q, 0.0100298206483519358)
-        p = next_term(p, q, -0.0309853155090167918)
-        p = next_term(p, q, 0.0751719156681254739)
-        p = next_term(p, q, -0.152680232064410281)
-        p = next_term(p, q, 0.267974245841697094)
-        p = next_term(p, q, -0.41390358577559287)
-        p = next_term(p, q, 0.568968891814782905)
-        p = next_term(p, q, -0.701009029590865524)
-        p = next_term(p, q, 0.777351771893362193)
+        p = tl.full([], TAIL_64[0], tl.float64)
+        for i in tl.static_range(1, 23):
+            p = next_term(p, q, TAIL_64[i])
     else:
         r = 1.0 / (a + 4.0)
         q = tl.fma(r, -8.0, 1.0)
-        p = tl.fma(q, -0.000122983157, 0.0001948018511)
-        p = next_term(p, q, 0.001569313645)
-        p = next_term(p, q, -0.003523574056)
-        p = next_term(p, q, -0.007527212912)
-        p = next_term(p, q, 0.06040646975)
-        p = next_term(p, q, -0.1865230059)
-        p = next_term(p, q, 0.3871366798)
-        p = next_term(p, q, -0.6078966061)
-        p = next_term(p, q, 0.7552851385)
+        p = tl.fma(q, TAIL_32[0], TAIL_32[1])
+        for i in tl.static_range(2, 10):
+            p = next_term(p, q, TAIL_32[i])
     # exp2 of float64 adds to its argument; plus zero keeps the product from being fused into that
     return p * r, tl.exp2(tl.fma(-0.7213475204444817 * a, a, 0.0))
 

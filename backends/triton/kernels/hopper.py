@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from multigemm.backends.triton.kernels.epilogue import finish
 from multigemm.backends.triton.kernels.hopper_tiles import (
+    STRIP,
     Mail,
     Tile,
     Tiling,
@@ -55,7 +56,6 @@ fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 send = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 seen_as = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-STRIP = gl.constexpr(64)
 # a block of K is one swizzled row: 64 elements of 16 bits, or 32 of tf32
 ROW_BYTES = gl.constexpr(128)
 BILLION = gl.constexpr(1 << 30)
@@ -200,19 +200,16 @@ def fill(descs, ring, block, blocks, stage, phase, tile, a_rows, b_step, TILING:
             for count in gl.static_range(1, MOST + 1):
                 mbarrier.expect(barrier, B_BYTES + count * A_BYTES, pred=strips == count)
         for strip in gl.static_range(MOST):
+            skip = strip
+            wanted = strips > strip
             if TILING.wide:
-                skip = strip
-                wanted = strips > strip
                 smem = strips_in(ring.a, stage * 3 + strip // 2).index(strip % 2)
-            elif MOST == 4:
-                # consumer 0 holds the upper half of the strips, consumer 1 the lower half
-                skip = strip % 2 + strip // 2 * ((strips + 1) // 2)
-                wanted = strips > (strip % 2) * 2 + strip // 2
-                smem = ring.a.index(stage * MOST + strip)
             else:
-                skip = strip
-                wanted = strips > strip
                 smem = ring.a.index(stage * MOST + strip)
+                if MOST == 4:
+                    # consumer 0 holds the upper half of the strips, consumer 1 the lower half
+                    skip = strip % 2 + strip // 2 * ((strips + 1) // 2)
+                    wanted = strips > (strip % 2) * 2 + strip // 2
             load_strip(descs[0], at + skip * STRIP, k0, tile, barrier, smem, wanted, TILING)
         if TILING.wide:
             for piece in gl.static_range(2):

@@ -41,9 +41,18 @@ from multigemm.backends.triton.kernels.hopper import (
     write,
     zero_unowned,
 )
-from multigemm.backends.triton.kernels.hopper_tiles import Mail, Tiling, after, after_slot, share_of, take, work_of
+from multigemm.backends.triton.kernels.hopper_tiles import (
+    STRIP,
+    Mail,
+    Tiling,
+    after,
+    after_slot,
+    share_of,
+    take,
+    work_of,
+)
+from multigemm.backends.triton.kernels.quantised import scale_of
 
-STRIP = gl.constexpr(64)
 # columns of one wgmma
 PIECE = gl.constexpr(128)
 # K of a block: one swizzled row, and what one scale covers
@@ -70,17 +79,6 @@ class Covers(NamedTuple):
     lines: Any
     k: Any
     e8m0: Any
-
-
-@gluon.jit
-def scale_of(code, E8M0: gl.constexpr):
-    """Scales in float32; code 0 of e8m0 is 2^-127 and 255 is NaN."""
-    if E8M0:
-        code = code.to(gl.int32)
-        bits = gl.where(code == 0, 0x00400000, code << 23)
-        return gl.where(code == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
-    else:
-        return code
 
 
 @gluon.jit

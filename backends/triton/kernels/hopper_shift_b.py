@@ -41,15 +41,13 @@ from multigemm.backends.triton.kernels.hopper import (
     halves,
     moved,
     produce,
+    seen_as,
     sum_layout,
     write,
     zero_unowned,
 )
-from multigemm.backends.triton.kernels.hopper_tiles import Mail, Tiling, after, after_slot, take, work_of
+from multigemm.backends.triton.kernels.hopper_tiles import STRIP, Mail, Tiling, after, after_slot, take, work_of
 
-# Triton 3.6 calls it otherwise than later versions
-reinterpreted = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-STRIP = gl.constexpr(64)
 # of K in one wgmma
 STEP = gl.constexpr(16)
 DEEP = gl.constexpr(64)
@@ -346,7 +344,7 @@ def rows_of(x_smem, stage, SLOTS: gl.constexpr, FIRST: gl.constexpr, TILING: gl.
     """SLOTS strips of a block of rows, from strip FIRST on, as the second operand."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     blocks: gl.constexpr = TILING.most // SLOTS
-    view = reinterpreted(x_smem, x_smem.dtype, [TILING.stages * TILING.most // SLOTS, SLOTS * STRIP, DEEP], layout)
+    view = seen_as(x_smem, x_smem.dtype, [TILING.stages * TILING.most // SLOTS, SLOTS * STRIP, DEEP], layout)
     return view.index(stage * blocks + FIRST // SLOTS).permute((1, 0))
 
 

@@ -11,7 +11,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from multigemm.backends.triton.kernels.schedule import group_rows, place, place_of_two_widths, tiles_of_two_widths
+from multigemm.backends.triton.kernels.schedule import (
+    clamped_range,
+    group_rows,
+    place,
+    place_of_two_widths,
+    tiles_of_two_widths,
+)
 
 STRIP = gl.constexpr(64)
 RECORD = gl.constexpr(8)
@@ -201,7 +207,7 @@ def tiles_up_to(work, TILING: gl.constexpr):
     if TILING.sizes:
         size = gl.load(ends + g, mask=g < extents.groups, other=0).to(gl.int32)
         end = gl.associative_scan(size, 0, plus)
-        start, end = inside(end - size, end, extents.m)
+        start, end = clamped_range(end - size, end, extents.m)
     else:
         start, end = group_rows(ends, g, extents.head, extents.m, g < extents.groups, TILING.masked)
     strips = gl.where(end > start, (end - start // TILING.align * TILING.align + STRIP - 1) // STRIP, 0)
@@ -213,7 +219,7 @@ def tiles_up_to(work, TILING: gl.constexpr):
 
 @gluon.jit
 def span_of(g, ok, ends, head, TILING: gl.constexpr):
-    """Where a group starts and ends, to be clamped by `inside`: two loads on their way, or sums of sizes."""
+    """Where a group starts and ends, to be clamped by `clamped_range`: two loads on their way, or sums of sizes."""
     if TILING.sizes:
         lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
         before = lane * 0
@@ -263,14 +269,6 @@ def record_of(tile, total, found, work, TILING: gl.constexpr):
 
 
 @gluon.jit
-def inside(start, end, extent):
-    """[start, end) clamped to the extent, so that lying offsets stay in it."""
-    start = gl.minimum(gl.maximum(start.to(gl.int64), 0), extent)
-    end = gl.minimum(gl.maximum(end.to(gl.int64), start), extent)
-    return start.to(gl.int32), end.to(gl.int32)
-
-
-@gluon.jit
 def tile_from(record, tile, work, TILING: gl.constexpr):
     """A tile, once memory has answered."""
     tiles_n = work.tiles_n
@@ -283,7 +281,7 @@ def tile_from(record, tile, work, TILING: gl.constexpr):
         return Tile(g, row, gl.minimum(each * STRIP, end - row), tn * TILING.columns, low, g * 0, k)
     elif TILING.form == "search":
         g, start, end, first = record
-        low, end = inside(start, end, work.extents.m)
+        low, end = clamped_range(start, end, work.extents.m)
         start = low // TILING.align * TILING.align
         strips = (end - start + STRIP - 1) // STRIP
         if TILING.wide:
@@ -305,7 +303,7 @@ def tile_from(record, tile, work, TILING: gl.constexpr):
         row = tm * height
         rows = gl.minimum(height, work.extents.m - row)
         if TILING.form == "k":
-            start, end = inside(start, end, k)
+            start, end = clamped_range(start, end, k)
             low = row
             if TILING.copied is not None:
                 low = start // COPIED_BLOCK + g

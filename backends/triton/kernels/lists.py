@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from multigemm.backends.triton.kernels.epilogue import finish
 from multigemm.backends.triton.kernels.generic import corner, dot, offsets
 from multigemm.backends.triton.kernels.hopper import barriers, fetch, oriented, sum_layout
+from multigemm.backends.triton.kernels.hopper_tiles import after
 
 # a block of K is one swizzled row of 128 bytes
 DEEP = gl.constexpr(64)
@@ -58,23 +59,15 @@ def few_kernel(groups, alpha_bits,
     """One tile. A group: its first tile, blocks of k, tiles down and across, the inverses for `place_few`, then address
     and distance of lines (rows or columns, as they lie) of a, b and out, all of them aligned to 16 bytes."""
     tile = tl.program_id(0)
-    first, steps, down, across, by_band, by_low, a, a_line, b, b_line, out, out_line = groups[0]
+    found = groups[0]
     for g in tl.static_range(1, len(groups)):
-        (first_g, steps_g, down_g, across_g, by_band_g, by_low_g, a_g, a_line_g, b_g, b_line_g, out_g,
-         out_line_g) = groups[g]  # fmt: skip
-        reached = tile >= first_g
-        first = tl.where(reached, first_g, first)
-        steps = tl.where(reached, steps_g, steps)
-        down = tl.where(reached, down_g, down)
-        across = tl.where(reached, across_g, across)
-        by_band = tl.where(reached, by_band_g, by_band)
-        by_low = tl.where(reached, by_low_g, by_low)
-        a = tl.where(reached, a_g, a)
-        a_line = tl.where(reached, a_line_g, a_line)
-        b = tl.where(reached, b_g, b)
-        b_line = tl.where(reached, b_line_g, b_line)
-        out = tl.where(reached, out_g, out)
-        out_line = tl.where(reached, out_line_g, out_line)
+        reached = tile >= groups[g][0]
+        chosen = ()
+        for i in tl.static_range(len(found)):
+            chosen += (tl.where(reached, groups[g][i], found[i]),)
+        found = chosen
+    # not in a function: hints stick to the operation that they are given to
+    first, steps, down, across, by_band, by_low, a, a_line, b, b_line, out, out_line = found
     PER_LINE: tl.constexpr = 128 // a.dtype.element_ty.primitive_bitwidth
     OUT_PER_LINE: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
     a = tl.multiple_of(a, 16)
@@ -111,21 +104,15 @@ def few_kernel(groups, alpha_bits,
 def pick(groups, tile, WIDTH: gl.constexpr, MULTIPLE: gl.constexpr):
     """A tile's group and place: (group, blocks of k, tile row, tile column, rows, columns, result, its lines)."""
     group = tile * 0
-    first, steps, down, across, by_band, by_low, rows, columns, out, out_line = groups[0]
+    found = groups[0]
     for g in gl.static_range(1, len(groups)):
-        first_g, steps_g, down_g, across_g, by_band_g, by_low_g, rows_g, columns_g, out_g, out_line_g = groups[g]
-        reached = tile >= first_g
+        reached = tile >= groups[g][0]
         group = gl.where(reached, g, group)
-        first = gl.where(reached, first_g, first)
-        steps = gl.where(reached, steps_g, steps)
-        down = gl.where(reached, down_g, down)
-        across = gl.where(reached, across_g, across)
-        by_band = gl.where(reached, by_band_g, by_band)
-        by_low = gl.where(reached, by_low_g, by_low)
-        rows = gl.where(reached, rows_g, rows)
-        columns = gl.where(reached, columns_g, columns)
-        out = gl.where(reached, out_g, out)
-        out_line = gl.where(reached, out_line_g, out_line)
+        chosen = ()
+        for i in gl.static_range(len(found)):
+            chosen += (gl.where(reached, groups[g][i], found[i]),)
+        found = chosen
+    first, steps, down, across, by_band, by_low, rows, columns, out, out_line = found
     if MULTIPLE > 1:
         columns = gl.multiple_of(columns, MULTIPLE)
         out_line = gl.multiple_of(out_line, MULTIPLE)
@@ -154,10 +141,7 @@ def send(a_map, b_map, ring, stage, phase, row, col, steps, STAGES: gl.constexpr
             fetch(b_map, [step * DEEP, col], there, b_smem.index(stage))
         else:
             fetch(b_map, [col, step * DEEP], there, b_smem.index(stage))
-        stage += 1
-        if stage == STAGES:
-            stage = stage * 0
-            phase ^= 1
+        stage, phase = after(stage, phase, STAGES)
     return stage, phase
 
 
@@ -213,10 +197,7 @@ def multiply_tile(groups, tile, ring, stage, phase, alpha_bits, BM: gl.constexpr
         acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=[acc]))
         mbarrier.arrive(empty.index(before), pred=step > 0)
         before = stage
-        stage += 1
-        if stage == STAGES:
-            stage = stage * 0
-            phase ^= 1
+        stage, phase = after(stage, phase, STAGES)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
     if DEALT:
         mbarrier.arrive(empty.index(before), pred=steps > 0)

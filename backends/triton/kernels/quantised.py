@@ -190,13 +190,17 @@ def along(numbers, VECTOR: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def list_scale(scales, g, like, PART: tl.constexpr):
-    """Where the scale of one matrix of a list begins, its distances, and shifts from a line or a K to its entry."""
-    entry = scales + g.to(tl.int64) * SCALE_COLUMNS + PART
-    base = tl.load(entry).to(tl.pointer_type(like.dtype.element_ty))
-    row = tl.load(entry + 1)
-    deep = tl.load(entry + 2)
-    return base, row, deep, tl.load(entry + 3).to(tl.int32), tl.load(entry + 4).to(tl.int32)
+def scales_of(scales, g, given, group, line, deep, FORM: tl.constexpr, PART: tl.constexpr):
+    """Where a group's scales begin, their distances, and of a list the shifts from a line or a K to its entry."""
+    wide_g = g.to(tl.int64)
+    if FORM == "per_group":
+        entry = scales + wide_g * SCALE_COLUMNS + PART
+        base = tl.load(entry).to(tl.pointer_type(given.dtype.element_ty))
+        line = tl.load(entry + 1)
+        deep = tl.load(entry + 2)
+        return base, line, deep, tl.load(entry + 3).to(tl.int32), tl.load(entry + 4).to(tl.int32)
+    else:
+        return given + wide_g * group, line, deep, 0, 0
 
 
 @triton.jit
@@ -284,7 +288,6 @@ def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, 
         skip_k = start if JAGGED_K else 0
 
         # 2. the first element of each operand's tile, in 64 bits
-        wide_g = g.to(tl.int64)
         a_base, a_r, a_c = matrix(table, g, a, a_group, a_row, a_col, FORM, "a", A_BYTES)
         b_base, b_r, b_c = matrix(table, g, b, b_group, b_row, b_col, FORM, "b", B_BYTES)
         out_base, out_r, out_c = matrix(table, g, out, out_group, out_row, out_col, FORM, "out", OUT_BYTES)
@@ -307,31 +310,23 @@ def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, 
         acc = tl.zeros((P, Q), tl.float32)
         if rows_left > 0:
             # 3. the numbers of the tile's lines, and those that hold for all of K
-            sa_shift, sb_shift, sa_k_shift, sb_k_shift = 0, 0, 0, 0
             if SA:
-                if FORM == "per_group":
-                    sa_base, sa_r, sa_d, sa_shift, sa_k_shift = list_scale(scales, g, scale_a, 0)
-                else:
-                    sa_base, sa_r, sa_d = scale_a + wide_g * sa_group, sa_line, sa_deep
+                sa_base, sa_r, sa_d, sa_shift, sa_k_shift = scales_of(scales, g, scale_a, sa_group, sa_line, sa_deep,
+                                                                      FORM, 0)  # fmt: skip
                 sa_lines = lines_of(skip_m + row0, i, SA_ROWS, SA_VECTOR, sa_shift)
                 sa_ptrs = sa_base + sa_lines.to(tl.int64) * sa_r + first_block(start, g, SA_K, JAGGED_K) * sa_d
                 if BLOCKED and SA_K == 0:
                     sa = along(scale_of(read(sa_ptrs, i, rows_left, SA_VECTOR), SA_E8M0), SA_VECTOR, A_AXIS)
             if SB:
-                if FORM == "per_group":
-                    sb_base, sb_r, sb_d, sb_shift, sb_k_shift = list_scale(scales, g, scale_b, 5)
-                else:
-                    sb_base, sb_r, sb_d = scale_b + wide_g * sb_group, sb_line, sb_deep
+                sb_base, sb_r, sb_d, sb_shift, sb_k_shift = scales_of(scales, g, scale_b, sb_group, sb_line, sb_deep,
+                                                                      FORM, 5)  # fmt: skip
                 sb_lines = lines_of(skip_n + col0, j, SB_ROWS, SB_VECTOR, sb_shift)
                 sb_first = first_block(start, g, SB_K, JAGGED_K)
                 sb_ptrs = sb_base + sb_lines.to(tl.int64) * sb_r + sb_first * sb_d
                 if BLOCKED and SB_K == 0:
                     sb = along(scale_of(read(sb_ptrs, j, cols_left, SB_VECTOR), SB_E8M0), SB_VECTOR, B_AXIS)
             if ZB:
-                if FORM == "per_group":
-                    zb_base, zb_r, zb_d, _, _ = list_scale(scales, g, zero_b, 10)
-                else:
-                    zb_base, zb_r, zb_d = zero_b + wide_g * zb_group, zb_line, zb_deep
+                zb_base, zb_r, zb_d, _, _ = scales_of(scales, g, zero_b, zb_group, zb_line, zb_deep, FORM, 10)
                 zb_ptrs = zb_base + sb_lines.to(tl.int64) * zb_r + sb_first * zb_d
                 if SB_K == 0:
                     zero = along(read(zb_ptrs, j, cols_left, SB_VECTOR).to(tl.float16), SB_VECTOR, 0)

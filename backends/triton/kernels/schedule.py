@@ -18,20 +18,18 @@ COLUMNS = tl.constexpr(20)
 
 
 @triton.jit
-def group_range(ends, g, head, total, ok):
-    """[start, end) of groups along the jagged extent, clamped so that lying offsets stay inside it."""
-    start = tl.load(ends + g - 1, mask=ok & (g + head > 0), other=0).to(tl.int64)
-    end = tl.load(ends + g, mask=ok, other=0).to(tl.int64)
+def clamped_range(start, end, total):
+    """[start, end) clamped to the extent, so that lying offsets stay in it."""
     start = tl.minimum(tl.maximum(start, 0), total)
     end = tl.minimum(tl.maximum(end, start), total)
     return start.to(tl.int32), end.to(tl.int32)
 
 
 @triton.jit
-def clamped_range(start, end, total):
-    """[start, end) clamped to the extent."""
-    start = tl.minimum(tl.maximum(start, 0), total)
-    return start, tl.minimum(tl.maximum(end, start), total)
+def group_range(ends, g, head, total, ok):
+    """[start, end) of groups along the jagged extent."""
+    start = tl.load(ends + g - 1, mask=ok & (g + head > 0), other=0).to(tl.int64)
+    return clamped_range(start, tl.load(ends + g, mask=ok, other=0).to(tl.int64), total)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from multigemm.backends.numba.config import HopperConfig
 from tests.support.numba_lane_model import plain
 from tests.support.numba_pipeline_model import BASE
 from tests.support.numba_pipeline_run import (
+    KERNELS,
     LOW,
     TALL,
     Problem,
@@ -105,8 +106,8 @@ def test_every_tile_is_found_once(case: str, kernel: Any, monkeypatch: pytest.Mo
     made = Run(config, make(), monkeypatch)
     machine: Any = Counting(384, made.layout.end + BASE)
     tiles = kernel(made.machine(0, 1))[2]
-    for name in ("ptx", "cuda"):
-        monkeypatch.setattr(tiles, name, machine)
+    for place in (f"{tiles.__name__}.ptx", f"{tiles.__name__}.cuda", f"{KERNELS}.schedule.cuda"):
+        monkeypatch.setattr(place, machine)
     count_all, find = (plain(x) for x in tiles.make_finder.__wrapped__(config, made.signature))
     totals = set(machine.run(lambda thread: int(count_all(made.call, BASE, np.int32(thread)))))
     assert len(totals) == 1
@@ -180,14 +181,15 @@ UNOWNED: dict[str, Callable[[], mg.GroupedGemmProblem]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("lanes", [4, 32])
 @pytest.mark.parametrize("case", UNOWNED)
 def test_what_no_group_owns_becomes_zero_and_nothing_else_does(
-    case: str, kernel: Any, monkeypatch: pytest.MonkeyPatch
+    case: str, lanes: int, kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from multigemm.backends.numba.kernels import schedule
 
-    def store_16(at: int, values: Any) -> None:
-        assert at % 16 == 0 and not any(values)
+    def zero_16(at: int) -> None:
+        assert at % 16 == 0
         ctypes.memset(int(at), 0, 16)
 
     def storer(name: str, _: str) -> Callable[[int, int, Any], None]:
@@ -200,11 +202,11 @@ def test_what_no_group_owns_becomes_zero_and_nothing_else_does(
 
     made = Run(TALL, UNOWNED[case](), monkeypatch)
     kernel(made.machine(0, 1))
-    monkeypatch.setattr(schedule, "storer", storer)
-    zero = plain(schedule.make_zero_lines.__wrapped__(store_16, lambda value: value))
-    for warp in range(3):
-        for lane in range(32):
-            zero(made.call, np.int32(lane), np.int32(warp), np.int32(3))
+    for name, fake in {"storer": storer, "zero_16": zero_16, "unforeseen": lambda value: value}.items():
+        monkeypatch.setattr(schedule, name, fake)
+    zero = plain(schedule.make_zero_unowned.__wrapped__(lanes))
+    for thread in range(3 * lanes):
+        zero(made.call, np.int32(thread % lanes), np.int32(thread // lanes), np.int32(3))
     out: Any = made.ops.out
     wanted = torch.zeros(out.shape, dtype=torch.bool)
     if made.ops.valid_rows is not None:
