@@ -8,8 +8,8 @@ A scale is the largest finite magnitude of its block divided by the largest numb
 least 2^-126; that of a block of zeros is 1. In e8m0 it is rounded up to a power of two, so that nothing saturates. Data
 are the float32 quotients x / scale, rounded to nearest, ties to even, and clamped. NaN and infinities become NaN; a
 format without NaN gives their block a scale that is NaN. Data are contiguous along K, as kernels read them fastest.
-A block whose largest magnitude is below 2^-126 times that of the format has the scale 2^-126. It uses fewer steps of the
-format then, and elements of at most half a step times 2^-126 become 0.
+A block whose largest magnitude is below 2^-126 times that of the format has the scale 2^-126. It uses fewer steps of
+the format then, and elements of at most half a step times 2^-126 become 0.
 
 Torch operations do it. On a GPU with Triton one kernel quantises to float8 by blocks and rows that no group cuts
 (quantize_kernels.py): the same bits.
@@ -481,9 +481,8 @@ def dequantized(
     form: Form = "batched" if cut is None else "jagged_k" if axis == "k" else "jagged_m" if side == "a" else "jagged_n"
     shape = tuple(values.shape) if cut is not None or values.dim() == 3 else (1, *values.shape)
     groups = cut.groups if cut is not None else shape[0]
-    other = (
-        torch.float8_e4m3fn if side == "a" else torch.float16 if _is_half(scale) else torch.bfloat16
-    )  # as a 16-bit a has it
+    weights_in = torch.float16 if _is_half(scale) else torch.bfloat16  # the dtype of a beside scales of 16 bits
+    other = torch.float8_e4m3fn if side == "a" else weights_in
     squeezed = len(shape) > values.dim()
     operands = scales.Operands(form, groups, other, data.dtype, shape, shape, squeezed, in_memory=False)
     given = scales.Given(scale) if side == "a" else scales.Given(None, scale, zero)
