@@ -121,7 +121,7 @@ def fuses_unless_told(net: Network, own_gate: bool, x: Tensor, gradients: bool) 
 
     On a CPU it does. In 16 bits on Hopper GPUs, where both ways were measured, it does if steps have no kernel for its
     gate (`own_gate`); otherwise on a GPU if `gradients` are wanted. On a GPU batch-invariant layers, whose bits must
-    not depend on wanted gradients, and compiled graphs run in steps.
+    not depend on wanted gradients, compiled graphs and layers in float64 or under autocast run in steps.
     """
     if not FUSING.issuperset(net.backend.split(",")):
         return False
@@ -131,7 +131,7 @@ def fuses_unless_told(net: Network, own_gate: bool, x: Tensor, gradients: bool) 
         return False
     if has_fast_fused_products(x, net.backend):
         return own_gate
-    return gradients and not torch.is_autocast_enabled("cuda")
+    return gradients and x.dtype is not torch.float64 and not torch.is_autocast_enabled("cuda")
 
 
 @cache

@@ -391,6 +391,9 @@ def test_which_layers_are_fused_on_a_gpu_that_were_not_told(monkeypatch: pytest.
     monkeypatch.setattr(expert_network, "_capability", lambda index: (9, 0))
     monkeypatch.setattr(OnGpu, "dtype", torch.float32)
     assert fuses(True) and not fuses(False)
+    monkeypatch.setattr(OnGpu, "dtype", torch.float64)
+    assert not fuses(True)
+    monkeypatch.setattr(OnGpu, "dtype", torch.float32)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
     assert not fuses(True)
 
