@@ -172,8 +172,8 @@ def test_formats_of_weights_on_both_sides(format: Any, side: Any, shape: Any, ja
             continue
         if axis == "rows" and scale == "128x128":
             continue
-        q = torch_side.quantize(x, format, scale, side=side, zero=zero, jagged=jagged, **cut)  # type: ignore[arg-type]
-        same(q, reference.quantize(x.numpy(), format, scale, side=side, zero=zero, axis=axis, **cut))  # type: ignore[arg-type]
+        q = torch_side.quantize(x, format, scale, side=side, zero=zero, jagged=jagged, **cut)
+        same(q, reference.quantize(x.numpy(), format, scale, side=side, zero=zero, axis=axis, **cut))
         back = torch_side.dequantize(q, side=side, format=format, jagged=jagged, **cut)
         assert back.shape == x.shape
         if not axis and x.numel():
