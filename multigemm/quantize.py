@@ -8,6 +8,8 @@ A scale is the largest finite magnitude of its block divided by the largest numb
 least 2^-126; that of a block of zeros is 1. In e8m0 it is rounded up to a power of two, so that nothing saturates. Data
 are the float32 quotients x / scale, rounded to nearest, ties to even, and clamped. NaN and infinities become NaN; a
 format without NaN gives their block a scale that is NaN. Data are contiguous along K, as kernels read them fastest.
+A block whose largest magnitude is below 2^-126 times that of the format has the scale 2^-126. It uses fewer steps of
+the format then, and elements of at most half a step times 2^-126 become 0.
 
 Torch operations do it. On a GPU with Triton one kernel quantises to float8 by blocks and rows that no group cuts
 (quantize_kernels.py): the same bits.
@@ -31,6 +33,8 @@ from multigemm.problem.grouping import Grouping, make_grouping
 from multigemm.problem.spec import BYTE_FORMATS, HALVES, Form
 
 Format = Literal["e4m3", "e5m2", "int8", "int4", "uint4", "e2m1"]
+INTEGERS = {"int8": (-128, 127), "int4": (-8, 7), "uint4": (0, 15)}
+"""The least and the greatest code of the formats that take zero points."""
 FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0, "int4": 7.0, "uint4": 15.0, "e2m1": 6.0}
 HOLDS: dict[torch.dtype, tuple[str, ...]] = {
@@ -101,9 +105,7 @@ def _encode(quotients: Tensor, format: str, zero: Tensor | None) -> Tensor:
         code = torch.stack(tuple(above)).sum(0, dtype=torch.uint8)
         return code | (torch.signbit(quotients).to(torch.uint8) << 3)
     whole = quotients.round()
-    if zero is not None:
-        return (whole + zero).clamp(0, top).to(torch.uint8)
-    whole = whole.clamp(-top, top)
+    whole = whole.clamp(-top, top) if zero is None else (whole + zero).clamp(*INTEGERS[format])
     return whole.to(torch.int8) if format == "int8" else whole.to(torch.int8).view(torch.uint8) & 15
 
 
@@ -201,17 +203,20 @@ def quantize(
 
     Args:
         x: the operand, in bfloat16, float16 or float32 (float64 is rounded to float32 first).
-        format: "e4m3", "e5m2", "int8"; for side "b" also "int4", "uint4" (with `zero`) and "e2m1", two of K in a byte.
+        format: "e4m3", "e5m2", "int8", or "int4", "uint4" (with `zero`) and "e2m1", two of K in a byte. Products take
+            the last four as b only.
         scale: what one number covers: "tensor", "group", "row" (of b: a column), "1x32", "1x64", "1x128" (so many of K
             in a row or column) or "128x128".
         side: which operand it is: "a" [.., rows, K] or "b" [.., K, columns].
         scale_dtype: float32, float8_e8m0fnu, or for side "b" the dtype of 16-bit activations.
-        zero: "uint4" alone: scales span the range from the least to the greatest element, 0 included.
+        zero: of "int8", "int4" and "uint4" (which needs it): scales span the range from the least to the greatest
+            element, 0 included. Zero points are int8, of "uint4" uint8.
         offsets, sizes, ends, jagged: how a packed operand is cut, as for `grouped_gemm`. A jagged K needs them for each
-            `scale` but "tensor"; jagged rows for "group" only.
+            `scale` but "tensor" and "row"; jagged rows for "group" only. Without them a matrix is that of one product.
 
     Returns:
         Data, scale and zero points, which `grouped_gemm` takes as they are. Elements that no group owns have scale 1.
+        Scales are at least 2^-126: smaller elements lose steps of the format, or become 0.
 
     Raises:
         InvalidProblem: an argument has no meaning; the text names the value and the remedy.
@@ -253,10 +258,12 @@ def _check_words(format: Any, scale: Any, side: Any, scale_dtype: Any, zero: Any
     one_of(format, "format", tuple(LARGEST))
     one_of(scale, "scale", GRANULARITIES)
     one_of(side, "side", ("a", "b"))
-    if side == "a" and (format == "int8" or format in BYTE_FORMATS):
-        raise InvalidProblem(f"format={format!r} is for weights: pass side='b', or use 'e4m3' or 'e5m2'")
-    if zero != (format == "uint4"):
-        raise InvalidProblem(f"format={format!r} with zero={zero!r}: zero points belong to 'uint4', which needs them")
+    if format == "uint4" and not zero:
+        raise InvalidProblem(f"format='uint4' with zero={zero!r}: its codes need zero points: pass zero=True")
+    if zero and format not in INTEGERS:
+        raise InvalidProblem(
+            f"format={format!r} with zero={zero!r}: zero points belong to integers: leave zero out, or use 'uint4'"
+        )
     dtype = dtype_of(scale_dtype, "scale_dtype")
     if side == "a" and dtype in HALVES:
         raise InvalidProblem(
@@ -350,8 +357,9 @@ def _cut(offsets: Any, sizes: Any, ends: Any, jagged: str, x: Tensor, axis: str,
 def _scales(
     x: Tensor, at: _Entries, format: str, dtype: torch.dtype, zero: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The scales in their dtype and in float32, and the uint8 zero points, one per grid entry."""
-    top = LARGEST[format]
+    """The scales in their dtype and in float32, and the zero points in bytes, one per grid entry."""
+    low_code, high_code = INTEGERS[format] if zero else (0, LARGEST[format])
+    top = high_code - low_code
     finite = torch.where(x.isfinite(), x, 0)
     high = _reduced(finite if zero else finite.abs(), at, "amax")
     low = _reduced(finite, at, "amin") if zero else torch.zeros_like(high)
@@ -375,9 +383,10 @@ def _scales(
     used = decode_scale(kept)
     if not zero:
         return kept, used, None
-    zeros = (-low / used).round().clamp(0, top).nan_to_num(nan=0.0)
-    zeros[:, at.rows :] = 0
-    return kept, used, zeros.to(torch.uint8)
+    zeros = ((-low / used).round().clamp(0, top) + low_code).nan_to_num(nan=0.0)
+    for beyond in (zeros[:, at.rows :], zeros[:, :, at.columns :]):
+        beyond.fill_(0)
+    return kept, used, zeros.to(torch.int8 if low_code else torch.uint8)
 
 
 def _outward(x: Tensor, dim: int, side: str) -> Tensor:
@@ -436,18 +445,16 @@ def dequantize(
         None if x is None else reader.extra(x, f"{name}_{side}")
         for x, name in zip(given, ("scale", "zero"), strict=False)
     ]
-    packed = _packed_format(data.dtype, side, format)
+    packed = _packed_format(data.dtype, format)
     cut = {"offsets": offsets, "sizes": sizes, "ends": ends, "jagged": jagged}
     return give_back(dequantized(Quantized(data, *numbers), side, packed, **cut), reader.kind)
 
 
-def _packed_format(dtype: torch.dtype, side: str, format: str | None) -> str:
-    """The format of packed bytes, "" for data that are not packed. Raises if dtype, side and format contradict each
-    other."""
-    held = [name for name in HOLDS.get(dtype, ()) if side == "b" or name in FLOATS]
+def _packed_format(dtype: torch.dtype, format: str | None) -> str:
+    """The format of packed bytes, "" for data that are not packed. Raises if dtype and format contradict each other."""
+    held = HOLDS.get(dtype, ())
     if not held:
-        wanted = "float8_e4m3fn or float8_e5m2" if side == "a" else "float8, int8 or bytes"
-        raise InvalidProblem(f"data has dtype {dtype_name(dtype)}; for side={side!r} it must be {wanted}: quantize it")
+        raise InvalidProblem(f"data has dtype {dtype_name(dtype)}; it must be float8, int8 or bytes: quantize it")
     names = " or ".join(map(repr, held))
     if format is None and dtype is torch.uint8:
         raise InvalidProblem(f"data has dtype uint8: say what it holds with format= {names}")
@@ -464,7 +471,8 @@ def dequantized(
 ) -> Tensor:
     """`dequantize` on tensors alone. Without a cut it works on tensors without memory, so that a trace can hold it."""
     data, scale, zero = q
-    values = decode(scales.as_bytes(data), packed)
+    values = decode(_lines_last(scales.as_bytes(data), side), packed)
+    values = _lines_last(values, side)
     if values.dim() not in (2, 3):
         raise InvalidProblem(f"data has shape {tuple(data.shape)}: it must be a matrix or a stack of matrices")
     axis = _jagged_axis(side, jagged, values.dim())
@@ -472,21 +480,31 @@ def dequantized(
     form: Form = "batched" if cut is None else "jagged_k" if axis == "k" else "jagged_m" if side == "a" else "jagged_n"
     shape = tuple(values.shape) if cut is not None or values.dim() == 3 else (1, *values.shape)
     groups = cut.groups if cut is not None else shape[0]
-    other = data.dtype if side == "a" else torch.float16 if _is_half(scale) else torch.bfloat16  # as a 16-bit a has it
+    weights_in = torch.float16 if _is_half(scale) else torch.bfloat16  # the dtype of a beside scales of 16 bits
+    other = torch.float8_e4m3fn if side == "a" else weights_in
     squeezed = len(shape) > values.dim()
     operands = scales.Operands(form, groups, other, data.dtype, shape, shape, squeezed, in_memory=False)
-    if side == "a" and zero is not None:
-        raise InvalidProblem("zero with side='a': zero points belong to integer weights, which are b: leave it out")
-    given = scales.Given(scale if side == "a" else None, scale if side == "b" else None, zero)
+    given = scales.Given(scale) if side == "a" else scales.Given(None, scale, zero)
+    if packed and side == "a":
+        _check_packing(packed, axis, values.shape[-1])
     found = scales.read(lambda x, _: x, operands, given, packed)
+    scale_read, zero_read = (found.a, None) if side == "a" else (found.b, found.zero)
+    if side == "a":
+        scales.check_zero("zero_a", zero, scale, data.dtype, packed)
+        zero_read = scales.read_zero(lambda x, _: x, operands, zero, "zero_a", scale_read)
     where = None if cut is None else _offsets(cut, values.device)
-    for read in (found.zero, found.a if side == "a" else found.b):
+    for read in (zero_read, scale_read):
         if read is None:
             continue
         spread = _of_elements(read, operands, side, axis, where)
         spread = spread if spread.dim() == values.dim() else spread[0]
-        values = values - spread.nan_to_num(nan=0.0) if read is found.zero else values * spread.to(torch.float32)
+        values = values - spread.nan_to_num(nan=0.0) if read is zero_read else values * spread.to(torch.float32)
     return values
+
+
+def _lines_last(x: Tensor, side: str) -> Tensor:
+    """Bytes of a with K where `decode` unpacks it, as b has it; and back."""
+    return x.mT if side == "a" and x.dim() > 1 else x
 
 
 def _is_half(x: Tensor | None) -> bool:

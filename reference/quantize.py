@@ -17,6 +17,8 @@ import numpy as np
 from multigemm.reference.dtypes import Array, to_numpy
 
 LARGEST = {"e4m3": 448, "e5m2": 57344, "int8": 127, "int4": 7, "uint4": 15, "e2m1": 6}
+INTEGERS = {"int8": (-128, 127), "int4": (-8, 7), "uint4": (0, 15)}
+"""The least and the greatest code of the formats that take zero points."""
 FLOATS = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e2m1": ml_dtypes.float4_e2m1fn}
 SMALLEST = np.float32(2.0**-126)
 NAN8 = 0x7F
@@ -61,23 +63,24 @@ def decode_scale(x: Any) -> Array:
 
 def quantize(
     x: Array, format: str, scale: str, *, side: str = "a", scale_dtype: Any = np.float32,
-    offsets: Sequence[int] | None = None, axis: str = "",
+    zero: bool = False, offsets: Sequence[int] | None = None, axis: str = "",
 ) -> Quantized:  # fmt: skip
     """One operand [.., lines, K] (side "b": [.., K, columns]), whose `axis` "rows" or "k" may be cut by `offsets`."""
+    codes_of = INTEGERS[format] if zero else None
     given = x.astype(np.float32)
     given = given if side == "a" else np.swapaxes(given, -1, -2)
     stack = np.ascontiguousarray(given if given.ndim == 3 else given[None])
     shape, entry = _grid(stack.shape, given.ndim, scale, offsets, axis)
-    numbers, zeros = np.ones(shape, np.float32), np.zeros(shape, np.uint8)
-    codes = _encoded(stack, format, np.float32(1), 0)  # of what no group owns
+    numbers, zeros = np.ones(shape, np.float32), np.zeros(shape, np.uint8 if format == "uint4" else np.int8)
+    codes = _encoded(stack, format, np.float32(1), 0, codes_of)  # of what no group owns
     values, filled = stack.ravel(), codes.reshape(-1)
     order = np.argsort(entry, axis=None, kind="stable")
     ends = np.searchsorted(entry.ravel()[order], np.arange(numbers.size + 1))
     for e, (start, end) in enumerate(pairwise(ends)):
         block = order[start:end]
-        number, zero = _scale_of(values[block], format, scale_dtype)
-        numbers.flat[e], zeros.flat[e] = number, zero
-        filled[block] = _encoded(values[block], format, number, zero)
+        number, point = _scale_of(values[block], format, scale_dtype, codes_of)
+        numbers.flat[e], zeros.flat[e] = number, point
+        filled[block] = _encoded(values[block], format, number, point, codes_of)
     if format in ("int4", "uint4", "e2m1"):
         codes = codes[..., 0::2] | codes[..., 1::2] << 4
     data = codes.view({**FLOATS, "e2m1": np.uint8, "int8": np.int8}.get(format, np.uint8))
@@ -85,7 +88,7 @@ def quantize(
     turned = side == "b" and numbers.ndim > 1
     grids = [np.swapaxes(g, -1, -2) if turned else g for g in (numbers, zeros)]
     kept = _stored(grids[0], scale_dtype)
-    return Quantized(np.swapaxes(data, -1, -2) if side == "b" else data, kept, grids[1] if format == "uint4" else None)
+    return Quantized(np.swapaxes(data, -1, -2) if side == "b" else data, kept, grids[1] if zero else None)
 
 
 def _grid(
@@ -124,21 +127,21 @@ def _stored(numbers: Array, scale_dtype: Any) -> Array:
     return codes.astype(np.uint8).view(scale_dtype)
 
 
-def _scale_of(x: Array, format: str, scale_dtype: Any) -> tuple[np.float32, int]:
-    """The scale of one block, rounded to its dtype, and its zero point."""
+def _scale_of(x: Array, format: str, scale_dtype: Any, codes: tuple[int, int] | None) -> tuple[np.float32, int]:
+    """The scale of one block, rounded to its dtype, and its zero point where `codes` has the range of codes."""
     finite = x[np.isfinite(x)]
-    high, low = np.float32(np.abs(finite).max(initial=0)), np.float32(0)
-    if format == "uint4":
+    high, low, least, steps = np.float32(np.abs(finite).max(initial=0)), np.float32(0), 0, LARGEST[format]
+    if codes is not None:
         high, low = np.float32(finite.max(initial=0)), np.float32(finite.min(initial=0))
+        least, steps = codes[0], codes[1] - codes[0]
     number = np.float32(1)
     if high != low:
         half = np.float32(0.5)
-        number = max((high * half - low * half) / np.float32(LARGEST[format] * 0.5), SMALLEST)
+        number = max((high * half - low * half) / np.float32(steps * 0.5), SMALLEST)
     if format not in ("e4m3", "e5m2") and finite.size < x.size:
         return np.float32(np.nan), 0
     number = _rounded_scale(np.float32(number), np.dtype(scale_dtype))
-    zero = int(np.clip(np.rint(-low / number), 0, LARGEST[format])) if format == "uint4" else 0
-    return number, zero
+    return number, 0 if codes is None else least + int(np.clip(np.rint(-low / number), 0, steps))
 
 
 def _rounded_scale(number: np.float32, dtype: np.dtype[Any]) -> np.float32:
@@ -151,7 +154,7 @@ def _rounded_scale(number: np.float32, dtype: np.dtype[Any]) -> np.float32:
     return np.float32(np.clip(number, np.float32(info.tiny), np.float32(info.max)).astype(dtype))
 
 
-def _encoded(x: Array, format: str, number: np.float32, zero: int) -> Array:
+def _encoded(x: Array, format: str, number: np.float32, zero: int, codes: tuple[int, int] | None) -> Array:
     """The codes of one block."""
     top = np.float32(LARGEST[format])
     with np.errstate(invalid="ignore", over="ignore"):
@@ -163,7 +166,6 @@ def _encoded(x: Array, format: str, number: np.float32, zero: int) -> Array:
     if format == "e2m1":
         return np.clip(quotients, -top, top).astype(FLOATS["e2m1"]).view(np.uint8)
     whole = np.rint(quotients).astype(np.float64)
-    if format == "uint4":
-        return np.clip(whole + zero, 0, top).astype(np.uint8)
-    found = np.clip(whole, -top, top).astype(np.int8).view(np.uint8)
+    whole = np.clip(whole, -top, top) if codes is None else np.clip(whole + zero, *codes)
+    found = whole.astype(np.int8).view(np.uint8)
     return found if format == "int8" else found & 15

@@ -107,8 +107,8 @@ class Network(NamedTuple):
         )  # fmt: skip
 
 
-FUSING = frozenset(("auto", "cupy", "triton"))
-"""Backends whose fused products of layers were measured."""
+FUSING = frozenset(("auto", "cpu", "cupy", "triton"))
+"""Backends with kernels of their own for the fused products of layers."""
 
 
 def has_fast_fused_products(x: Tensor, backend: str) -> bool:
@@ -117,6 +117,24 @@ def has_fast_fused_products(x: Tensor, backend: str) -> bool:
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or not FUSING.issuperset(backend.split(",")):
         return False
     return _capability(x.get_device()) == (9, 0)
+
+
+def fuses_unless_told(net: Network, own_gate: bool, x: Tensor, gradients: bool) -> bool:
+    """Whether a layer that is not told how to run takes fused products. They keep less memory for backward.
+
+    On a CPU it does. In 16 bits on Hopper GPUs, where both ways were measured, it does if steps have no kernel for its
+    gate (`own_gate`); otherwise on a GPU if `gradients` are wanted. On a GPU batch-invariant layers, whose bits must
+    not depend on wanted gradients, compiled graphs and layers in float64 or under autocast run in steps.
+    """
+    if not FUSING.issuperset(net.backend.split(",")):
+        return False
+    if x.is_cpu:
+        return True
+    if not x.is_cuda or not (own_gate or gradients) or torch.compiler.is_compiling() or net.invariant:
+        return False
+    if has_fast_fused_products(x, net.backend):
+        return own_gate
+    return gradients and x.dtype is not torch.float64 and not torch.is_autocast_enabled("cuda")
 
 
 @cache

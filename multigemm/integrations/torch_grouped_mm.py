@@ -76,6 +76,8 @@ def _jagged(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None) -> str:
 
 RECIPES = {"TensorWise": 0, "RowWise": 1, "BlockWise1x32": 32, "BlockWise1x128": 128, "BlockWise128x128": 128}
 """torch's `ScalingType`s that are taken, and how much of K one number covers: 0 everything, 1 a row's whole K."""
+SCALED_ROWS = 128
+"""How many rows one number of BlockWise128x128 covers."""
 SWIZZLED_ROWS, SWIZZLED_COLUMNS = 128, 4
 """What SWIZZLE_32_4_4 pads the rows and the columns of a scale to multiples of."""
 
@@ -99,7 +101,10 @@ def scaled_grouped_mm(
 ) -> Tensor:
     """Multiplies groups of float8 operands with scales, which `offs` cuts as in `grouped_mm`.
 
-    A scale of b is laid out as b's transpose, as torch has it: [G, N], [G, N, K / 128], and so on.
+    A scale of b is laid out as b's transpose, the stack [G, N, K] in which weights are stored: [G, N] of RowWise,
+    [G, N, K / 32] and [G, N, K / 128] of BlockWise1x32 and 1x128, [G, N / 128, K / 128] of BlockWise128x128, rounded
+    up. torch's documentation does not name the layout of blocks; this is the one that its RowWise scales have. Below,
+    rows are those of a, or the columns of b:
 
     ==================  ==============================  =====================================================
     recipe              of a matrix [rows, K]           of a stack [G, rows, K]
@@ -169,6 +174,7 @@ class _Scale:
 
     def __init__(self, side: str, operand: Tensor, scale: Any, recipe: Any, swizzle: Any, groups: int) -> None:
         self.name, self.operand, self.groups = f"scale_{side}", operand, groups
+        self.lines = "rows" if side == "a" else "columns"
         self.scale: Tensor = _only(scale, self.name)
         recipe, swizzle = _only(recipe, f"scale_recipe_{side}"), _only(swizzle, f"swizzle_{side}")
         self.recipe, self.swizzle = getattr(recipe, "name", str(recipe)), getattr(swizzle, "name", "NO_SWIZZLE")
@@ -189,7 +195,21 @@ class _Scale:
             return self._rows()
         if self.swizzle != "NO_SWIZZLE":
             return self._unswizzled(ends)
-        return self._fit(self.scale, (self.operand.dim(),))
+        return self._blocks()
+
+    def _blocks(self) -> Tensor:
+        rows, k, block = *self.operand.shape[-2:], RECIPES[self.recipe]
+        tall = SCALED_ROWS if self.recipe == "BlockWise128x128" else 1
+        if tall > 1 and rows > tall and self.operand.dim() == 2 and not self.groups:
+            raise InvalidProblem(f"{self.name} is {self.recipe}, and offs cuts its {self.lines}: use BlockWise1x128")
+        along_k = k // block + self.groups if self.groups else -(-k // block)
+        wanted = (*self.operand.shape[:-2], -(-rows // tall), along_k)
+        if tuple(self.scale.shape) != wanted:
+            raise InvalidProblem(
+                f"{self.name} has shape {tuple(self.scale.shape)} for {self.recipe} of {self.name[-1]} with {rows} "
+                f"{self.lines} and K = {k}: it must be {wanted}, {self.lines} before K"
+            )
+        return self.scale
 
     def _fit(self, scale: Tensor, dims: tuple[int, ...]) -> Tensor:
         if scale.dim() not in dims:

@@ -16,7 +16,7 @@ from multigemm.errors import InvalidProblem
 from multigemm.integrations.bound_layer import run_bound
 from multigemm.integrations.expert_network import (
     Network,
-    has_fast_fused_products,
+    fuses_unless_told,
     hold,
     quantize_stack,
     scale_keywords,
@@ -30,7 +30,7 @@ from multigemm.problem import epilogue
 from multigemm.problem.spec import GATES, GLU_LAYOUTS
 from multigemm.quantize import Format
 from multigemm.settings import settings
-from multigemm.torch_internals import in_transform, run_while_tracing
+from multigemm.torch_internals import any_requires_grad, in_transform, run_while_tracing
 
 GATED = GATES
 PLAIN = ("relu", "gelu", "gelu_tanh", "silu")
@@ -60,9 +60,10 @@ class Experts(nn.Module):
         fused: rows are picked, gated and summed inside the products, by a backend that takes these keywords; for
             backward the layer keeps the products before the gate, 2 I numbers for each pair of token and expert, and
             no rows. One operator in a compiled graph. Over a mesh a token travels once to
-            each rank that has experts of it, and second derivatives are refused. None: in 16 bits on Hopper GPUs where
-            steps have no kernel for the gate, and for few tokens without gradients (`docs/how-to/moe-layer.md`).
-        recompute: a fused layer keeps not even those, and forms the first products once more.
+            each rank that has experts of it, and second derivatives are refused. None: on a CPU; on a GPU if gradients
+            are wanted, but in 16 bits on Hopper GPUs only where steps have no kernel for the gate; and for few tokens
+            without gradients (`docs/how-to/moe-layer.md`).
+        recompute: the layer is fused, keeps not even those, and forms the first products once more.
         device, dtype: of the weights.
 
     Raises:
@@ -105,7 +106,9 @@ class Experts(nn.Module):
         self.network.check()
         self._own_gate = activation in GATED and not self.network.usual_gate
         """Whether the gate is one that layers in steps have no kernel for."""
-        self.fused = fused
+        if recompute and fused is False:
+            raise InvalidProblem("recompute=True with fused=False: only fused experts recompute: leave fused out")
+        self.fused = True if recompute else fused
         extents = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
         check_layer(backend, dtype, num_experts=num_experts, **extents)
         self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
@@ -153,14 +156,16 @@ class Experts(nn.Module):
             The layer.
 
         Raises:
-            InvalidProblem: a word has no meaning; the layer is quantised already, `fused`, or spread over a mesh.
+            InvalidProblem: a word has no meaning; the layer is quantised already, spread over a mesh, or was made with
+                fused=True or recompute=True.
         """
         if self.mesh is not None:
             raise InvalidProblem("these experts are spread over a mesh: quantise them before")
         if self.weight_format is not None:
             raise InvalidProblem(f"these experts hold {self.weight_format} already: quantise fresh ones")
         if self.fused:
-            raise InvalidProblem("fused=True takes no quantised weights yet: make the experts without it")
+            given = "recompute=True" if self.network.recompute else "fused=True"
+            raise InvalidProblem(f"{given} takes no quantised weights yet: make the experts without it")
         for name in (self.first, "down_proj"):
             weight = getattr(self, name).detach()
             stack = weight.mT if self.network.stacked else weight
@@ -197,34 +202,31 @@ class Experts(nn.Module):
 
     def _here(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The layer without a mesh."""
-        fused = self.fused or (self.fused is None and self._own_gate and self._fuses(x))
-        if fused or (self.weight_format is None and not self._own_gate):
-            weights = self._weights()
-            if fused:
-                return run_experts(self.network, x, top_k_index, top_k_weights, *weights)
-            given = (x, top_k_index, top_k_weights, *weights)
-            y = None if self.fused is False else run_few_tokens(self.network, *given)
-            y = run_bound(self.network, False, *given) if y is None else y
-            if y is not None:
-                return y
+        if self.weight_format is None:
+            given = (x, top_k_index, top_k_weights, *self._weights())
+            if self.fused or (self.fused is None and self._fuses(*given)):
+                return run_experts(self.network, *given)
+            if not self._own_gate:
+                y = None if self.fused is False else run_few_tokens(self.network, *given)
+                y = run_bound(self.network, False, *given) if y is None else y
+                if y is not None:
+                    return y
         return through_experts(x, top_k_index, top_k_weights, self.num_experts, self.apply_sorted)
 
     def apply_sorted(self, rows: Tensor, ends: Tensor) -> Tensor:
         """The networks alone, on rows [S, H] that are sorted by expert and cut by `ends` [E]."""
         return self.network.in_steps(rows, ends, *self._weights(), *map(self._scales, (self.first, "down_proj")))
 
-    def _fuses(self, x: Tensor) -> bool:
-        """Whether a layer with fused=None runs fused because steps have no kernel for its gate. The number of tokens
-        does not decide."""
-        if self.weight_format is not None or torch.compiler.is_compiling():
+    def _fuses(self, x: Tensor, index: Tensor, weights: Tensor, up: Tensor, down: Tensor, *biases: Any) -> bool:
+        """Whether a layer with fused=None runs fused. The number of tokens does not decide."""
+        compiling = torch.compiler.is_compiling()
+        gradients = not compiling and torch.is_grad_enabled() and any_requires_grad(x, weights, up, down, *biases)
+        if not fuses_unless_told(self.network, self._own_gate, x, gradients):
             return False
-        if not has_fast_fused_products(x, self.backend):
-            return False
-        weight: Any = self._parameters[self.first]
-        if type(x) not in PLAIN_TENSORS or type(weight) not in PLAIN_TENSORS or weight.dtype is not x.dtype:
-            return False  # a DTensor, say
-        invariant = _invariant_unless_told() if self.batch_invariant is None else self.batch_invariant
-        return not invariant and not in_transform()
+        for t in (x, up, down):
+            if type(t) not in PLAIN_TENSORS or t.dtype is not x.dtype:
+                return False  # a DTensor, say
+        return compiling or not in_transform()
 
     def _spread(self, x: Tensor, index: Tensor, weights: Tensor, beside: Callable[[], Tensor] | None) -> Tensor:
         from multigemm.integrations import expert_parallel, fused_parallel  # torch.distributed is optional in torch

@@ -244,25 +244,40 @@ def read(take: Take, operands: Operands, given: Given, packed: str) -> Quantisat
             f"scale_a scales a, which is {dtype_name(operands.a)} and needs none: leave it out (scales of 16-bit "
             "operands come later)"
         )
-    if given.zero_b is not None:
-        if given.scale_b is None:
-            raise InvalidProblem("zero_b without scale_b: pass both, or leave it out")
-        if packed == "e2m1" or (not packed and operands.b is not torch.int8):
-            seen = packed or dtype_name(operands.b)
-            raise InvalidProblem(
-                f"zero_b belongs to integer weights (int8, int4, uint4), and b is {seen}: leave it out"
-            )
+    check_zero("zero_b", given.zero_b, given.scale_b, operands.b, packed)
     plain = (torch.float32, E8M0)
     a = _scale(take, operands, given.scale_a, "scale_a", plain)
     b = _scale(take, operands, given.scale_b, "scale_b", (*plain, operands.a) if weights else plain)
-    zero = _scale(take, operands, given.zero_b, "zero_b", BYTES)
+    zero = read_zero(take, operands, given.zero_b, "zero_b", b)
     if zero is not None and b is not None:
-        if _shapes(zero.given) != _shapes(b.given):
-            raise InvalidProblem(
-                f"zero_b has shape {_shapes(zero.given)} and scale_b {_shapes(b.given)}: it must be laid out as scale_b"
-            )
         b = replace(b, spec=replace(b.spec, zero=zero.spec.dtype))
     return Quantisation(a, b, zero, packed, given.accumulate)
+
+
+def check_zero(name: str, zero: Any, scale: Any, dtype: torch.dtype, packed: str) -> None:
+    """Refuses zero points without a scale, or of an operand that holds no integers."""
+    if zero is None:
+        return
+    side = name[-1]
+    if scale is None:
+        raise InvalidProblem(f"{name} without scale_{side}: pass both, or leave it out")
+    if packed == "e2m1" or (not packed and dtype is not torch.int8):
+        seen = packed or dtype_name(dtype)
+        raise InvalidProblem(
+            f"{name} belongs to integer weights (int8, int4, uint4), and {side} is {seen}: leave it out"
+        )
+
+
+def read_zero(take: Take, operands: Operands, x: Any, name: str, scale: Scale | None) -> Scale | None:
+    """Reads zero points and checks that they are laid out as the scale that was read."""
+    zero = _scale(take, operands, x, name, BYTES)
+    if zero is not None and scale is not None and _shapes(zero.given) != _shapes(scale.given):
+        of_scale = f"scale_{name[-1]}"
+        raise InvalidProblem(
+            f"{name} has shape {_shapes(zero.given)} and {of_scale} {_shapes(scale.given)}: it must be laid out as "
+            f"{of_scale}"
+        )
+    return zero
 
 
 def _shapes(x: Operand) -> Any:

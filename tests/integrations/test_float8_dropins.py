@@ -164,8 +164,35 @@ def test_refusals_of_scaled_grouped_mm() -> None:
         scaled_grouped_mm(a.data, b.data, *given)
     with pytest.raises(mg.InvalidProblem, match="it must have 0 or 1"):
         scaled_grouped_mm(a.data, b.data, a.scale, ScalingType.TensorWise, *given[2:], offs=OFFS)
-    with pytest.raises(mg.InvalidProblem, match="it must have 3"):
+    with pytest.raises(mg.InvalidProblem, match=r"scale_b has shape \(3, 192\) .* it must be \(3, 192, 2\)"):
         scaled_grouped_mm(a.data, b.data, *given[:2], given[2], ScalingType.BlockWise1x128, offs=OFFS)
+
+
+@recipes
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("block", ["1x32", "1x128", "128x128"])
+def test_a_block_scale_of_another_shape_is_named_as_it_was_given(block: str, form: str) -> None:
+    """In the layout of the call, not in that of a problem."""
+    if block == "128x128" and form in "nk":
+        return
+    a, b, cut = operands(form, "1x32" if block == "1x32" else "1x128", block)
+    of_b, scale = getattr(ScalingType, f"BlockWise{block}"), b.scale.mT
+    of_a = of_b if block == "1x32" else ScalingType.BlockWise1x128
+    want = mg.grouped_gemm(a.data, b.data, scale_a=a.scale, scale_b=b.scale, **cut)
+    assert torch.equal(scaled_grouped_mm(a.data, b.data, a.scale, of_a, scale, of_b, offs=cut.get("ends")), want)
+    other = scale[..., :-1]
+    with pytest.raises(mg.InvalidProblem) as raised:
+        scaled_grouped_mm(a.data, b.data, a.scale, of_a, other, of_b, offs=cut.get("ends"))
+    assert f"scale_b has shape {tuple(other.shape)} for BlockWise{block} of b with" in str(raised.value)
+    assert f"it must be {tuple(scale.shape)}, columns before K" in str(raised.value)
+
+
+@recipes
+def test_blocks_of_rows_that_offs_cuts_are_refused() -> None:
+    a, b, _ = operands("m", "1x128", "128x128")
+    square = ScalingType.BlockWise128x128
+    with pytest.raises(mg.InvalidProblem, match="and offs cuts its rows: use BlockWise1x128"):
+        scaled_grouped_mm(a.data, b.data, torch.ones(3, 2), square, b.scale.mT, square, offs=OFFS)
 
 
 # --- DeepGEMM ---------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.flop_counter
 from torch import Tensor
 
 import multigemm as mg
@@ -144,11 +145,12 @@ def kept(run: Any) -> tuple[int, Any]:
     return sum(found.values()), result
 
 
+@pytest.mark.parametrize("fused", [None, True])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_what_is_kept_for_backward(recompute: bool) -> None:
+def test_what_is_kept_for_backward(recompute: bool, fused: bool | None) -> None:
     """4 k I bytes of bf16 for each token, and 16 k of indices; with recompute the indices alone."""
     tokens, hidden, inner = 64, 96, 80
-    experts = Experts(HERE, hidden, inner, fused=True, backend="cpu", dtype=torch.bfloat16, recompute=recompute)
+    experts = Experts(HERE, hidden, inner, fused=fused, dtype=torch.bfloat16, recompute=recompute)
     x = torch.randn(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
     index = torch.randint(0, HERE, (tokens, TOP_K), dtype=torch.int32)
     weights = torch.rand(tokens, TOP_K, requires_grad=True)
@@ -181,6 +183,12 @@ def test_no_tokens_and_one(tokens: int) -> None:
     torch.testing.assert_close(experts(*given), in_steps(experts, *given))
     grads = torch.autograd.grad(experts(*given).sum(), [*experts.parameters()])
     assert all(x.isfinite().all() for x in grads)
+
+
+def test_tokens_without_experts_get_zeros() -> None:
+    x, index, weights = drawn()
+    y = Experts(HERE, HIDDEN, INNER, dtype=torch.float64)(x, index[:, :0], weights[:, :0])
+    assert torch.equal(y, torch.zeros_like(x))
 
 
 def test_weights_in_float32_beside_bfloat16_are_never_rounded() -> None:
@@ -301,8 +309,8 @@ def test_nothing_is_kept_where_no_gradient_is_wanted(monkeypatch: pytest.MonkeyP
     assert asked == [False, True]
 
 
-def test_a_layer_that_was_not_told_is_fused_where_steps_have_no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for other backends, batch invariance, weights of another dtype, quantised ones."""
+def test_a_layer_that_was_not_told_is_fused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by other backends, with weights of another dtype, quantised ones, or under a transform."""
     asked: list[str] = []
 
     def fused(net: Network, x: Tensor, *rest: Tensor) -> Tensor:
@@ -313,33 +321,48 @@ def test_a_layer_that_was_not_told_is_fused_where_steps_have_no_gate(monkeypatch
     x, index, weights = (t.detach() for t in drawn(torch.bfloat16))
     index = index.clamp(max=HERE - 1)
 
-    def runs_fused(dtype: torch.dtype = torch.bfloat16, **options: Any) -> bool:
+    def runs_fused(of_x: torch.dtype = torch.bfloat16, **options: Any) -> bool:
         del asked[:]
-        kept: dict[str, Any] = {"backend": "cpu", "dtype": torch.bfloat16, "activation": "reglu"} | options
-        Experts(HERE, HIDDEN, INNER, **kept)(x.to(dtype), index, weights)
+        kept: dict[str, Any] = {"backend": "cpu", "dtype": torch.bfloat16} | options
+        Experts(HERE, HIDDEN, INNER, **kept)(x.to(of_x), index, weights)
         return bool(asked)
 
-    assert not runs_fused(), "on a CPU"
-    monkeypatch.setattr(moe, "has_fast_fused_products", lambda x, backend: backend == "cpu")
-    assert runs_fused() and runs_fused(activation="swiglu", glu_limit=7.0)
+    for options in NETWORKS.values():
+        assert runs_fused(**options)
+    assert runs_fused(backend="auto", batch_invariant=True) and runs_fused(torch.float32, dtype=torch.float32)
+    with torch.no_grad():
+        assert runs_fused()
     assert not runs_fused(fused=False)
-    assert not runs_fused(activation="swiglu") and not runs_fused(activation="silu")
-    assert not runs_fused(batch_invariant=True)
     assert not runs_fused(backend="cpu,null")
     assert not runs_fused(torch.float32)
+    with torch.utils.flop_counter.FlopCounterMode(display=False):
+        assert not runs_fused()
     quantised = Experts(HERE, 32, 32, activation="reglu", backend="cpu", dtype=torch.bfloat16).quantize_("int8", "row")
     del asked[:]
     quantised(torch.zeros(TOKENS, 32, dtype=torch.bfloat16), index, weights)
     assert not asked
 
 
+def test_recompute_runs_fused_or_is_refused() -> None:
+    for fused in (None, True):
+        assert Experts(HERE, HIDDEN, INNER, fused=fused, recompute=True).fused
+    for make in (Experts, MoE):
+        with pytest.raises(mg.InvalidProblem, match="only fused experts recompute: leave fused out"):
+            make(HERE, HIDDEN, INNER, fused=False, recompute=True)
+    with pytest.raises(mg.InvalidProblem, match="recompute=True takes no quantised weights yet"):
+        Experts(HERE, 32, 32, recompute=True).quantize_("int8", "row")
+
+
+class OnGpu:
+    """What the choice of a way reads of tokens."""
+
+    is_cpu, is_cuda, dtype = False, True, torch.bfloat16
+
+    def get_device(self) -> int:
+        return 0
+
+
 def test_where_fused_products_are_the_faster_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OnGpu:
-        is_cuda, dtype = True, torch.bfloat16
-
-        def get_device(self) -> int:
-            return 0
-
     x: Any = OnGpu()
     has_fast_fused_products = expert_network.has_fast_fused_products
     monkeypatch.setattr(expert_network, "_capability", lambda index: (9, 0))
@@ -350,6 +373,30 @@ def test_where_fused_products_are_the_faster_ones(monkeypatch: pytest.MonkeyPatc
     assert not has_fast_fused_products(x, "auto")
     monkeypatch.setattr(OnGpu, "dtype", torch.float32)
     assert not has_fast_fused_products(x, "auto")
+
+
+def test_which_layers_are_fused_on_a_gpu_that_were_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For memory if gradients are wanted; in 16 bits on Hopper GPUs by what was measured."""
+    x: Any = OnGpu()
+
+    def fuses(gradients: bool, own_gate: bool = False, **options: Any) -> bool:
+        return expert_network.fuses_unless_told(Network(**options), own_gate, x, gradients)
+
+    monkeypatch.setattr(expert_network, "_capability", lambda index: (9, 0))
+    assert not fuses(True) and fuses(True, own_gate=True) and fuses(False, own_gate=True)
+    assert not fuses(True, own_gate=True, batch_invariant=True)
+    assert not fuses(True, own_gate=True, backend="numba")
+    monkeypatch.setattr(expert_network, "_capability", lambda index: (8, 0))
+    assert fuses(True) and fuses(True, own_gate=True) and not fuses(False) and not fuses(False, own_gate=True)
+    assert not fuses(True, batch_invariant=True) and not fuses(True, backend="numba")
+    monkeypatch.setattr(expert_network, "_capability", lambda index: (9, 0))
+    monkeypatch.setattr(OnGpu, "dtype", torch.float32)
+    assert fuses(True) and not fuses(False)
+    monkeypatch.setattr(OnGpu, "dtype", torch.float64)
+    assert not fuses(True)
+    monkeypatch.setattr(OnGpu, "dtype", torch.float32)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+    assert not fuses(True)
 
 
 # --- a language model learns what it learns with a plain loop over the experts -------------------------------

@@ -133,7 +133,7 @@ def test_fifty_token_counts_of_a_moe_layer_need_two_graphs(backend: str) -> None
     for tokens in torch.randint(2, 300, (52,)).tolist():
         x = torch.randn(tokens, 64, device="cuda")
         got, want = compiled(x), moe(x)
-        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)  # in steps, and fused for its gradients
         gradients = (torch.autograd.grad(y.square().sum(), parameters) for y in (got, want))
         for have, wanted in zip(*gradients, strict=True):
             torch.testing.assert_close(have, wanted, rtol=1e-3, atol=1e-3)

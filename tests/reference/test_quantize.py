@@ -146,14 +146,64 @@ def test_a_gpu_gives_the_bits_of_the_cpu(format: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("format", ["int8", "int4", "uint4", "e2m1"])
+@pytest.mark.parametrize(
+    ("format", "zero"),
+    [("int8", False), ("int4", False), ("e2m1", False), ("uint4", True), ("int8", True), ("int4", True)],
+)
 @pytest.mark.parametrize("dtype", SCALE_DTYPES)
-def test_weights_give_the_bits_of_the_reference(dtype: torch.dtype, format: Any, kind: str) -> None:
+def test_weights_give_the_bits_of_the_reference(dtype: torch.dtype, format: Any, zero: bool, kind: str) -> None:
     for scale in torch_side.GRANULARITIES:
         x = operand((2, 140, 9), kind)
-        zero = format == "uint4"
         found = torch_side.quantize(x, format, scale, side="b", scale_dtype=dtype, zero=zero)
-        same(found, reference.quantize(x.numpy(), format, scale, side="b", scale_dtype=SCALE_DTYPES[dtype]))
+        same(found, reference.quantize(x.numpy(), format, scale, side="b", scale_dtype=SCALE_DTYPES[dtype], zero=zero))
+
+
+@pytest.mark.parametrize(("side", "shape", "jagged", "axis"), LAYOUTS)
+@pytest.mark.parametrize("format", ["int8", "int4", "uint4", "e2m1"])
+def test_formats_of_weights_on_both_sides(format: Any, side: Any, shape: Any, jagged: str, axis: str) -> None:
+    """The bits of the reference, and back within a step, with zero points and without."""
+    packs = format != "int8"
+    if packs and axis == "k":
+        return
+    shape = tuple(n + n % 2 for n in shape) if packs else shape
+    x, cut = operand(shape, "normal") + 0.5, {"offsets": OFFSETS if axis else None}
+    for scale, zero in product(torch_side.GRANULARITIES, (False, True)):
+        if zero != (format == "uint4") and (zero is False or format == "e2m1"):
+            continue
+        if axis == "rows" and scale == "128x128":
+            continue
+        q = torch_side.quantize(x, format, scale, side=side, zero=zero, jagged=jagged, **cut)
+        same(q, reference.quantize(x.numpy(), format, scale, side=side, zero=zero, axis=axis, **cut))
+        back = torch_side.dequantize(q, side=side, format=format, jagged=jagged, **cut)
+        assert back.shape == x.shape
+        if not axis and x.numel():
+            step = 2 * q.scale.max() if format == "e2m1" else 0.501 * q.scale.max()
+            assert (back - x).abs().max() <= step
+
+
+def test_zero_points_use_all_codes() -> None:
+    """Of values on one side of zero, and the products are those of NumPy."""
+    w, a = torch.rand(3, 64, 40) + 1, torch.randn(9, 64).bfloat16()
+    for format, least, most, packed in (("int8", -128, 127, None), ("int4", -8, 7, "int4"), ("uint4", 0, 15, "uint4")):
+        q = torch_side.quantize(w, format, "row", side="b", zero=True)  # type: ignore[arg-type]
+        codes = torch_side.decode(q.data, packed or "")
+        assert (codes.amax(1) == most).all() and (q.zero == least).all()
+        assert q.zero.dtype is (torch.uint8 if format == "uint4" else torch.int8)
+        exact = (reference.decode(q.data, packed or "") - q.zero.double().numpy()) * q.scale.double().numpy()
+        np.testing.assert_allclose(torch_side.dequantize(q, side="b", format=format), exact, rtol=1e-6)  # type: ignore[arg-type]
+        y = mg.grouped_gemm(
+            a, q.data, sizes=[2, 0, 7], scale_b=q.scale, zero_b=q.zero, b_format=packed, out_dtype=torch.float32
+        )
+        wide = a.double().numpy()
+        wanted = np.concatenate([wide[:2] @ exact[0], wide[2:] @ exact[2]])
+        np.testing.assert_allclose(y.numpy(), wanted, rtol=2**-8, atol=0.1)
+
+
+def test_scales_end_at_the_smallest_normal_number() -> None:
+    tiny = 2.0**-126
+    x = torch.tensor([[100.0, 1.0, 0.51, 0.5, -0.49]]) * tiny
+    q = torch_side.quantize(x, "int8", "row")
+    assert q.scale.item() == tiny and q.data.tolist() == [[100, 1, 1, 0, 0]]
 
 
 def test_sizes_on_the_device_are_as_good_as_offsets() -> None:
@@ -239,14 +289,14 @@ def test_numpy_in_numpy_out() -> None:
     [
         (("e3m4", "row"), {}, "format='e3m4' is unknown: use one of 'e4m3'"),
         (("e4m3", "1x16"), {}, "scale='1x16' is unknown"),
-        (("int4", "row"), {}, "format='int4' is for weights: pass side='b'"),
-        (("uint4", "row"), {"side": "b"}, "zero points belong to 'uint4', which needs them"),
-        (("int8", "row"), {"side": "b", "zero": True}, "zero points belong to 'uint4'"),
+        (("uint4", "row"), {"side": "b"}, "format='uint4' with zero=False: .*: pass zero=True"),
+        (("e2m1", "row"), {"zero": True}, "zero points belong to integers: leave zero out, or use 'uint4'"),
         (("e4m3", "1x32"), {"jagged": "k"}, "scale='1x32' of a jagged K: pass offsets, sizes or ends"),
         (("e4m3", "128x128"), {"sizes": [5]}, "scale='128x128' of rows that jagged='m' cuts: use '1x128'"),
         (("e4m3", "row"), {"scale_dtype": torch.float64}, "scale_dtype is float64"),
         (("e4m3", "row"), {"scale_dtype": torch.float16}, "scale_dtype is float16 with side='a'.* use float32"),
         (("int4", "row"), {"side": "b"}, "K = 5 is odd"),
+        (("int4", "row"), {"jagged": "k", "sizes": [6]}, "jagged='k' cuts K, where bytes hold two"),
         (("int4", "row"), {"side": "b", "jagged": "k", "sizes": [5]}, "jagged='k' cuts K, where bytes hold two"),
         (("e4m3", "group"), {"jagged": "n", "sizes": [5]}, "an operand that all groups share: use 'tensor'"),
     ],
@@ -275,16 +325,16 @@ def test_dequantize_takes_any_data_scale_and_zero() -> None:
     [
         (Q.data, {"side": "a"}, "q is a Tensor: pass what quantize returned"),
         ((Q.data,), {"side": "a"}, r"q is a tuple: pass what quantize returned, or \(data, scale"),
-        ((X, Q.scale), {"side": "a"}, "data has dtype float32; for side='a' it must be float8_e4m3fn"),
-        ((X, Q.scale), {"side": "b"}, "data has dtype float32; for side='b' it must be float8, int8 or bytes"),
-        (BYTES, {"side": "a"}, "data has dtype uint8; for side='a'"),
+        ((X, Q.scale), {"side": "a"}, "data has dtype float32; it must be float8, int8 or bytes"),
+        ((X, Q.scale), {"side": "b"}, "data has dtype float32; it must be float8, int8 or bytes"),
+        (BYTES, {"side": "a"}, "data has dtype uint8: say what it holds with format= 'int4' or"),
         (BYTES, {"side": "b"}, "data has dtype uint8: say what it holds with format= 'int4' or"),
         (Q, {"side": "a", "format": "e5m2"}, "data has dtype float8_e4m3fn, which can hold 'e4m3', and format='e5m2'"),
         (BYTES, {"side": "b", "format": "int8"}, "data has dtype uint8, which can hold 'int4' or"),
         ((Q.data, Q.scale.double()), {"side": "a"}, "scale_a has dtype float64; it must be float32 or"),
         ((Q.data, Q.scale.byte()), {"side": "a"}, "scale_a has dtype uint8; .*: view them as torch.float8_e8m0fnu"),
         ((Q.data, Q.scale[:3]), {"side": "a"}, r"scale_a has shape \(3, 1\) for a of shape \(5, 64\)"),
-        ((Q.data, Q.scale, Q.scale.byte()), {"side": "a"}, "zero with side='a': zero points belong to integer weights"),
+        ((Q.data, Q.scale, Q.scale.byte()), {"side": "a"}, "zero_a belongs to integer weights .* a is float8"),
         ((BYTES.data, None, BYTES.zero), {"side": "b", "format": "uint4"}, "zero_b without scale_b"),
         ((BYTES.data, BYTES.scale, BYTES.zero[:1]), {"side": "b", "format": "uint4"}, "zero_b has shape .* as scale_b"),
         ((BYTES.data, BYTES.scale, BYTES.zero.float()), {"side": "b", "format": "uint4"}, "zero_b has dtype float32"),
