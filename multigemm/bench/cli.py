@@ -221,11 +221,11 @@ def _run(args: argparse.Namespace, path: Path, device: torch.device) -> int:
     if kept:
         _same_run(report, device, args.commit)
     add_ceilings(report, device, dtypes, options)
+    progress, marker = Progress(args.quiet), Marker(args.marker)
     if args.workers and not kept:
         ours = [entry.name for entry in entries if entry.name in registry.names()]
         products = [case for case in cases if case.form != "layer"]
-        processes.compile_ahead(products, ours, device, args.workers, COMPILING * options.total_s)
-    progress, marker = Progress(args.quiet), Marker(args.marker)
+        processes.compile_ahead(products, ours, device, args.workers, COMPILING * options.total_s, marker)
     runner = Runner(lambda case: entries, device, options, report, path, marker, progress, tensors_of)
     try:
         runner.run(cases)

@@ -279,10 +279,10 @@ def _start(words: Sequence[str], out: Path, device: str, share: str) -> subproce
 
 
 def compile_ahead(
-    cases: Sequence[Workload], names: Sequence[str], device: torch.device, workers: int, seconds: float
+    cases: Sequence[Workload], names: Sequence[str], device: torch.device, workers: int, seconds: float, marker: Marker
 ) -> None:
     """Plans every backend for every workload in parallel processes, which leaves the kernels in the cache on disk.
-    Stops after `seconds`."""
+    Stops after `seconds`. `marker` tells a supervisor of each plan, so that many of them are no hang."""
     deadline = time.monotonic() + seconds
     tasks = [(case, name, str(device)) for case in cases for name in names]
     with interrupts.left_to_this_process():
@@ -297,6 +297,7 @@ def compile_ahead(
                 return
             if failed:
                 print(f"compiling ahead failed: {failed}", file=sys.stderr)
+            marker.say("compiling ahead", done=number + 1)
 
 
 def _compile(task: tuple[Workload, str, str]) -> str:

@@ -103,14 +103,15 @@ def test_a_marker_without_a_path_is_silent_and_one_with_a_path_is_whole(tmp_path
 
 
 def test_kernels_are_compiled_ahead_until_the_time_is_over(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(multiprocessing, "get_context", lambda way: SimpleNamespace(Pool=ThreadPool))
-    processes.compile_ahead([CASE], ["cpu", "cublas", "nope"], CPU, 2, 60.0)
+    processes.compile_ahead([CASE], ["cpu", "cublas", "nope"], CPU, 2, 60.0, Marker(tmp_path / "marker"))
+    assert read_marker(tmp_path / "marker") == {"stage": "compiling ahead", "done": 3}  # else many would be a hang
     (told,) = capsys.readouterr().err.splitlines()
     assert told.startswith(f"compiling ahead failed: nope on {CASE.key}: UnknownBackend: unknown backend 'nope'")
     monkeypatch.setattr(processes, "_compile", lambda task: time.sleep(0.2))
-    processes.compile_ahead([CASE, CASE], ["cpu"], CPU, 1, 0.01)
+    processes.compile_ahead([CASE, CASE], ["cpu"], CPU, 1, 0.01, Marker(None))
     assert capsys.readouterr().err == "compiled ahead: 0 of 2, then the time was over\n"
 
 
