@@ -260,6 +260,7 @@ def test_opcheck(name: str) -> None:
 
 def test_gradients_through_autograd_of_a_graph() -> None:
     """Forward and backward are traced whole: what backward keeps is what an eager layer keeps."""
+    torch._dynamo.reset()  # other tests compile layers, too, and there is a limit to recompilations
     torch.manual_seed(6)
     experts, (x, index, weights) = layer(), drawn()
     compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
