@@ -84,7 +84,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ("load.cuh", "t.k_len <= SHORT_K", "t.k_len < SHORT_K", "a hint for the cache"),
     ("load.cuh", "if (upper > 0)", "if (upper > 1)", "a multiple of 8"),
     ("load.cuh", "lower > 0", "lower > 1", "a multiple of 8"),
-    ("load.cuh", "b < (ROWS + 63) / 64", "b <= (ROWS + 63) / 64", "a box behind the last one, which is left out"),
+    ("load.cuh", "b < (ROWS + ACROSS", "b <= (ROWS + ACROSS", "a box behind the last one, which is left out"),
     ("pipeline.cuh", "ROWS <= 128", "ROWS < 128", "all roles agree on the bytes of a stage, and these hold its rows"),
     ("pipeline.cuh", "t.k_len > LONG_K", "t.k_len < LONG_K",
      "all roles agree on the bytes of a stage, and these hold its rows"),
@@ -140,9 +140,9 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
      "behind the end of k: zeros for a stage that nobody reads"),
     ("hopper.py", "write(acc, staging, warpgroup + 1,", "write(acc, staging, warpgroup,",
      "other numbers of barriers, of which no other is in use then"),
-    ("plain_cores.py", "blocks * threads)", "blocks)", "elements are zeroed more than once"),
-    *(("schedule.py", "uint32(LANES - 1)) // uint32(LANES)", f"uint32({new})) // uint32(LANES)",
-       "longer runs of groups for each lane, which hold all groups as well") for new in ("LANES", "LANES + 1")),
+    ("plain_cores.py", "blocks * teams)", "blocks)", "elements are zeroed more than once"),
+    *(("schedule.py", "uint32(runs - 1)) // uint32(runs)", f"uint32({new})) // uint32(runs)",
+       "longer runs of groups for each lane, which hold all groups as well") for new in ("runs", "runs + 1")),
 )  # fmt: skip
 """(file, text, what it becomes, reason); a text that begins with ^ is a whole line with its indentation."""
 ON_GPU: tuple[tuple[str, str, str, str], ...] = (

@@ -79,7 +79,7 @@ FAULTS = {
         "zb_ptrs = zb_base + sb_lines.to(tl.int64) * zb_r",
         "zb_ptrs = zb_base + 0 * sb_lines.to(tl.int64) * zb_r",
     ),
-    "scales of a's first group": ("scale_a + wide_g * sa_group", "scale_a + 0 * wide_g * sa_group"),
+    "scales of a's first group": ("given + wide_g * group, line", "given + 0 * wide_g * group, line"),
     "scales from the tile's first row of the group": (
         "sa_lines = lines_of(skip_m + row0,",
         "sa_lines = lines_of(row0,",
