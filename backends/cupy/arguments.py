@@ -7,7 +7,7 @@ A box is 128 bytes (the swizzle's width), so 64 elements of 16 bits, along the c
 five kinds:
 
 * an operand with k contiguous: dims (k, mn, group), boxes of 64 k by some rows of mn;
-* an operand with mn contiguous: dims (mn, k, group), boxes of 64 mn by 64 k (of 4 bytes: 32 by 32);
+* an operand with mn contiguous: dims (mn, k, group), boxes of 64 mn by 64 k (of 4 bytes 32 by 32, of 8 bytes 16 by 16);
 * the same for jagged k: dims (mn, k', end, wrap). A group's last block of k must end in zeros although
   the next group's rows follow in memory, so k' counts back from the group's end: k' = FAR - left lies
   inside the extent FAR while `left` > 0 and outside after it, where TMA fills in zeros. The address,

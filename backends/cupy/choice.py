@@ -137,15 +137,20 @@ for 64 rows, H100, 2026-11-24, K = 7168, time over that of the next higher ones:
 average, 0.75 to 0.97 if 32 do, 1.03 to 1.23 if 48 or all do."""
 FEW_WEIGHT_ROWS = 64
 """Rows per group up to which quantised weights are taken by tiles of as many; not measured."""
-SHIFTED_ROWS = 1024
+COPIED_FEW_ROWS = 1024
 """Rows per group up to which a product of copies is one of few rows."""
 REPAID_ROWS = 1100
 """Rows per group, where columns fill their blocks, that repay a copy of the weights (H200: a copy takes 1.08 ps an
 element, a product 4.2 fs, of shifted lines 1.3 times as long; numbers of tokens are rounded up to powers of two)."""
-TURNED = 271, 0.3, 166, 100
-"""When the rows of a jagged m are shifted and not copied: the columns for whose products a copy of the rows takes as
-long, the part by which shifting prolongs these, the rows that a group loses to tiles of 256, and the k that a copy
-loses."""
+ROWS_COPY_COLUMNS = 271
+"""Columns whose product takes as long as a copy of the rows of a jagged m; this and the next three decide whether such
+rows are shifted or copied."""
+ROWS_COPY_K = 100
+"""k that a copy of the rows takes beside their own."""
+SHIFTING_ROWS = 0.3
+"""The part by which shifting the rows prolongs a product."""
+SHIFTED_TILE_ROWS = 166
+"""Rows per group for which shifted rows take longer: their tiles have 256 rows."""
 BRIEF_K, BRIEF_ROWS = 1024, 256
 """k up to which, and rows per group from which, two rounds of tall tiles of copies take longer than low ones (0.74 to
 0.98 of the time, 8 shapes), and than shifted weights (0.76 to 0.9)."""
@@ -392,7 +397,7 @@ def _words_rules(layout: Layout, counts: Counts) -> list[Rule]:
     Fitted to times on an H200, 2026-11-23 (docs/notes/cupy-hopper.md); groups of up to 32 rows were not measured.
     """
     spec, rows = layout.spec, _rows(layout, counts)
-    height = (spec.m or COLUMNS) if spec.form == "jagged_k" else rows
+    height = _height(layout) if spec.form == "jagged_k" else rows
     depth = height if spec.form == "jagged_k" else layout.k or COLUMNS
     work = counts.total * layout.columns * COLUMNS * depth
     odd = layout.columns % 2 == 1 and layout.columns <= FEW_COLUMNS
@@ -414,7 +419,7 @@ def _words_rules(layout: Layout, counts: Counts) -> list[Rule]:
 
 def _double_rules(layout: Layout, counts: Counts) -> list[Rule]:
     """The rules for float64 that TMA can read: low tiles if each multiprocessor gets at most one."""
-    height = (layout.spec.m or COLUMNS) if layout.spec.form == "jagged_k" else _rows(layout, counts)
+    height = _height(layout) if layout.spec.form == "jagged_k" else _rows(layout, counts)
     low, middle = (-(-height // side) * counts.groups * layout.columns <= PROCESSORS for side in (64, 128))
     odd = layout.columns % 2 == 1 and layout.columns <= FEW_COLUMNS
     tall = (SINGLE, MIDDLE) if odd else (MIDDLE, SINGLE)
@@ -432,6 +437,11 @@ def _most(x: Number, y: Number) -> Number:
 def _rows(layout: Layout, counts: Counts) -> Number:
     """Rows per group; a whole tile if another direction is jagged."""
     return counts.mean if layout.spec.form != "jagged_k" else WIDE.rows
+
+
+def _height(layout: Layout) -> int:
+    """Rows of a result of jagged k, as the Hopper kernel's tiles count them."""
+    return (layout.spec.n if is_swapped(layout.spec) else layout.spec.m) or COLUMNS
 
 
 def _generic_rules(layout: Layout, counts: Counts) -> Iterator[Rule]:
@@ -579,7 +589,7 @@ def _other_rules(layout: Layout, counts: Counts, ladders: list[tuple[Condition, 
     copied = [rule for each in ladders if _somewhere(each[0]) for rule in _copied(layout, counts, brief, *each)]
     light = heavy ^ True
     return [
-        *[(holds & heavy, some) for holds, some in _turned(layout, counts)],
+        *[(holds & heavy, some) for holds, some in _shifted_rows(layout, counts)],
         *[(holds & few, some) for holds, some in shifted],
         *[(holds & heavy, (best,)) for holds, best, _ in copied],
         *[(holds & (few ^ True), some) for holds, some in shifted],
@@ -592,16 +602,16 @@ def _other_rules(layout: Layout, counts: Counts, ladders: list[tuple[Condition, 
     ]
 
 
-def _turned(layout: Layout, counts: Counts) -> list[Rule]:
+def _shifted_rows(layout: Layout, counts: Counts) -> list[Rule]:
     """The rules for rows of a jagged m that are shifted and not copied: there are few columns, and k is long.
 
     Low tiles have as few columns, or hold all of them in one round.
     """
-    most, longer, lost, short = TURNED
     spec, rows, columns = layout.spec, counts.mean, layout.columns * COLUMNS
-    if spec.form != "jagged_m" or spec.a.align == 16 or columns * longer >= most:
+    if spec.form != "jagged_m" or spec.a.align == 16 or columns * SHIFTING_ROWS >= ROWS_COPY_COLUMNS:
         return []
-    chosen = (rows >= (spec.n or 0)) & (most * layout.k / (layout.k + short) * rows > columns * (longer * rows + lost))
+    copy = ROWS_COPY_COLUMNS * layout.k / (layout.k + ROWS_COPY_K) * rows
+    chosen = (rows >= (spec.n or 0)) & (copy > columns * (SHIFTING_ROWS * rows + SHIFTED_TILE_ROWS))
     low = (-(-rows // (2 * COLUMNS)) * counts.groups * layout.columns <= PROCESSORS // 2) | (layout.columns == 1)
     return [(chosen & low, (SHIFT_A_MIDDLE, SHIFT_A)), (chosen & (low ^ True), (SHIFT_A, SHIFT_A_MIDDLE))]
 
@@ -610,7 +620,7 @@ def _copied(
     layout: Layout, counts: Counts, brief: Condition, holds: Condition, ladder: Ladder
 ) -> list[tuple[Condition, Config, Config]]:
     """The best and the second config for multiplying copies."""
-    many = holds & (_rows(layout, counts) > SHIFTED_ROWS)
+    many = holds & (_rows(layout, counts) > COPIED_FEW_ROWS)
     few = ladder.copied_few
     found = [(holds & brief, COPIED_SINGLE, few), (holds & (many ^ True), few, few)]
     if ladder.high:

@@ -416,7 +416,7 @@ def most_gated_rows(spec: ProblemSpec) -> int:
 
 
 def stages_halves(spec: ProblemSpec) -> bool:
-    """Whether results are staged in 16 bits, as the copy engine stores them, rather than as for any epilogue."""
+    """Whether the staging has the size for plain results and gates, rather than for any epilogue."""
     return hopper_plain_kind(spec) > 0 or has_gate(spec)
 
 

@@ -68,9 +68,14 @@ def _source(layout: Layout, config: Config) -> Source:
     return Source("hopper_shift_b.cu", "hopper_shift_b", defines, config.shared_bytes(layout.plain > 0))
 
 
+def _may_need_generic(spec: ProblemSpec, config: Config) -> bool:
+    """Whether groups of the weights may lie too far apart to count their lines; rows of a jagged m have no groups."""
+    return weights_of(spec).wide and config.kernel == "hopper_shift_b"
+
+
 def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
     """The product, the copying kernel, and the generic kernel for weights that are too large to copy."""
-    other = (generic.source(spec, GENERIC),) if weights_of(spec).wide else ()
+    other = (generic.source(spec, GENERIC),) if _may_need_generic(spec, config) else ()
     return (source(spec, config), hopper.COPY_SOURCE, *other)
 
 
@@ -109,14 +114,13 @@ class HopperShiftB:
     """The kernel that shifts its weights, and the other kernels of its problems, loaded for one spec."""
 
     def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
-        self._spec, self._config, self._index = shift_b_spec(spec), config, index
-        self._role = hopper.roles(self._spec)
-        if config.kernel == "hopper_shift_a":
-            self._spec, self._role = shift_a_spec(spec), _exchanged(self._role)
+        layout = _layout_of(spec, config)
+        self._config, self._index, self._role = config, index, layout.role
+        self._spec = shift_a_spec(spec) if config.kernel == "hopper_shift_a" else shift_b_spec(spec)
         self._rows_copied = self._spec != spec
         self._copy = load(hopper.COPY_SOURCE, index)
-        self._clusters = Clusters(load(source(spec, config), index), spec, config)
-        self._other = generic.Generic(spec, GENERIC, index) if weights_of(spec).wide else None
+        self._clusters = Clusters(load(_source(layout, config), index), spec, config)
+        self._other = generic.Generic(spec, GENERIC, index) if _may_need_generic(spec, config) else None
 
     def bind(self, ops: Operands) -> Launch:
         """Copies what neither TMA nor eight maps can read, then launches the product; or launches the generic

@@ -174,7 +174,8 @@ def _double_reasons(spec: ProblemSpec) -> list[str]:
     """Why the Hopper kernel cannot run float64, whose products take registers."""
     reasons = []
     if plain_kind(spec) != 1:
-        reasons.append(f"an epilogue, or results by {spec.out.order}: of float64 it stores plain results by columns")
+        along = "col" if is_swapped(spec) else "row"
+        reasons.append(f"an epilogue, or results by {spec.out.order}: of float64 it stores plain ones by {along}")
     if spec.fused is not None:
         reasons.append("rows picked by index, a gate, preact_out or row_scale of float64")
     rows, weights = (spec.b.order == "col", spec.a.order == "row")[:: 1 if is_swapped(spec) else -1]

@@ -12,7 +12,7 @@
 static_assert(PLAIN == 1 && !PINGPONG && ROWS <= 128, "plain results, along the columns, of tiles that registers hold");
 static_assert(X_K || !W_K, "rows across k want their neighbours where weights along k have none");
 constexpr int UNITS = ROWS / 8 / 2;                    // of a warp
-constexpr bool SINGLE = X_K && W_K;                    // both operands are read 8 bytes at a time
+constexpr bool BY_8_BYTES = X_K && W_K;                // both operands are read 8 bytes at a time
 constexpr u32 NEXT = 16 * LINE_BYTES;                  // the next 16 columns, or the next unit of a warp
 
 struct alignas(16) Pair64 { double first, second; };
@@ -32,7 +32,7 @@ __device__ __forceinline__ double load_double(u32 address) {
 __device__ __forceinline__ u32 piece_of(u32 box, int line, int piece) { return box + line * LINE_BYTES + ((piece ^ (line & 7)) << 4); }
 
 // A unit's row of lane group g.
-__device__ __forceinline__ int row_of(int g) { return SINGLE ? (g & 3) * 2 + (g >> 2) : X_K ? (g >> 1) + (g & 1) * 4 : g; }
+__device__ __forceinline__ int row_of(int g) { return BY_8_BYTES ? (g & 3) * 2 + (g >> 2) : X_K ? (g >> 1) + (g & 1) * 4 : g; }
 
 // Where a thread's operands lie in a stage.
 struct Places {
@@ -40,11 +40,11 @@ struct Places {
 
     __device__ __forceinline__ Places(int side, int column) {
         const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-        const u32 half = SINGLE ? (t & 1) * 8 : 0;      // of a piece of 16 bytes
+        const u32 half = BY_8_BYTES ? (t & 1) * 8 : 0;  // of a piece of 16 bytes
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             w[e] = W_K ? piece_of(half, column + g * 2 + e, t >> 1) : piece_of(column / ACROSS * ACROSS_BYTES, t * 2 + e, g);
-            x[e] = X_K ? piece_of(W_BYTES + half, side * 8 + row_of(g), SINGLE ? t >> 1 : t)
+            x[e] = X_K ? piece_of(W_BYTES + half, side * 8 + row_of(g), BY_8_BYTES ? t >> 1 : t)
                        : piece_of(W_BYTES + (g & 1) * 8, t * 2 + e, side * 4 + (g >> 1));
         }
     }

@@ -3,6 +3,7 @@
 // C^T = W^T X^T: the weight side (columns of the result) lies on wgmma's M side, the rows on its n side,
 // which comes in steps of 8. A thread block owns 128 columns, 64 for each of two consumer warpgroups,
 // times n <= ROWS rows; a cluster of two blocks shares the rows, and each loads half of them for both.
+// float64 is multiplied by mma.sync instead (consume_f64.cuh).
 //
 // Compile-time choices: BFLOAT, X_K and W_K (is k the contiguous direction of the row side, of the weight
 // side), RAGGED_K (the jagged extent is k), LISTED (a tensor map per group), PLAIN (the result is
