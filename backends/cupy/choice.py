@@ -131,6 +131,12 @@ CROWDED_ROWS = 100
 """Rows per group from which some groups of a random routing have more than 128, and tiles are higher."""
 PICKED_ROWS = 48
 """Rows per group up to which picked rows are read where they lie, and not copied first."""
+ONE_ROUND = 3 * PROCESSORS // 2
+"""Lowest tiles up to which they are taken: they are one round, since tokens are counted rounded up, by 1.5 as a rule.
+
+Time over that of tiles of 128 rows, H200, 2026-11-25: 0.77 to 0.95 in one round (seven problems; 1.02 for one of few
+blocks of k), 0.96 to 1.14 in two (five; benchmarks/results/h200-low-tiles).
+"""
 FULL_ROWS = 2
 """Rows of a masked group for each one that counts, as a guess: what lies behind the mask reads no weights. Lowest tiles
 for 64 rows, H100, 2026-11-24, K = 7168, time over that of the next higher ones: 0.76 to 0.99 if 16 of them count on
@@ -586,7 +592,8 @@ def _other_rules(layout: Layout, counts: Counts, ladders: list[tuple[Condition, 
     few = (counts.mean <= REPAID_ROWS * filled) & (brief ^ True)
     low = (rows <= SHIFTED_LOW_ROWS) | (-(-rows // COLUMNS) * counts.groups * layout.columns <= PROCESSORS)
     shifted = [(heavy & low, (SHIFT_B_MIDDLE,)), (heavy & (low ^ True), (SHIFT_B,))]
-    copied = [rule for each in ladders if _somewhere(each[0]) for rule in _copied(layout, counts, brief, *each)]
+    many = rows > COPIED_FEW_ROWS
+    copied = [rule for each in ladders if _somewhere(each[0]) for rule in _copied(layout, counts, brief, many, *each)]
     light = heavy ^ True
     return [
         *[(holds & heavy, some) for holds, some in _shifted_rows(layout, counts)],
@@ -617,10 +624,10 @@ def _shifted_rows(layout: Layout, counts: Counts) -> list[Rule]:
 
 
 def _copied(
-    layout: Layout, counts: Counts, brief: Condition, holds: Condition, ladder: Ladder
+    layout: Layout, counts: Counts, brief: Condition, many: Condition, holds: Condition, ladder: Ladder
 ) -> list[tuple[Condition, Config, Config]]:
     """The best and the second config for multiplying copies."""
-    many = holds & (_rows(layout, counts) > COPIED_FEW_ROWS)
+    many = holds & many
     few = ladder.copied_few
     found = [(holds & brief, COPIED_SINGLE, few), (holds & (many ^ True), few, few)]
     if ladder.high:
@@ -653,12 +660,14 @@ def _hopper_rules(layout: Layout, counts: Counts) -> list[tuple[Condition, Ladde
     """The rules for the Hopper kernel; each applies if none before it does."""
     spec, total, rows = layout.spec, counts.total, _rows(layout, counts)
     found, left = list[tuple[Condition, Ladder]](), True
-    pieces = -(-rows // WIDE.rows) * counts.groups if spec.form != "jagged_k" else PROCESSORS + 1
-    little = (total <= SMALL_ROWS) & ((spec.n or 0) <= SMALL_COLUMNS) & (spec.form != "jagged_k")
+    jagged_k = spec.form == "jagged_k"
+    lowest = -(-rows // SLIM.rows) * counts.groups * layout.columns
+    highest = -(-rows // WIDE.rows) * counts.groups * layout.columns
+    little = (total <= SMALL_ROWS) & ((spec.n or 0) <= SMALL_COLUMNS) & (not jagged_k)
     for holds, ladder in (
-        (little & ((total > 1024) | (spec.form == "per_group")), LOW),
-        (little, LOWEST),
-        ((rows > 64) & (pieces * layout.columns <= PROCESSORS), LOW),
+        ((rows > SLIM.rows) & (lowest <= ONE_ROUND) & (not jagged_k), LOWEST),
+        (little & (total <= 1024) & (spec.form != "per_group"), LOWEST),
+        (little | ((rows > 32) & (highest <= PROCESSORS) & (not jagged_k)), LOW),
         (rows <= 32, SPARSE),
         ((rows <= 64) & (layout.k < LONG_K), BETWEEN),
     ):

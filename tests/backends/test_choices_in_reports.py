@@ -45,7 +45,7 @@ CHOOSE: dict[str, Callable[[ProblemSpec], Any]] = {
     "triton": lambda spec: candidates_of(spec, (9, 0))[0],
     "numba": lambda spec: numba_choice.candidates(spec, GPU)[0],
 }
-REGRET = 1.03
+REGRET = 1.04
 """How many times slower than the fastest config a choice may be."""
 UNJUDGED = {"cupy": 0.12, "triton": 0.25, "numba": 0.13}
 """The part of the workloads that may have a choice that no report measured."""
@@ -69,7 +69,7 @@ def operand(dtype: str, order: str, line: int | None) -> Any:
 def spec_of(row: dict[str, Any]) -> ProblemSpec | None:
     """The spec of a row's workload; None for classes with more to them, and for tf32, int8 and float64 of cupy, which
     ran on the generic kernel when the reports were made."""
-    found = CLASS.fullmatch(row["spec"])
+    found = CLASS.fullmatch(row.get("problem_class") or row["spec"])
     if found is None:
         return None
     form, *extents, total, a, a_order, b, b_order, out, out_order, precision = found.groups()
@@ -78,8 +78,8 @@ def spec_of(row: dict[str, Any]) -> ProblemSpec | None:
     right = operand(b, b_order, n if b_order == "row" else k)
     result = operand(out, out_order, n if out_order == "row" else m)
     more: dict[str, Any] = {"compute": left.dtype, "precision": precision}
-    spec = ProblemSpec(form, row["groups"], m, n, k, int(total), 0, left, right, result, **more)  # type: ignore[arg-type]
-    return None if row["entry"] == "cupy" and (words_of(spec) or spec.compute is torch.float64) else spec
+    spec = ProblemSpec(form, row["groups"], m, n, k, bucket(int(total)), 0, left, right, result, **more)  # type: ignore[arg-type]
+    return None if row["entry"].startswith("cupy") and (words_of(spec) or spec.compute is torch.float64) else spec
 
 
 def identity(kernel: str, fields: dict[str, Any]) -> Fields:
@@ -94,7 +94,7 @@ def measured(backend: str) -> dict[str, tuple[ProblemSpec, dict[Fields, float]]]
     specs, times = dict[str, ProblemSpec](), defaultdict[str, dict[Fields, float]](dict)
     for path in REPORTS:
         for row in json.loads(path.read_text())["rows"]:
-            if row["entry"] != backend or row["status"] != "ok" or (spec := spec_of(row)) is None:
+            if row["entry"].partition("#")[0] != backend or row["status"] != "ok" or (spec := spec_of(row)) is None:
                 continue
             kernel = RENAMED.get(row["kernel"], row["kernel"])
             defaults = DEFAULTS.get((backend, ""), DEFAULTS.get((backend, kernel), {}))
