@@ -383,7 +383,8 @@ class _Solve(torch.autograd.Function):
             given, needed = saved[: sum(ctx.counts)], ctx.needs_input_grad[5:]
             steps = lambda flat: _steps(problem, ctx.gemm, split(flat, ctx.counts))  # noqa: E731
             return *nothing, *differentiated(given, needed, steps, grads)
-        inputs, outs = split(saved, ctx.counts), list(saved[sum(ctx.counts) :])
+        inputs: list[Any] = split(saved, ctx.counts)
+        outs = list(saved[sum(ctx.counts) :])
         needs = tuple(any(part) for part in split(ctx.needs_input_grad[5:], ctx.counts))
         grad: Any = list(grads)
         out: Any = outs
