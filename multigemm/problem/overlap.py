@@ -1,13 +1,12 @@
 """Whether strided arrays share an element, exactly and not by address ranges.
 
 Interleaved columns of one matrix are legal outputs; two outputs that share an element are not. Every question is a
-linear equation in bounded integers, answered without touching memory.
+linear equation in bounded integers, which NumPy solves without touching memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from math import gcd
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,54 +17,18 @@ from multigemm.problem.arrays import Memory
 
 
 def overlaps_itself(x: Tensor) -> bool:
-    """Whether two index tuples of `x` have the same address (for up to three dimensions)."""
-    if x.numel() < 2:
-        return False
-    dims = sorted(((abs(s), n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1), reverse=True)
+    """Whether two index tuples of `x` have the same address."""
+    dims = sorted((abs(s), n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1)
     reach = 0
-    for stride, extent in reversed(dims):
+    for stride, extent in dims if x.numel() else ():
         if stride <= reach:
             break
         reach += stride * (extent - 1)
     else:
         return False
-    strides, extents = [s for s, _ in dims], [n for _, n in dims]
-    return _has_nonzero_solution(strides, extents)
-
-
-def _has_nonzero_solution(strides: Sequence[int], extents: Sequence[int]) -> bool:
-    """Whether some d != 0 with |d_i| < extents_i satisfies sum d_i * strides_i = 0."""
-    if 0 in strides:
-        return True
-    if len(strides) < 2:
-        return False
-    if len(strides) == 2:
-        g = gcd(*strides)
-        return strides[1] // g < extents[0] and strides[0] // g < extents[1]
-    short = min(range(3), key=lambda i: extents[i])
-    rest = [i for i in range(3) if i != short]
-    s, n = [strides[i] for i in rest], [extents[i] for i in rest]
-    if _has_nonzero_solution(s, n):
-        return True
-    return any(_solvable(s, n, d * strides[short]) for d in range(1, extents[short]))
-
-
-def _solvable(s: Sequence[int], n: Sequence[int], target: int) -> bool:
-    """Whether s0*x + s1*y = target for some |x| < n0, |y| < n1."""
-    g = gcd(s[0], s[1])
-    if target % g:
-        return False
-    s0, s1, t = s[0] // g, s[1] // g, target // g
-    x0 = t * pow(s0, -1, s1) % s1 if s1 > 1 else 0
-    y0 = (t - s0 * x0) // s1
-    # all solutions: x = x0 + s1*i, y = y0 - s0*i
-    low = max(_ceil_div(-(n[0] - 1) - x0, s1), _ceil_div(y0 - (n[1] - 1), s0))
-    high = min((n[0] - 1 - x0) // s1, (y0 + n[1] - 1) // s0)
-    return low <= high
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
+    # tuples that differ first along an axis: those that begin with 0 there, and all that do not
+    starts = (x[(0,) * axis] for axis in range(x.dim()))
+    return any(_meet(_place(part[:1]), _place(part[1:])) for part in starts)
 
 
 class _Place(NamedTuple):
