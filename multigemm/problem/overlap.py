@@ -28,7 +28,7 @@ def overlaps_itself(x: Tensor) -> bool:
         return False
     # tuples that differ first along an axis: those that begin with 0 there, and all that do not
     starts = (x[(0,) * axis] for axis in range(x.dim()))
-    return any(_meet(_place(part[:1]), _place(part[1:])) for part in starts)
+    return any(any(meetings([part[:1]], [part[1:]])) for part in starts)
 
 
 class _Place(NamedTuple):
@@ -67,28 +67,6 @@ def _shadow(x: _Place) -> Any:
     return np.asarray(Memory(interface, None))
 
 
-def _meet(x: _Place, y: _Place) -> bool:
-    if x.end <= y.start or y.end <= x.start or x.empty or y.empty:
-        return False
-    apart = _apart_as_rectangles(x, y)
-    return bool(np.shares_memory(_shadow(x), _shadow(y))) if apart is None else not apart
-
-
-def _apart_as_rectangles(x: _Place, y: _Place) -> bool | None:
-    """Whether two blocks of one row-major matrix differ in rows or in columns; None if they are not such blocks."""
-    if len(x.shape) != 2 or len(y.shape) != 2 or x.strides != y.strides or x.size != y.size:
-        return None
-    pitch, step = x.strides
-    row, col = divmod(y.first - x.first, pitch) if pitch > 0 else (0, 0)
-    widths = x.shape[1] * step, y.shape[1] * step
-    if step != x.size or max(widths) > pitch:
-        return None
-    # y starts `row` rows below and `col` bytes right of x; its columns may run over into the next row
-    if col + widths[1] > pitch:
-        return None
-    return col >= widths[0] or row >= x.shape[0] or -row >= y.shape[0]
-
-
 def _span(x: Any) -> tuple[int, int]:
     """The first byte and one past the last byte; meaningless for an empty tensor."""
     if not isinstance(x, Tensor):
@@ -106,29 +84,36 @@ def _near_by(outs: Sequence[Tensor], others: Sequence[Any]) -> list[int]:
     return [j for j, (start, end) in enumerate(map(_span, others)) if start < high and end > low]
 
 
+def _pairs(places: Sequence[_Place], others: Sequence[_Place] | None = None) -> Iterator[tuple[int, int]]:
+    """The positions of two places that share a byte: of one of `places` and one of `others`, or of two of `places`.
+    Only neighbours in memory are compared."""
+    near: list[list[tuple[int, Any, int]]] = [[], []]
+    if others is None:
+        near[1] = near[0]
+    sides = [(place, 0, i) for i, place in enumerate(places)] + [(place, 1, j) for j, place in enumerate(others or ())]
+    for place, side, at in sorted(each for each in sides if not each[0].empty):
+        shadow, across = _shadow(place), near[1 - side]
+        across[:] = [each for each in across if each[0] > place.start]
+        for _, other, to in across:
+            if np.shares_memory(shadow, other):
+                yield (at, to) if side == 0 else (to, at)
+        near[side].append((place.end, shadow, at))
+
+
 def meetings(outs: Sequence[Tensor], others: Sequence[Any]) -> Iterator[tuple[int, int]]:
-    """The pairs (i, j) for which outs[i] shares a byte with others[j]. Only neighbours in memory are compared.
+    """The pairs (i, j) for which outs[i] shares a byte with others[j].
 
     All tensors must lie on one device. An operand that occurs many times is compared once.
     """
     near_by = _near_by(outs, others)
     if not near_by:  # the rule, and on the path of a call with `out`
         return
-    groups = [_place(x) for x in outs], {j: _place(others[j]) for j in near_by}
     twins: dict[_Place, list[int]] = {}
-    for j, place in groups[1].items():
-        twins.setdefault(place, []).append(j)
-    spans = [(p.start, p.end, 0, i) for i, p in enumerate(groups[0]) if not p.empty]
-    spans += [(p.start, p.end, 1, js[0]) for p, js in twins.items() if not p.empty]
-    near: tuple[list[tuple[int, int]], list[tuple[int, int]]] = [], []
-    for start, end, side, at in sorted(spans):
-        other = near[1 - side]
-        other[:] = [s for s in other if s[0] > start]
-        for _, to in other:
-            i, j = (at, to) if side == 0 else (to, at)
-            if _meet(groups[0][i], groups[1][j]):
-                yield from ((i, twin) for twin in twins[groups[1][j]])
-        near[side].append((end, at))
+    for j in near_by:
+        twins.setdefault(_place(others[j]), []).append(j)
+    positions = list(twins.values())
+    for i, number in _pairs([_place(x) for x in outs], list(twins)):
+        yield from ((i, j) for j in positions[number])
 
 
 def same_view(x: Tensor, y: Tensor) -> bool:
@@ -143,18 +128,9 @@ def same_view(x: Tensor, y: Tensor) -> bool:
 
 
 def first_shared_pair(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
-    """Two positions whose tensors share an element, or None. Only neighbours in memory are compared."""
-    if len(tensors) < 2:
-        return None
-    places = [(_place(t), i) for i, t in enumerate(tensors)]
-    near: list[tuple[_Place, int]] = []
-    for place, i in sorted((p, i) for p, i in places if not p.empty):
-        near = [(other, j) for other, j in near if other.end > place.start]
-        for other, j in near:
-            if _meet(place, other):
-                return min(i, j), max(i, j)
-        near.append((place, i))
-    return None
+    """Two positions whose tensors share an element, or None."""
+    found = next(_pairs([_place(x) for x in tensors]), None) if len(tensors) > 1 else None
+    return None if found is None else (min(found), max(found))
 
 
 def refuse_shared_memory(
