@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from multigemm.errors import InvalidProblem
-from multigemm.problem.arrays import Memory
+from multigemm.problem.arrays import Memory, strides_in_bytes
 
 
 def overlaps_itself(x: Tensor) -> bool:
@@ -49,8 +49,7 @@ class _Place(NamedTuple):
 def _place(x: Any) -> _Place:
     """The `_Place` of a tensor, or of a NumPy or CuPy array, whose strides may be negative."""
     if isinstance(x, Tensor):
-        size, first = x.element_size(), x.data_ptr()
-        strides = tuple(s * size for s in x.stride())
+        size, first, strides = x.element_size(), x.data_ptr(), strides_in_bytes(x)
     else:
         interface = x.__array_interface__ if isinstance(x, np.ndarray) else x.__cuda_array_interface__
         size, first, strides = x.itemsize, interface["data"][0], tuple(x.strides)
@@ -61,10 +60,7 @@ def _place(x: Any) -> _Place:
 
 def _shadow(x: _Place) -> Any:
     """A NumPy array at the same addresses, never read: NumPy's exact overlap test needs only addresses and strides."""
-    interface = {
-        "version": 3, "shape": x.shape, "strides": x.strides, "typestr": f"|V{x.size}", "data": (x.first, True),
-    }  # fmt: skip
-    return np.asarray(Memory(interface, None))
+    return np.asarray(Memory(x.shape, x.strides, f"|V{x.size}", x.first, read_only=True))
 
 
 def _span(x: Any) -> tuple[int, int]:

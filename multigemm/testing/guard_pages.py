@@ -24,6 +24,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from multigemm.problem.arrays import Memory
 from multigemm.testing.placed_case import Region
 
 FILL = 0xFF
@@ -85,18 +86,6 @@ class _Access(ctypes.Structure):
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
-@dataclass(frozen=True, slots=True)
-class _Mapped:
-    """Mapped memory as an object with the interface by which torch takes foreign memory."""
-
-    address: int
-    size: int
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"shape": (self.size,), "typestr": "|u1", "data": (self.address, False), "version": 3, "strides": None}
-
-
 def _driver(name: str, *arguments: Any) -> None:
     status = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
     if status:
@@ -117,7 +106,7 @@ def _device_block(size: int, device: torch.device) -> Block:
     _driver("cuMemMap", begin, ctypes.c_size_t(size), ctypes.c_size_t(0), handle, none)
     access = _Access(where, 3)  # reads and writes
     _driver("cuMemSetAccess", begin, ctypes.c_size_t(size), ctypes.byref(access), ctypes.c_size_t(1))
-    mapped = _Mapped(begin.value, size)
+    mapped = Memory((size,), None, "|u1", begin.value, cuda=True)
     return Block(torch.as_tensor(mapped, device=device), mapped)
 
 
