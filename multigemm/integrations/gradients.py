@@ -519,31 +519,24 @@ def _rows(x: Tensor, rows: Tensor) -> Tensor:
     return torch.where(there.unsqueeze(-1), found, 0)
 
 
+_gelu_tanh = partial(torch.nn.functional.gelu, approximate="tanh")
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu, "silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu, "gelu_tanh": _gelu_tanh,
+    "reglu": torch.relu, "glu": torch.sigmoid, "geglu": torch.nn.functional.gelu, "geglu_tanh": _gelu_tanh,
+}  # fmt: skip
+"""Activations, and what gates apply to g."""
+
+
 def gate_by_torch(x: Tensor, activation: str | None, gate: Gate | None) -> Tensor:
     """Applies an activation, or a gate to the columns of x, by differentiable torch operations."""
-    functional = torch.nn.functional
-    if gate is not None:
-        return _gate(gate, *gate.split(x))
-    acts: dict[Any, Any] = {
-        None: lambda x: x, "relu": torch.relu, "silu": functional.silu, "gelu": functional.gelu,
-        "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    }  # fmt: skip
-    found: Tensor = acts[activation](x)
-    return found
-
-
-def _gate(gate: Gate, g: Tensor, u: Tensor) -> Tensor:
+    if gate is None:
+        return x if activation is None else _ACTIVATIONS[activation](x)
+    g, u = gate.split(x)
     if gate.limit is not None:
         g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
-    if gate.kind == "swiglu":
-        act = g * torch.sigmoid(gate.alpha * g)
-    elif gate.kind == "geglu":
-        act = torch.nn.functional.gelu(g)
-    elif gate.kind == "geglu_tanh":
-        act = torch.nn.functional.gelu(g, approximate="tanh")
-    else:
-        act = torch.relu(g) if gate.kind == "reglu" else torch.sigmoid(g)
-    return act * (u + gate.beta)
+    act = g * torch.sigmoid(gate.alpha * g) if gate.kind == "swiglu" else _ACTIVATIONS[gate.kind](g)
+    found: Tensor = act * (u + gate.beta)
+    return found
 
 
 def _summed(call: Call, fused: Fused, rows: Tensor, weights: Tensor | None) -> Tensor:
