@@ -1,4 +1,4 @@
-"""bfloat16 and float16 in NumPy, and the rounding function of the reference.
+"""Numbers in NumPy: what stored ones mean, quantised ones too, and the rounding function of the reference.
 
 Why not the libraries' own casts: torch's float64 -> bfloat16 and float64 -> float16 and ml_dtypes'
 float64 -> bfloat16 go through float32 and so round twice (1 + 2^-8 + 2^-40 becomes 1.0, not
@@ -95,3 +95,29 @@ def ulp(values: Array, dtype: torch.dtype) -> npt.NDArray[np.float64]:
     exponent = np.where(wide == 0, _MIN_EXPONENT[dtype], np.frexp(wide)[1] - 1)
     exponent = np.maximum(exponent, _MIN_EXPONENT[dtype])
     return np.asarray(np.ldexp(1.0, exponent - (SIGNIFICAND[dtype] - 1)))
+
+
+# --- quantised operands -------------------------------------------------------------------------------
+
+
+def decode(x: Any, packed: str = "") -> Array:
+    """The exact elements in float64; of packed bytes two along the second last direction, the low four bits first."""
+    array = to_numpy(x)
+    if not packed:
+        return np.asarray(array.astype(np.float64))
+    codes = array.view(np.uint8)
+    found = np.empty((*codes.shape[:-2], 2 * codes.shape[-2], codes.shape[-1]), np.uint8)
+    found[..., 0::2, :], found[..., 1::2, :] = codes & 15, codes >> 4
+    if packed == "e2m1":
+        return np.asarray(found.view(ml_dtypes.float4_e2m1fn).astype(np.float64))
+    whole = found.astype(np.float64)
+    return np.asarray(np.where(whole > 7, whole - 16, whole) if packed == "int4" else whole)
+
+
+def decode_scale(x: Any) -> Array:
+    """The exact scales in float64: code c of e8m0 is 2^(c - 127), also for c = 0; 255 is NaN."""
+    array = to_numpy(x)
+    if array.dtype != np.dtype(ml_dtypes.float8_e8m0fnu):
+        return array.astype(np.float64)
+    codes = array.view(np.uint8).astype(np.int64)
+    return np.asarray(np.where(codes == 255, np.nan, np.ldexp(1.0, codes - 127)))

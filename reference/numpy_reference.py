@@ -20,8 +20,7 @@ import torch
 
 from multigemm.problem.problem import GroupedGemmProblem, GroupView
 from multigemm.problem.spec import FLOAT8, ProblemSpec
-from multigemm.reference.dtypes import Array, numpy_dtype, round_once, to_numpy, widen
-from multigemm.reference.quantize import decode, decode_scale
+from multigemm.reference.dtypes import Array, decode, decode_scale, numpy_dtype, round_once, to_numpy, widen
 
 PROMOTION = 128
 """K that a tensor core may sum before its sum is added in float32."""

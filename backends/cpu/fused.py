@@ -156,20 +156,9 @@ def _combined(rows: Tensor, there: Tensor, index: Tensor, weights: Tensor | None
 
 
 def _scattered(rows: Tensor, there: Tensor, places: Tensor, count: int) -> Tensor:
-    """Sums of rows by destination, s ascending: first each destination's first row, then its second, and so on."""
-    total = torch.zeros((count, rows.shape[1]), dtype=rows.dtype)
-    source = torch.nonzero((places >= 0) & (places < count) & there).view(-1)
-    if not source.shape[0]:
-        return total
-    place, order = torch.sort(places[source], stable=True)
-    source = source[order]
-    _, lengths = torch.unique_consecutive(place, return_counts=True)
-    begins = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-    rank = torch.arange(place.shape[0]) - begins
-    for turn in torch.split(torch.argsort(rank, stable=True), torch.bincount(rank).tolist()):
-        at = place[turn]
-        total[at] = total[at] + rows[source[turn]]
-    return total
+    """Sums of rows by destination, s ascending, as torch adds them on a CPU."""
+    at = torch.where(there & (places >= 0) & (places < count), places, count).long()
+    return rows.new_zeros((count + 1, rows.shape[1])).index_add_(0, at, rows)[:count]
 
 
 # --- the launch ---------------------------------------------------------------------------------------

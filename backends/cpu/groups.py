@@ -123,31 +123,21 @@ def _each(operand: Any, g: int, dims: int = 3) -> Any:
     return operand[g]
 
 
-def _jagged_groups(ops: Operands, start: list[int], end: list[int]) -> Iterator[Group]:
-    a, b, out = (cast(Tensor, operand) for operand in (ops.a, ops.b, ops.out))
-    c, bias = (cast("Tensor | None", operand) for operand in (ops.c, ops.bias))
-    for g, (lo, hi) in enumerate(zip(start, end, strict=True)):
-        row = _each(bias, g, 2)
-        if ops.spec.form == "jagged_m":
-            yield Group(a[lo:hi], _each(b, g), out[lo:hi], None if c is None else c[lo:hi], row)
-        elif ops.spec.form == "jagged_n":
-            part = None if row is None else row[lo:hi]
-            yield Group(_each(a, g), b[:, lo:hi], out[:, lo:hi], None if c is None else c[:, lo:hi], part)
-        else:
-            yield Group(a[:, lo:hi], b[lo:hi], out[g], _each(c, g), row)
-
-
 def each_group(ops: Operands, start: Index | None, end: Index | None) -> Iterator[Group]:
     """All groups. `end` of a masked problem holds its valid rows; None for other dense forms."""
-    if ops.spec.jagged:
-        yield from _jagged_groups(ops, cast(Index, start).tolist(), cast(Index, end).tolist())
-        return
-    for g in range(ops.spec.groups):
-        a, b, out, c, bias = ops.a[g], ops.b[g], ops.out[g], _each(ops.c, g), _each(ops.bias, g, 2)
-        if ops.spec.form == "masked":
-            rows = int(cast(Index, end)[g])
-            a, out, c = a[:rows], out[:rows], None if c is None else c[:rows]
-        yield Group(a, b, out, c, bias)
+    jagged, all_of = ops.spec.jagged, slice(None)
+    first = [0] * ops.spec.groups if start is None else start.tolist()
+    last = [None] * ops.spec.groups if end is None else end.tolist()
+    for g, part in enumerate(map(slice, first, last)):
+        m, n, k = (part if axis == (jagged or "m") else all_of for axis in "mnk")
+        c, bias = _each(ops.c, g), _each(ops.bias, g, 2)
+        yield Group(
+            _each(ops.a, g)[m, k],
+            _each(ops.b, g)[k, n],
+            _each(ops.out, g)[m, n],
+            None if c is None else c[m, n],
+            None if bias is None else bias[n],
+        )
 
 
 def unowned(ops: Operands, start: Index | None, end: Index | None) -> list[Tensor]:

@@ -75,42 +75,23 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
     """Adds the options for who is measured, and how."""
     add = parser.add_argument_group("who is measured, and how").add_argument
     add("--problem", type=Path, help="a Python file that defines `problem`, a GroupedGemmProblem, instead of a suite")
-    add(
-        "--backends",
-        default="",
-        help="backends, auto and auto-static, separated by commas, or none (default: all that are available, and auto)",
-    )
+    names = "backends, auto and auto-static, separated by commas, or none (default: all that are available, and auto)"
+    add("--backends", default="", help=names)
     add("--peers", default="", help="peers, separated by commas, or none (default: all that are installed)")
-    add(
-        "--configs",
-        type=int,
-        default=0,
-        help="time this many configs of each backend (default: only the one that it chooses)",
-    )
-    add(
-        "--batch-invariant",
-        action="store_true",
-        help="time each backend also with batch_invariant=True, and show what that costs",
-    )
-    add(
-        "--style",
-        choices=("cold", "do_bench"),
-        default="cold",
-        help="cold (default): with cold caches; do_bench: as Triton's tutorials measure",
-    )
+    configs = "time this many configs of each backend (default: only the one that it chooses)"
+    add("--configs", type=int, default=0, help=configs)
+    promise = "time each backend also with batch_invariant=True, and show what that costs"
+    add("--batch-invariant", action="store_true", help=promise)
+    styles = "cold (default): with cold caches; do_bench: as Triton's tutorials measure"
+    add("--style", choices=("cold", "do_bench"), default="cold", help=styles)
     add("--reps", type=int, help="largest number of rounds (default: 300 on a GPU, 100 on a CPU)")
-    add(
-        "--modes",
-        default="graph,hot,host",
-        help="what to time besides eager calls (default: graph,hot,host); graph alone is the shortest run",
-    )
+    modes = "what to time besides eager calls (default: graph,hot,host); graph alone is the shortest run"
+    add("--modes", default="graph,hot,host", help=modes)
     add("--budget-ms", type=float, help="milliseconds for each workload and mode, all entries together")
     idle = "per cent of the time in which the device idles between bursts of 25 ms (default: 0)"
     add("--rest", type=float, default=0.0, help=idle)
-    late = (
-        f"seconds after which no workload begins (default: {UNASKED_S:g} on a CPU for the usual suite, else no limit)"
-    )
-    add("--seconds", type=float, help=late)
+    limit = f"default: {UNASKED_S:g} on a CPU for the usual suite, else no limit"
+    add("--seconds", type=float, help=f"seconds after which no workload begins ({limit})")
     add("--energy", action="store_true", help="measure the joules of a call too, if the GPU counts them (NVML)")
     add("--floor", default="", help="ceilings in TFLOP/s,TB/s instead of measured ones, as in 770,3.0")
 

@@ -255,22 +255,34 @@ def by_rows(b: Tensor) -> Tensor:
 
 
 def _deep_gemm(tensors: Tensors) -> Prepared:
-    """DeepGEMM. Rows are padded to the library's alignment beforehand; -1 marks the padding."""
-    if tensors.workload.dtype == "fp8-blocks":
-        return _deep_gemm_float8(tensors)
-    a, b, _ = packed_rows(tensors, "bf16")
+    """DeepGEMM, in bfloat16, or in float8 with scales by blocks. Rows are padded to the library's alignment beforehand;
+    -1 marks the padding. Scales of tokens are laid out as its kernel reads them, so that the call does not transpose
+    them."""
+    given, workload = tensors.problem, tensors.workload
+    float8 = workload.dtype == "fp8-blocks"
+    if not float8:
+        packed_rows(tensors, "bf16")
+    elif workload.form != "jagged_m":
+        raise Refused("packed rows only")
+    elif workload.k % 128:
+        raise Refused("takes K that is a multiple of 128")
     deep_gemm: Any = importlib.import_module("deep_gemm")
+    a, b, scale_a, scale_b = given.a, given.b, given.scale_a, given.scale_b
+    assert isinstance(a, Tensor) and isinstance(b, Tensor)
     padded_rows, rows, owner = _padding(tensors, int(deep_gemm.get_mk_alignment_for_contiguous_layout()))
-    padded = a.new_zeros(padded_rows, a.shape[1])
-    padded[rows] = a
-    out = a.new_full((padded_rows, b.shape[2]), float("nan"))
-    weights = by_rows(b)
-
-    def call() -> object:
-        return deep_gemm.m_grouped_bf16_gemm_nt_contiguous(padded, weights, out, owner)
-
-    why = "rows padded beforehand"
-    return Prepared(call, None, "m_grouped_bf16_gemm_nt_contiguous", why=why, unpack=lambda _: out[rows])
+    padded = torch.zeros(padded_rows, a.shape[1], dtype=a.dtype, device=a.device)
+    padded.view(torch.uint8)[rows] = a.view(torch.uint8)
+    out = torch.full((padded_rows, b.shape[2]), float("nan"), dtype=torch.bfloat16, device=a.device)
+    name, left, right = "m_grouped_bf16_gemm_nt_contiguous", padded, by_rows(b)
+    if float8:
+        assert isinstance(scale_a, Tensor) and isinstance(scale_b, Tensor)
+        tokens = -(-padded_rows // 4) * 4  # what TMA asks of a line of float32
+        scales = torch.ones(scale_a.shape[1], tokens, device=a.device).mT[:padded_rows]
+        scales[rows] = scale_a
+        name = "m_grouped_fp8_gemm_nt_contiguous"
+        left, right = (padded, scales), (right, scale_b.mT.contiguous())  # type: ignore[assignment]
+    call = partial(getattr(deep_gemm, name), left, right, out, owner)
+    return Prepared(call, None, name, why="rows padded beforehand", unpack=lambda _: out[rows])
 
 
 def _padding(tensors: Tensors, step: int) -> tuple[int, Tensor, Tensor]:
@@ -284,34 +296,6 @@ def _padding(tensors: Tensors, step: int) -> tuple[int, Tensor, Tensor]:
     owner = torch.full((starts[-1],), -1, dtype=torch.int32, device=device)
     owner[rows] = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), torch.tensor(sizes)).to(device)
     return starts[-1], rows, owner
-
-
-def _deep_gemm_float8(tensors: Tensors) -> Prepared:
-    """DeepGEMM in float8. Scales of tokens are laid out as its kernel reads them, so that the call does not transpose
-    them."""
-    given, workload = tensors.problem, tensors.workload
-    if workload.form != "jagged_m":
-        raise Refused("packed rows only")
-    if workload.k % 128:
-        raise Refused("takes K that is a multiple of 128")
-    deep_gemm: Any = importlib.import_module("deep_gemm")
-    a, b, scale_a, scale_b = given.a, given.b, given.scale_a, given.scale_b
-    assert isinstance(a, Tensor) and isinstance(b, Tensor) and isinstance(scale_a, Tensor)
-    assert isinstance(scale_b, Tensor)
-    padded_rows, rows, owner = _padding(tensors, int(deep_gemm.get_mk_alignment_for_contiguous_layout()))
-    padded = torch.zeros(padded_rows, a.shape[1], dtype=torch.uint8, device=a.device)
-    padded[rows] = a.view(torch.uint8)
-    tokens = -(-padded_rows // 4) * 4  # what TMA asks of a line of float32
-    scales = torch.ones(scale_a.shape[1], tokens, device=a.device).mT[:padded_rows]
-    scales[rows] = scale_a
-    out = torch.full((padded_rows, b.shape[2]), float("nan"), dtype=torch.bfloat16, device=a.device)
-    left, right = (padded.view(a.dtype), scales), (b.mT, scale_b.mT.contiguous())
-
-    def call() -> object:
-        return deep_gemm.m_grouped_fp8_gemm_nt_contiguous(left, right, out, owner)
-
-    name = "m_grouped_fp8_gemm_nt_contiguous"
-    return Prepared(call, None, name, why="rows padded beforehand", unpack=lambda _: out[rows])
 
 
 def _quack(tensors: Tensors) -> Prepared:

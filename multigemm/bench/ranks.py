@@ -70,12 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=10, help="timed rounds of each measurement (default: 10)")
     add("--backend", default="auto", help="the backend of the ways `fused` and `steps` (default: auto)")
     add("--device", default="", choices=("", "cuda", "cpu"), help="(default: cuda where there is one)")
-    add(
-        "--timeout",
-        type=float,
-        default=300.0,
-        help="seconds without an answer of a rank after which all ranks end (default: 300)",
-    )
+    silent = "seconds without an answer of a rank after which all ranks end (default: 300)"
+    add("--timeout", type=float, default=300.0, help=silent)
     add("--json", type=Path, metavar="FILE", help="write the measurements to this file")
     add("--picture", type=Path, metavar="FILE", help="SVG or PNG of the kernels of one training step of each layer")
     add("--draw", type=Path, metavar="JSON", help="draw --picture from what --json wrote, and do no more")

@@ -62,19 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-record", action="store_true", help="measure and show, but store nothing")
     add("--out", type=Path, help="write the measurements also to this file, for `multigemm cache import`")
     add("--device", default="", help="cuda, cuda:1, cpu (default: the GPU if there is one)")
-    add(
-        "--from-report",
-        type=Path,
-        action="append",
-        default=[],
-        help="take the measurements of this report of `multigemm bench`; may be repeated",
-    )
-    add(
-        "--stall",
-        type=float,
-        default=90.0,
-        help="seconds without progress after which a config counts as hanging (default: 90)",
-    )
+    measured = "take the measurements of this report of `multigemm bench`; may be repeated"
+    add("--from-report", type=Path, action="append", default=[], help=measured)
+    hanging = "seconds without progress after which a config counts as hanging (default: 90)"
+    add("--stall", type=float, default=90.0, help=hanging)
     add("--marker", type=Path, help=argparse.SUPPRESS)
     add("--resume", action="store_true", help=argparse.SUPPRESS)
     add("--quiet", action="store_true", help="print only the summary")

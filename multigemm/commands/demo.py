@@ -19,12 +19,10 @@ N, K = 72, 100
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--device", default="", help="cpu or cuda (default: cuda if there is one)")
-    parser.add_argument(
-        "--backends", default="", help="backends, separated by commas (default: all that are available)"
-    )
-    parser.add_argument(
-        "--dtypes", default="bf16", help=f"dtypes, separated by commas (default: bf16): {', '.join(DTYPES)}"
-    )
+    backends = "backends, separated by commas (default: all that are available)"
+    parser.add_argument("--backends", default="", help=backends)
+    dtypes = f"dtypes, separated by commas (default: bf16): {', '.join(DTYPES)}"
+    parser.add_argument("--dtypes", default="bf16", help=dtypes)
 
 
 def main(args: argparse.Namespace) -> int:

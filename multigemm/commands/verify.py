@@ -25,9 +25,8 @@ from multigemm.select.timing import measure
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("problem", type=Path, help="a Python file that defines `problem`, a GroupedGemmProblem")
-    parser.add_argument(
-        "--backends", default="", help="backends, separated by commas (default: all that are available)"
-    )
+    backends = "backends, separated by commas (default: all that are available)"
+    parser.add_argument("--backends", default="", help=backends)
 
 
 def main(args: argparse.Namespace) -> int:

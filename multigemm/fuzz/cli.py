@@ -9,6 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,82 +54,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _what(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is run").add_argument
+    any_count, count = partial(add, type=at_least(0)), partial(add, type=at_least(1))
     add("--backends", default="", help="names, separated by commas (default: all that can run on the device)")
     add("--device", default="", help="cuda:1, cpu (default: all GPUs of the host; under torchrun, this rank's share)")
     add("--emulate", action="store_true", help="run triton and numba on CPU tensors, in their emulators")
     add("--forms", default="", help="only these forms, separated by commas")
-    add(
-        "--dtypes",
-        default="",
-        help=f"only these dtypes, separated by commas: {', '.join(DTYPES)}, or {', '.join(SHORT)}",
-    )
+    dtypes = f"only these dtypes, separated by commas: {', '.join(DTYPES)}, or {', '.join(SHORT)}"
+    add("--dtypes", default="", help=dtypes)
     add("--seed", type=int, default=0, help="seed of the problems (default: 0)")
     ways = "first: the backend's own choice; all: every config in turn; pinned: another one for each kind"
     add("--configs", choices=("first", "all", "pinned"), default="first", help=ways)
-    add(
-        "--kinds",
-        type=at_least(0),
-        help="number of kinds to draw from (default: 100 on a GPU, else 0: no limit); 40 show every required class, "
-        "and pinned configs may need more",
-    )
-    add(
-        "--turns",
-        type=at_least(1),
-        default=1,
-        help="with --configs pinned: number of configs for each kind (default: 1)",
-    )
-    add("--burst", type=at_least(1), default=25, help="problems of one kind in a row (default: 25)")
-    add(
-        "--work",
-        type=at_least(1),
-        default=1 << 17,
-        help="largest number of multiply-adds of a problem (default: 131072)",
-    )
-    add(
-        "--large",
-        type=at_least(0),
-        help="one problem in LARGE has 16 times the work (default: 8 on a GPU, else 0: none)",
-    )
-    add(
-        "--quantised",
-        type=at_least(0),
-        help="one problem in QUANTISED has quantised operands (0: none; default: 8, or 0 with --dtypes)",
-    )
-    add(
-        "--fused",
-        type=at_least(0),
-        help="one problem in FUSED picks rows, gates or sums them (0: none; default: 16, or 0 with --dtypes or "
-        "--forms)",
-    )
-    add(
-        "--deep",
-        type=at_least(1),
-        default=8,
-        help="one problem in DEEP also runs on streams, in graphs, in relations, ... (default: 8)",
-    )
+    kinds = "number of kinds to draw from (default: 100 on a GPU, else 0: no limit); 40 show every required class, and "
+    any_count("--kinds", help=f"{kinds}pinned configs may need more")
+    count("--turns", default=1, help="with --configs pinned: number of configs for each kind (default: 1)")
+    count("--burst", default=25, help="problems of one kind in a row (default: 25)")
+    count("--work", default=1 << 17, help="largest number of multiply-adds of a problem (default: 131072)")
+    any_count("--large", help="one problem in LARGE has 16 times the work (default: 8 on a GPU, else 0: none)")
+    quantised = "one problem in QUANTISED has quantised operands (0: none; default: 8, or 0 with --dtypes)"
+    any_count("--quantised", help=quantised)
+    fused = "one problem in FUSED picks rows, gates or sums them (0: none; default: 16, or 0 with --dtypes or --forms)"
+    any_count("--fused", help=fused)
+    deep = "one problem in DEEP also runs on streams, in graphs, in relations, ... (default: 8)"
+    count("--deep", default=8, help=deep)
 
 
 def _how_far(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("how much").add_argument
+    count = partial(add, type=at_least(1))
     add("--seconds", type=at_least(0, float), default=0.0, help="stop after this many seconds")
-    add(
-        "--examples",
-        type=at_least(1),
-        default=0,
-        help="stop after this many problems (default: 1000 without --seconds)",
-    )
-    add("--jobs", type=at_least(1), default=1, help="number of worker processes (default: 1)")
+    count("--examples", default=0, help="stop after this many problems (default: 1000 without --seconds)")
+    count("--jobs", default=1, help="number of worker processes (default: 1)")
 
 
 def _where_to(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what becomes of failures").add_argument
-    add(
-        "--shrink",
-        type=at_least(0, float),
-        default=20.0,
-        metavar="SECONDS",
-        help="seconds spent on making a failure small (default: 20)",
-    )
+    shrinking = "seconds spent on making a failure small (default: 20)"
+    add("--shrink", type=at_least(0, float), default=20.0, metavar="SECONDS", help=shrinking)
     add("--corpus", default="", help="a folder that receives each failure as one JSON file")
     add("--replay", action="append", default=[], metavar="FILE", help="run a stored problem (or a folder of them)")
     add("--json", default="", metavar="FILE", help="write the whole summary to this file")

@@ -32,7 +32,7 @@ from multigemm.planning.binding import bind
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.launch_key import GPU_BITS, PLAIN
 from multigemm.planning.operands import reach_bytes
-from multigemm.problem.arrays import LOWEST
+from multigemm.problem.arrays import LOWEST, Memory, strides_in_bytes
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.select.choose import choose
 from multigemm.settings import settings
@@ -369,24 +369,10 @@ def _bind_fused(net: Network, given: Given, out: Tensor, between: dict[str, Tens
     return [*launches, _product(net, hidden, given.down, out, ends, given.down_bias, combine=sums)]
 
 
-class _Memory:
-    """Memory of another owner, as an object with the array interface."""
-
-    def __init__(self, x: Tensor) -> None:
-        size = x.element_size()
-        interface = {
-            "shape": tuple(x.shape),
-            "strides": tuple(s * size for s in x.stride()),
-            "typestr": np.dtype(f"i{size}").str,
-            "data": (x.data_ptr(), False),
-            "version": 3,
-        }
-        setattr(self, "__cuda_array_interface__" if x.is_cuda else "__array_interface__", interface)
-
-
 def _borrowed(x: Tensor) -> Tensor:
     """A tensor over the memory of `x` that does not keep it alive. Valid only in calls that pass the same address."""
-    memory = _Memory(x)
+    kind = np.dtype(f"i{x.element_size()}").str
+    memory = Memory(x.shape, strides_in_bytes(x), kind, x.data_ptr(), cuda=x.is_cuda)
     bits = torch.as_tensor(memory, device=x.device) if x.is_cuda else torch.from_numpy(np.asarray(memory))
     return bits.view(x.dtype)
 

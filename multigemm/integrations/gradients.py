@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -73,34 +74,28 @@ class Call:
     quantised: Mapping[str, Any] = field(default_factory=dict)
 
 
-def gradients(call: Call, grad: Tensor, out: Tensor | None, needs: tuple[bool, ...]) -> Gradients:
-    """(dA, dB, dC, dbias) of a packed form; None where it is not needed. `out` is read for relu only."""
+def gradients(call: Call, grad: Any, out: Any, needs: tuple[bool, ...]) -> Gradients:
+    """(dA, dB, dC, dbias), lists for a list problem; None where it is not needed. `out` is read for relu only."""
     d = _through_activation(call, grad, out)
-    exact = d if call.a.dtype in FLOAT8 else d.to(_operand_dtype(call, call.a, call.b))
+    exact = _each(partial(_as_operand, call), d, call.a, call.b) if needs[0] or needs[1] else d
     da = _da(call, exact) if needs[0] else None
     db = _db(call, exact) if needs[1] else None
-    dc = _dc(call, d) if needs[2] else None
-    dbias = _dbias(call, d).to(call.bias.dtype) if needs[3] else None
+    dc = _each(partial(_dc, call), d, call.c) if needs[2] else None
+    dbias = _each(lambda x, bias: x.to(bias.dtype), _dbias(call, d), call.bias) if needs[3] else None
     return da, db, dc, dbias
 
 
-def list_gradients(call: Call, grads: list[Tensor], outs: list[Tensor], needs: tuple[bool, ...]) -> Gradients:
-    """(dA, dB, dC, dbias) of a list problem, each a list or None."""
-    ds = _through_list(call, grads, outs)
-    common = dict(alpha=call.alpha, **call.options)
-    da = db = dc = dbias = None
-    exact = ds
-    if needs[0] or needs[1]:
-        exact = [d.to(_operand_dtype(call, x, y)) for d, x, y in zip(ds, call.a, call.b, strict=True)]
-    if needs[0]:
-        da = call.gemm(exact, _transposed_list(call), out_dtype=call.a[0].dtype, **common)
-    if needs[1]:
-        db = call.gemm([x.T for x in call.a], exact, out_dtype=call.b[0].dtype, **common)
-    if needs[2]:
-        dc = [_scaled(d, call.beta).to(c.dtype) for d, c in zip(ds, call.c, strict=True)]
-    if needs[3]:
-        dbias = [_sum(d, 0).to(v.dtype) for d, v in zip(ds, call.bias, strict=True)]
-    return da, db, dc, dbias
+def _each(function: Callable[..., Any], *operands: Any) -> Any:
+    """A function of tensors, or of the members of lists one after the other."""
+    if isinstance(operands[0], list):
+        return [function(*members) for members in zip(*operands, strict=True)]
+    return function(*operands)
+
+
+def _dtype(operand: Any) -> torch.dtype:
+    """The dtype of an operand, of a list that of its first matrix."""
+    found: torch.dtype = (operand[0] if isinstance(operand, list) else operand).dtype
+    return found
 
 
 # --- the activation ---------------------------------------------------------------------------------
@@ -111,22 +106,12 @@ def wide_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in (a, b) else torch.float32
 
 
-def _through_activation(call: Call, grad: Tensor, out: Tensor | None) -> Tensor:
-    if call.activation is None:
+def _through_activation(call: Call, grad: Any, out: Any) -> Any:
+    if call.activation is None or (call.form == "per_group" and not grad):
         return grad
     if call.activation == "relu":  # its sign is that of its result
-        assert out is not None
-        return torch.ops.aten.threshold_backward(grad, out, 0)  # type: ignore[no-any-return]
-    return _slope(call.activation, grad, _pre_activation(call, call.a.dtype, call.b.dtype))
-
-
-def _through_list(call: Call, grads: list[Tensor], outs: list[Tensor]) -> list[Tensor]:
-    if call.activation is None or not grads:
-        return grads
-    if call.activation == "relu":
-        return [torch.ops.aten.threshold_backward(g, o, 0) for g, o in zip(grads, outs, strict=True)]
-    pres = _pre_activation(call, call.a[0].dtype, call.b[0].dtype)
-    return [_slope(call.activation, g, pre) for g, pre in zip(grads, pres, strict=True)]
+        return _each(lambda g, o: torch.ops.aten.threshold_backward(g, o, 0), grad, out)
+    return _each(partial(_slope, call.activation), grad, _pre_activation(call, _dtype(call.a), _dtype(call.b)))
 
 
 def _pre_activation(call: Call, a: torch.dtype, b: torch.dtype) -> Any:
@@ -160,35 +145,32 @@ def _slope(activation: str, grad: Tensor, pre: Tensor) -> Tensor:
 # --- the operands -----------------------------------------------------------------------------------
 
 
-def _da(call: Call, d: Tensor) -> Tensor:
+def _da(call: Call, d: Any) -> Any:
     """dA = alpha * D @ B^T."""
-    a, (bt, scaled) = call.a, _transposed_b(call)
-    if call.form == "jagged_m":
-        return _gemm(call, d, bt, a.dtype, {**call.cut, **scaled})
+    dtype, (bt, scaled) = _dtype(call.a), _transposed_b(call)
     if call.form == "jagged_k":
-        return _gemm(call, d, bt, a.dtype, {**call.cut, "jagged": "n"})
+        return _gemm(call, d, bt, dtype, {**call.cut, "jagged": "n"})
     if call.form == "jagged_n":
-        return _contracted(call, d, bt, a)
-    return _gemm(call, d, bt, a.dtype, {**call.cut, **scaled})
+        return _contracted(call, d, bt, call.a)
+    return _gemm(call, d, bt, dtype, {**call.cut, **scaled})
 
 
-def _db(call: Call, d: Tensor) -> Tensor:
+def _db(call: Call, d: Any) -> Any:
     """dB = alpha * A^T @ D."""
-    at, b = call.a.transpose(-2, -1), call.b
+    at, dtype = _each(lambda x: x.mT, call.a), _dtype(call.b)
     if call.form == "jagged_m":
-        return _contracted(call, at, d, b)
+        return _contracted(call, at, d, call.b)
     if call.form == "jagged_k":
-        return _gemm(call, at, d, b.dtype, {**call.cut, "jagged": "m"})
+        return _gemm(call, at, d, dtype, {**call.cut, "jagged": "m"})
     if call.form == "jagged_n":
-        return _gemm(call, at, d, b.dtype, call.cut)
+        return _gemm(call, at, d, dtype, call.cut)
     if call.form == "masked":
         live = owned(call, call.a.shape[1])
-        at = torch.where(live, call.a, 0).transpose(1, 2)
-        return _gemm(call, at, torch.where(live, d, 0), b.dtype, {})
-    return _gemm(call, at, d, b.dtype, {})
+        return _gemm(call, torch.where(live, call.a, 0).mT, torch.where(live, d, 0), dtype, {})
+    return _gemm(call, at, d, dtype, {})
 
 
-def _contracted(call: Call, x: Tensor, y: Tensor, like: Tensor) -> Tensor:
+def _contracted(call: Call, x: Tensor, y: Tensor, like: Tensor) -> Any:
     """x [P, T] @ y [T, Q] over the tokens of each group, or over all tokens if the groups share `like`."""
     cut = {key: value for key, value in call.cut.items() if key != "jagged"}
     if like.dim() == 3:
@@ -196,23 +178,26 @@ def _contracted(call: Call, x: Tensor, y: Tensor, like: Tensor) -> Tensor:
     return _gemm(call, x, y, like.dtype, {"offsets": span(cut), "jagged": "k"})[0]
 
 
-def _gemm(call: Call, x: Tensor, y: Tensor, dtype: torch.dtype, cut: Mapping[str, Any]) -> Tensor:
-    result: Tensor = call.gemm(x, y, alpha=call.alpha, out_dtype=dtype, **cut, **call.options)
-    return result
+def _gemm(call: Call, x: Any, y: Any, dtype: torch.dtype, cut: Mapping[str, Any]) -> Any:
+    return call.gemm(x, y, alpha=call.alpha, out_dtype=dtype, **cut, **call.options)
 
 
 # --- quantised weights ------------------------------------------------------------------------------
 
 
-def _operand_dtype(call: Call, a: Tensor, b: Tensor) -> torch.dtype:
-    """The dtype to which D is rounded as an operand."""
-    return a.dtype if call.quantised else torch.promote_types(a.dtype, b.dtype)
+def _as_operand(call: Call, d: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """D in the dtype to which it is rounded as an operand."""
+    if a.dtype in FLOAT8:
+        return d
+    return d.to(a.dtype if call.quantised else torch.promote_types(a.dtype, b.dtype))
 
 
-def _transposed_b(call: Call) -> tuple[Tensor, dict[str, Any]]:
+def _transposed_b(call: Call) -> tuple[Any, dict[str, Any]]:
     """B^T and the keywords of its scales."""
     if not call.quantised:
-        return call.b.transpose(-2, -1), {}
+        return _each(lambda y: y.mT, call.b), {}
+    if call.form == "per_group":
+        return _dequantised_list(call), {}
     scale, zero, b_format = (call.quantised.get(name) for name in ("scale_b", "zero_b", "b_format"))
     b, packed = call.b, scales.format_of(call.b.dtype, b_format)
     cuts_b = call.form in ("jagged_n", "jagged_k")
@@ -233,10 +218,8 @@ def _turns(scale: Tensor | None, b: Tensor) -> bool:
     return tuple(scale.shape[-2:]) in ((1, 1), (k, n))
 
 
-def _transposed_list(call: Call) -> list[Tensor]:
-    """B^T of every group of a list."""
-    if not call.quantised:
-        return [y.T for y in call.b]
+def _dequantised_list(call: Call) -> list[Tensor]:
+    """B^T of every group of a list of quantised weights, in the dtype of A."""
     names, found = ("scale_b", "zero_b"), []
     b_format = call.quantised.get("b_format")
     for g, y in enumerate(call.b):
@@ -300,8 +283,8 @@ def owned_only(call: Call, d: Tensor) -> Tensor:
     return d
 
 
-def _dc(call: Call, d: Tensor) -> Tensor:
-    return owned_only(call, _scaled(d, call.beta)).to(call.c.dtype)
+def _dc(call: Call, d: Tensor, c: Tensor) -> Tensor:
+    return owned_only(call, _scaled(d, call.beta)).to(c.dtype)
 
 
 def _scaled(d: Tensor, beta: float) -> Tensor:
@@ -309,8 +292,10 @@ def _scaled(d: Tensor, beta: float) -> Tensor:
     return d * beta if beta != 0 else torch.zeros_like(d)
 
 
-def _dbias(call: Call, d: Tensor) -> Tensor:
+def _dbias(call: Call, d: Any) -> Any:
     """D summed over the rows that share one bias."""
+    if call.form == "per_group":
+        return [_sum(x, 0) for x in d]
     if call.form == "jagged_n":
         return torch.where(owned(call, d.shape[1]), _sum(d, 0), 0)
     if call.form == "jagged_m":
@@ -398,13 +383,17 @@ class _Solve(torch.autograd.Function):
             given, needed = saved[: sum(ctx.counts)], ctx.needs_input_grad[5:]
             steps = lambda flat: _steps(problem, ctx.gemm, split(flat, ctx.counts))  # noqa: E731
             return *nothing, *differentiated(given, needed, steps, grads)
-        inputs, outs = split(saved, ctx.counts), list(saved[sum(ctx.counts) :])
+        inputs: list[Any] = split(saved, ctx.counts)
+        outs = list(saved[sum(ctx.counts) :])
         needs = tuple(any(part) for part in split(ctx.needs_input_grad[5:], ctx.counts))
-        if problem.form == "per_group":
-            found = list_gradients(call_of(problem, ctx.gemm, inputs), list(grads), outs, needs)
-        else:
-            found = _packed(problem, ctx.gemm, inputs, grads[0], outs[0] if outs else None, needs)
-        flat = [_each(x, count) for x, count in zip(found, ctx.counts, strict=True)]
+        grad: Any = list(grads)
+        out: Any = outs
+        if problem.form != "per_group":
+            inputs, grad, out = [part[0] if part else None for part in inputs], grad[0], outs[0] if outs else None
+        if problem.squeezed:
+            grad, out = grad.unsqueeze(0), None if out is None else out.unsqueeze(0)
+        found = gradients(call_of(problem, ctx.gemm, inputs), grad, out, needs)
+        flat = [_members(x, count) for x, count in zip(found, ctx.counts, strict=True)]
         return *nothing, *(x for part in flat for x in part)
 
 
@@ -419,19 +408,10 @@ def split(values: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
     return [list(islice(left, count)) for count in counts]
 
 
-def _each(x: Any, count: int) -> list[Any]:
+def _members(x: Any, count: int) -> list[Any]:
     if x is None:
         return [None] * count
-    return list(x) if isinstance(x, list) else [x]
-
-
-def _packed(
-    problem: GroupedGemmProblem, gemm: Gemm, inputs: list[Any], grad: Tensor, out: Any, needs: tuple[bool, ...]
-) -> Any:
-    call = call_of(problem, gemm, [part[0] if part else None for part in inputs])
-    if problem.squeezed:
-        grad, out = grad.unsqueeze(0), None if out is None else out.unsqueeze(0)
-    return gradients(call, grad, out, needs)
+    return x if isinstance(x, list) else [x]
 
 
 def call_of(problem: GroupedGemmProblem, gemm: Gemm, inputs: list[Any]) -> Call:
@@ -512,8 +492,7 @@ def fused_rows(call: Call, fused: Fused, scale: Tensor | None, weights: Tensor |
 
 
 def _products(call: Call, a: Any, b: Any) -> Any:
-    first, second = (x[0] if isinstance(x, list) else x for x in (a, b))
-    epilogue: dict[str, Any] = {"alpha": call.alpha, "out_dtype": wide_dtype(first.dtype, second.dtype)}
+    epilogue: dict[str, Any] = {"alpha": call.alpha, "out_dtype": wide_dtype(_dtype(a), _dtype(b))}
     if call.bias is not None:
         epilogue["bias"] = call.bias
     if call.beta != 0 and call.c is not None:
@@ -540,31 +519,24 @@ def _rows(x: Tensor, rows: Tensor) -> Tensor:
     return torch.where(there.unsqueeze(-1), found, 0)
 
 
+_gelu_tanh = partial(torch.nn.functional.gelu, approximate="tanh")
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu, "silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu, "gelu_tanh": _gelu_tanh,
+    "reglu": torch.relu, "glu": torch.sigmoid, "geglu": torch.nn.functional.gelu, "geglu_tanh": _gelu_tanh,
+}  # fmt: skip
+"""Activations, and what gates apply to g."""
+
+
 def gate_by_torch(x: Tensor, activation: str | None, gate: Gate | None) -> Tensor:
     """Applies an activation, or a gate to the columns of x, by differentiable torch operations."""
-    functional = torch.nn.functional
-    if gate is not None:
-        return _gate(gate, *gate.split(x))
-    acts: dict[Any, Any] = {
-        None: lambda x: x, "relu": torch.relu, "silu": functional.silu, "gelu": functional.gelu,
-        "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    }  # fmt: skip
-    found: Tensor = acts[activation](x)
-    return found
-
-
-def _gate(gate: Gate, g: Tensor, u: Tensor) -> Tensor:
+    if gate is None:
+        return x if activation is None else _ACTIVATIONS[activation](x)
+    g, u = gate.split(x)
     if gate.limit is not None:
         g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
-    if gate.kind == "swiglu":
-        act = g * torch.sigmoid(gate.alpha * g)
-    elif gate.kind == "geglu":
-        act = torch.nn.functional.gelu(g)
-    elif gate.kind == "geglu_tanh":
-        act = torch.nn.functional.gelu(g, approximate="tanh")
-    else:
-        act = torch.relu(g) if gate.kind == "reglu" else torch.sigmoid(g)
-    return act * (u + gate.beta)
+    act = g * torch.sigmoid(gate.alpha * g) if gate.kind == "swiglu" else _ACTIVATIONS[gate.kind](g)
+    found: Tensor = act * (u + gate.beta)
+    return found
 
 
 def _summed(call: Call, fused: Fused, rows: Tensor, weights: Tensor | None) -> Tensor:

@@ -12,6 +12,8 @@ of the launch lends the memory between the steps.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -138,14 +140,12 @@ def _gather(ops: Operands, name: str, index: Index, copy: Tensor, lent: Tensor |
 
 def gather_steps(ops: Operands, device: int) -> tuple[list[Launch], dict[str, Any], Tensor | None]:
     """The launches that copy picked rows on GPU `device`, the resulting operands, and their memory."""
-    parts = _Parts()
-    parts.add_copies(ops)
-    memory = parts.allocate(ops.device)
+    memory, parts = _allocated(_copies(ops), ops.device)
     return *_copied_rows(ops, parts, memory, device), memory
 
 
 def _copied_rows(
-    ops: Operands, parts: _Parts, memory: Tensor | None, device: int
+    ops: Operands, parts: dict[str, Tensor], memory: Tensor | None, device: int
 ) -> tuple[list[Launch], dict[str, Any]]:
     """The launches that copy picked rows to their parts of `memory`, and the operands "a" and "b" that these are."""
     picks, jagged = cast(Fused, ops.fused).picks, cast(str, ops.spec.jagged)
@@ -163,14 +163,12 @@ class _Steps:
 
     def bind(self, ops: Operands) -> Launch:
         """Binds the launches of one problem and lays out the memory between them."""
-        fused, parts = cast(Fused, ops.fused), _Parts()
-        parts.add_copies(ops)
-        shape = _product_shape(ops)
+        fused, wanted, shape = cast(Fused, ops.fused), _copies(ops), _product_shape(ops)
         if needs_finish(self.spec):
-            parts.add("sums", shape, self.spec.acc)
+            wanted["sums"] = shape, self.spec.acc
         if fused.scatters:
-            parts.add("rows", (shape[0], columns_of(self.spec, shape[1])), rows_dtype(self.spec))
-        lent = parts.allocate(ops.device)
+            wanted["rows"] = (shape[0], columns_of(self.spec, shape[1])), rows_dtype(self.spec)
+        lent, parts = _allocated(wanted, ops.device)
         steps, copies = _copied_rows(ops, parts, lent, self.index)
         rows = parts["rows"] if fused.scatters else cast(Tensor, ops.out)
         result = parts["sums"] if needs_finish(self.spec) else rows
@@ -242,34 +240,31 @@ class _Steps:
         return [*steps, _bound("sum_rows", defines, self.index, values, out.shape[0], chunks, ops, keep)]
 
 
-class _Parts(dict[str, Tensor]):
-    """Tensors between the steps, laid out in one allocation."""
+Wanted = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""The shapes and dtypes of tensors between the steps, by name."""
 
-    def __init__(self) -> None:
-        self._wanted: list[tuple[str, tuple[int, ...], torch.dtype]] = []
 
-    def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Reserves a tensor."""
-        self._wanted.append((name, shape, dtype))
+def _copies(ops: Operands) -> Wanted:
+    """The tensors that hold the rows picked by `a_rows` and `b_rows`."""
+    found: Wanted = {}
+    for name, index in cast(Fused, ops.fused).picks.items():
+        x = cast(Tensor, ops.a if name == "a_rows" else ops.b)
+        width = x.shape[1 - PICKED[name][cast(str, ops.spec.jagged)]]
+        found[name] = (index.values.shape[0], width), x.dtype
+    return found
 
-    def add_copies(self, ops: Operands) -> None:
-        """Asks for tensors that hold the rows picked by `a_rows` and `b_rows`."""
-        for name, index in cast(Fused, ops.fused).picks.items():
-            x = cast(Tensor, ops.a if name == "a_rows" else ops.b)
-            width = x.shape[1 - PICKED[name][cast(str, ops.spec.jagged)]]
-            self.add(name, (index.values.shape[0], width), x.dtype)
 
-    def allocate(self, device: torch.device) -> Tensor | None:
-        """Allocates the memory of all reserved tensors, which become views of it; None if there are none."""
-        sizes = [torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in self._wanted]
-        padded = [-(-size // ALIGNED) * ALIGNED for size in sizes]
-        if not padded:
-            return None
-        lent, at = torch.empty(max(1, sum(padded)), dtype=torch.uint8, device=device), 0
-        for (name, shape, dtype), size, whole in zip(self._wanted, sizes, padded, strict=True):
-            self[name] = lent[at : at + size].view(dtype).view(shape)
-            at += whole
-        return lent
+def _allocated(wanted: Wanted, device: torch.device) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """One allocation for all these tensors, None for no tensor, and the tensors as views of it."""
+    if not wanted:
+        return None, {}
+    sizes = [prod(shape) * dtype.itemsize for shape, dtype in wanted.values()]
+    *starts, end = accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0)
+    lent = torch.empty(max(1, end), dtype=torch.uint8, device=device)
+    return lent, {
+        name: lent[start : start + size].view(dtype).view(shape)
+        for (name, (shape, dtype)), start, size in zip(wanted.items(), starts, sizes, strict=True)
+    }
 
 
 def _product_shape(ops: Operands) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ Of the arrays of one problem the first operand decides the device and the librar
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -149,10 +149,19 @@ def _has_memory(x: Tensor) -> bool:
 
 
 class Memory:
-    """A buffer with an array interface, for NumPy views that NumPy would not construct (writable, foreign memory)."""
+    """Memory as an object with the array interface of the host or of CUDA, for views that libraries would not construct
+    (writable, without an owner). `strides` are bytes, None for no gaps; `owner` lives as long as it."""
 
-    def __init__(self, interface: dict[str, Any], owner: Any) -> None:
-        self.__array_interface__, self._owner = interface, owner
+    def __init__(
+        self, shape: Sequence[int], strides: Sequence[int] | None, kind: str, address: int, owner: Any = None, *,
+        cuda: bool = False, read_only: bool = False,
+    ) -> None:  # fmt: skip
+        interface = {
+            "version": 3, "shape": tuple(shape), "strides": None if strides is None else tuple(strides),
+            "typestr": kind, "data": (address, read_only),
+        }  # fmt: skip
+        setattr(self, "__cuda_array_interface__" if cuda else "__array_interface__", interface)
+        self._owner = owner
 
 
 NUMPY_TYPES = {
@@ -166,12 +175,12 @@ def numpy_view(x: Tensor) -> np.ndarray:
 
     `x.numpy()` would mark the memory as never resizable, but FSDP2 resizes the memory of parameters.
     """
-    size = x.element_size()
-    interface = {
-        "version": 3, "shape": tuple(x.shape), "strides": tuple(s * size for s in x.stride()),
-        "typestr": NUMPY_TYPES[x.dtype], "data": (x.data_ptr(), False),
-    }  # fmt: skip
-    return np.asarray(Memory(interface, x))
+    return np.asarray(Memory(x.shape, strides_in_bytes(x), NUMPY_TYPES[x.dtype], x.data_ptr(), x))
+
+
+def strides_in_bytes(x: Tensor) -> tuple[int, ...]:
+    """The strides of a tensor as NumPy counts them."""
+    return tuple(s * x.element_size() for s in x.stride())
 
 
 def _adopt_numpy(x: np.ndarray, name: str) -> Adopted:
@@ -193,8 +202,7 @@ def _from_numpy(x: np.ndarray, name: str) -> Tensor:
         whole, dtype = BITS[x.dtype.name]
         return _from_numpy(x.view(whole), name).view(dtype)
     if not x.flags.writeable:  # torch has no read-only tensors; whether x may be written is checked by the problem
-        interface = {**x.__array_interface__, "data": (x.__array_interface__["data"][0], False)}
-        x = np.asarray(Memory(interface, x))
+        x = np.asarray(Memory(x.shape, x.strides, x.dtype.str, x.__array_interface__["data"][0], x))
     try:
         return torch.from_numpy(x)
     except (TypeError, ValueError) as error:

@@ -521,18 +521,16 @@ class FusedReader:
     def _index(self, x: Any, name: str, device: torch.device, dims: int, extent: int) -> Index:
         """Row numbers below `extent`. Those on the device are taken as they are, those on the host are checked and
         copied."""
-        live, host = _read_index(x, name, device, dims)
-        if live is None:
-            assert host is not None
-            _check_range(host, name, extent)
-            small = extent <= INT32_MAX
-            return Index(torch.from_numpy(host.astype(np.int32) if small else host.copy()), False)
-        if self._full:
-            _check_range(live.detach().cpu().numpy(), name, extent)
-        return Index(live, True)
+        values = _read_index(x, name, device, dims)
+        if isinstance(values, Tensor):
+            if self._full:
+                _check_range(values.detach().cpu().numpy(), name, extent)
+            return Index(values, True)
+        _check_range(values, name, extent)
+        return Index(torch.from_numpy(values.astype(np.int32) if extent <= INT32_MAX else values.copy()), False)
 
 
-def _read_index(x: Any, name: str, device: torch.device, dims: int) -> tuple[Tensor | None, Int64s | None]:
+def _read_index(x: Any, name: str, device: torch.device, dims: int) -> Tensor | Int64s:
     if dims == 2 and is_list(x):
         rows = []
         for r, row in enumerate(x):
@@ -544,7 +542,7 @@ def _read_index(x: Any, name: str, device: torch.device, dims: int) -> tuple[Ten
             seen = " and ".join(map(str, sorted(lengths)))
             raise InvalidProblem(f"{name} has rows of {seen} numbers; all must have as many: pass an array [R, k]")
         width = lengths.pop() if lengths else 0
-        return None, np.array(rows, dtype=np.int64).reshape(len(rows), width)
+        return np.array(rows, dtype=np.int64).reshape(len(rows), width)
     return read_index_array(x, name, device, dims)
 
 

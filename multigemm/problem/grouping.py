@@ -65,8 +65,8 @@ def _as_offsets(values: Int64s, kind: Kind) -> Int64s:
     return np.concatenate([np.zeros(1, np.int64), ends])
 
 
-def read_index_array(x: Any, name: str, device: torch.device, dims: int = 1) -> tuple[Tensor | None, Int64s | None]:
-    """Reads integers in a vector (or matrix). Returns (live tensor on `device`, None) or (None, copy on the host)."""
+def read_index_array(x: Any, name: str, device: torch.device, dims: int = 1) -> Tensor | Int64s:
+    """Reads integers in a vector (or matrix): a live tensor on `device`, or a copy on the host."""
     if isinstance(x, Tensor) or is_array(x):
         tensor = adopt(x, name).tensor
         if tensor.dtype not in INDEX_DTYPES:
@@ -75,12 +75,10 @@ def read_index_array(x: Any, name: str, device: torch.device, dims: int = 1) -> 
         if tensor.dim() != dims:
             remedy = "a vector: call .reshape(-1)" if dims == 1 else "a matrix: call .reshape(R, -1)"
             raise InvalidProblem(f"{name} has {tensor.dim()} dimensions; it must be {remedy}")
-        if tensor.device == device and isinstance(x, Tensor):
-            return tensor, None
-        if tensor.device.type == "cpu":
-            return None, tensor.numpy().astype(np.int64)
+        if tensor.device.type == "cpu" and not (isinstance(x, Tensor) and tensor.device == device):
+            return tensor.numpy().astype(np.int64)
         if tensor.device == device:
-            return tensor, None
+            return tensor
         raise InvalidProblem(
             f"{name} is on {tensor.device}, the operands are on {device}: move it there or to the host"
         )
@@ -91,14 +89,7 @@ def read_index_array(x: Any, name: str, device: torch.device, dims: int = 1) -> 
         raise InvalidProblem(
             f"{name} is of type {type(x).__name__}; it must be a {kind} of integers: a list, an int32 or int64 array"
         )
-    return None, read_list(x, name)
-
-
-def _length(live: Tensor | None, host: Int64s | None) -> int:
-    if live is not None:
-        return live.shape[0]
-    assert host is not None
-    return len(host)
+    return read_list(x, name)
 
 
 def read_list(x: Sequence[Any], name: str) -> Int64s:
@@ -142,18 +133,21 @@ def make_grouping(
     which the operands could be cut, for the message. `complete`: the groups must own all of `total`.
     """
     kind, x = _only_one(offsets, sizes, ends)
-    live, host = read_index_array(x, kind, device)
-    length = _length(live, host)
+    values = read_index_array(x, kind, device)
+    length = values.shape[0]
     count = length - 1 if kind == "offsets" else length
     if count < 0 or (groups is not None and count != groups):
         _wrong_length(kind, length, groups)
-    if host is None:
-        assert live is not None
-        if full or device.type == "cpu":
-            _check_values(live.tolist(), kind, total, others, complete)
-        return Grouping(kind, count, live=live)
-    _check_values(host.tolist(), kind, total, others, complete)
-    return Grouping(kind, count, host=_as_offsets(host, kind))
+    if _readable(values, full):
+        _check_values(values.tolist(), kind, total, others, complete)
+    if isinstance(values, Tensor):
+        return Grouping(kind, count, live=values)
+    return Grouping(kind, count, host=_as_offsets(values, kind))
+
+
+def _readable(values: Tensor | Int64s, full: bool) -> bool:
+    """Whether values may be checked: those on a GPU are not read unless `check="full"` asks for it."""
+    return full or not isinstance(values, Tensor) or values.is_cpu
 
 
 def _only_one(offsets: Any, sizes: Any, ends: Any) -> tuple[Kind, Any]:
@@ -222,12 +216,13 @@ def _shorter(last: int, others: Mapping[str, int]) -> str:
 
 def make_valid_rows(x: Any, *, groups: int, rows: int, device: torch.device, full: bool) -> Grouping:
     """Reads `valid_rows` of the masked form: like sizes, but each is at most `rows`."""
-    live, host = read_index_array(x, "valid_rows", device)
-    length = _length(live, host)
+    values = read_index_array(x, "valid_rows", device)
+    length = values.shape[0]
     if length != groups:
         raise InvalidProblem(f"valid_rows has length {length}; it must have one value for each of the {groups} groups")
-    readable = host if live is None else live if full or device.type == "cpu" else None
-    for g, value in enumerate([] if readable is None else readable.tolist()):
+    for g, value in enumerate(values.tolist() if _readable(values, full) else []):
         if not 0 <= value <= rows:
             raise InvalidProblem(f"valid_rows[{g}] is {value}; it must lie in 0..{rows}, the rows of a")
-    return Grouping("sizes", groups, live=live, host=None if host is None else _as_offsets(host, "sizes"))
+    if isinstance(values, Tensor):
+        return Grouping("sizes", groups, live=values)
+    return Grouping("sizes", groups, host=_as_offsets(values, "sizes"))

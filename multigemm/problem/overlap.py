@@ -1,71 +1,34 @@
 """Whether strided arrays share an element, exactly and not by address ranges.
 
 Interleaved columns of one matrix are legal outputs; two outputs that share an element are not. Every question is a
-linear equation in bounded integers, answered without touching memory.
+linear equation in bounded integers, which NumPy solves without touching memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from math import gcd
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from multigemm.errors import InvalidProblem
-from multigemm.problem.arrays import Memory
+from multigemm.problem.arrays import Memory, strides_in_bytes
 
 
 def overlaps_itself(x: Tensor) -> bool:
-    """Whether two index tuples of `x` have the same address (for up to three dimensions)."""
-    if x.numel() < 2:
-        return False
-    dims = sorted(((abs(s), n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1), reverse=True)
+    """Whether two index tuples of `x` have the same address."""
+    dims = sorted((abs(s), n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1)
     reach = 0
-    for stride, extent in reversed(dims):
+    for stride, extent in dims if x.numel() else ():
         if stride <= reach:
             break
         reach += stride * (extent - 1)
     else:
         return False
-    strides, extents = [s for s, _ in dims], [n for _, n in dims]
-    return _has_nonzero_solution(strides, extents)
-
-
-def _has_nonzero_solution(strides: Sequence[int], extents: Sequence[int]) -> bool:
-    """Whether some d != 0 with |d_i| < extents_i satisfies sum d_i * strides_i = 0."""
-    if 0 in strides:
-        return True
-    if len(strides) < 2:
-        return False
-    if len(strides) == 2:
-        g = gcd(*strides)
-        return strides[1] // g < extents[0] and strides[0] // g < extents[1]
-    short = min(range(3), key=lambda i: extents[i])
-    rest = [i for i in range(3) if i != short]
-    s, n = [strides[i] for i in rest], [extents[i] for i in rest]
-    if _has_nonzero_solution(s, n):
-        return True
-    return any(_solvable(s, n, d * strides[short]) for d in range(1, extents[short]))
-
-
-def _solvable(s: Sequence[int], n: Sequence[int], target: int) -> bool:
-    """Whether s0*x + s1*y = target for some |x| < n0, |y| < n1."""
-    g = gcd(s[0], s[1])
-    if target % g:
-        return False
-    s0, s1, t = s[0] // g, s[1] // g, target // g
-    x0 = t * pow(s0, -1, s1) % s1 if s1 > 1 else 0
-    y0 = (t - s0 * x0) // s1
-    # all solutions: x = x0 + s1*i, y = y0 - s0*i
-    low = max(_ceil_div(-(n[0] - 1) - x0, s1), _ceil_div(y0 - (n[1] - 1), s0))
-    high = min((n[0] - 1 - x0) // s1, (y0 + n[1] - 1) // s0)
-    return low <= high
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
+    # tuples that differ first along an axis: those that begin with 0 there, and all that do not
+    starts = (x[(0,) * axis] for axis in range(x.dim()))
+    return any(any(meetings([part[:1]], [part[1:]])) for part in starts)
 
 
 class _Place(NamedTuple):
@@ -86,8 +49,7 @@ class _Place(NamedTuple):
 def _place(x: Any) -> _Place:
     """The `_Place` of a tensor, or of a NumPy or CuPy array, whose strides may be negative."""
     if isinstance(x, Tensor):
-        size, first = x.element_size(), x.data_ptr()
-        strides = tuple(s * size for s in x.stride())
+        size, first, strides = x.element_size(), x.data_ptr(), strides_in_bytes(x)
     else:
         interface = x.__array_interface__ if isinstance(x, np.ndarray) else x.__cuda_array_interface__
         size, first, strides = x.itemsize, interface["data"][0], tuple(x.strides)
@@ -98,32 +60,7 @@ def _place(x: Any) -> _Place:
 
 def _shadow(x: _Place) -> Any:
     """A NumPy array at the same addresses, never read: NumPy's exact overlap test needs only addresses and strides."""
-    interface = {
-        "version": 3, "shape": x.shape, "strides": x.strides, "typestr": f"|V{x.size}", "data": (x.first, True),
-    }  # fmt: skip
-    return np.asarray(Memory(interface, None))
-
-
-def _meet(x: _Place, y: _Place) -> bool:
-    if x.end <= y.start or y.end <= x.start or x.empty or y.empty:
-        return False
-    apart = _apart_as_rectangles(x, y)
-    return bool(np.shares_memory(_shadow(x), _shadow(y))) if apart is None else not apart
-
-
-def _apart_as_rectangles(x: _Place, y: _Place) -> bool | None:
-    """Whether two blocks of one row-major matrix differ in rows or in columns; None if they are not such blocks."""
-    if len(x.shape) != 2 or len(y.shape) != 2 or x.strides != y.strides or x.size != y.size:
-        return None
-    pitch, step = x.strides
-    row, col = divmod(y.first - x.first, pitch) if pitch > 0 else (0, 0)
-    widths = x.shape[1] * step, y.shape[1] * step
-    if step != x.size or max(widths) > pitch:
-        return None
-    # y starts `row` rows below and `col` bytes right of x; its columns may run over into the next row
-    if col + widths[1] > pitch:
-        return None
-    return col >= widths[0] or row >= x.shape[0] or -row >= y.shape[0]
+    return np.asarray(Memory(x.shape, x.strides, f"|V{x.size}", x.first, read_only=True))
 
 
 def _span(x: Any) -> tuple[int, int]:
@@ -143,29 +80,36 @@ def _near_by(outs: Sequence[Tensor], others: Sequence[Any]) -> list[int]:
     return [j for j, (start, end) in enumerate(map(_span, others)) if start < high and end > low]
 
 
+def _pairs(places: Sequence[_Place], others: Sequence[_Place] | None = None) -> Iterator[tuple[int, int]]:
+    """The positions of two places that share a byte: of one of `places` and one of `others`, or of two of `places`.
+    Only neighbours in memory are compared."""
+    near: list[list[tuple[int, Any, int]]] = [[], []]
+    if others is None:
+        near[1] = near[0]
+    sides = [(place, 0, i) for i, place in enumerate(places)] + [(place, 1, j) for j, place in enumerate(others or ())]
+    for place, side, at in sorted(each for each in sides if not each[0].empty):
+        shadow, across = _shadow(place), near[1 - side]
+        across[:] = [each for each in across if each[0] > place.start]
+        for _, other, to in across:
+            if np.shares_memory(shadow, other):
+                yield (at, to) if side == 0 else (to, at)
+        near[side].append((place.end, shadow, at))
+
+
 def meetings(outs: Sequence[Tensor], others: Sequence[Any]) -> Iterator[tuple[int, int]]:
-    """The pairs (i, j) for which outs[i] shares a byte with others[j]. Only neighbours in memory are compared.
+    """The pairs (i, j) for which outs[i] shares a byte with others[j].
 
     All tensors must lie on one device. An operand that occurs many times is compared once.
     """
     near_by = _near_by(outs, others)
     if not near_by:  # the rule, and on the path of a call with `out`
         return
-    groups = [_place(x) for x in outs], {j: _place(others[j]) for j in near_by}
     twins: dict[_Place, list[int]] = {}
-    for j, place in groups[1].items():
-        twins.setdefault(place, []).append(j)
-    spans = [(p.start, p.end, 0, i) for i, p in enumerate(groups[0]) if not p.empty]
-    spans += [(p.start, p.end, 1, js[0]) for p, js in twins.items() if not p.empty]
-    near: tuple[list[tuple[int, int]], list[tuple[int, int]]] = [], []
-    for start, end, side, at in sorted(spans):
-        other = near[1 - side]
-        other[:] = [s for s in other if s[0] > start]
-        for _, to in other:
-            i, j = (at, to) if side == 0 else (to, at)
-            if _meet(groups[0][i], groups[1][j]):
-                yield from ((i, twin) for twin in twins[groups[1][j]])
-        near[side].append((end, at))
+    for j in near_by:
+        twins.setdefault(_place(others[j]), []).append(j)
+    positions = list(twins.values())
+    for i, number in _pairs([_place(x) for x in outs], list(twins)):
+        yield from ((i, j) for j in positions[number])
 
 
 def same_view(x: Tensor, y: Tensor) -> bool:
@@ -180,18 +124,9 @@ def same_view(x: Tensor, y: Tensor) -> bool:
 
 
 def first_shared_pair(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
-    """Two positions whose tensors share an element, or None. Only neighbours in memory are compared."""
-    if len(tensors) < 2:
-        return None
-    places = [(_place(t), i) for i, t in enumerate(tensors)]
-    near: list[tuple[_Place, int]] = []
-    for place, i in sorted((p, i) for p, i in places if not p.empty):
-        near = [(other, j) for other, j in near if other.end > place.start]
-        for other, j in near:
-            if _meet(place, other):
-                return min(i, j), max(i, j)
-        near.append((place, i))
-    return None
+    """Two positions whose tensors share an element, or None."""
+    found = next(_pairs([_place(x) for x in tensors]), None) if len(tensors) > 1 else None
+    return None if found is None else (min(found), max(found))
 
 
 def refuse_shared_memory(

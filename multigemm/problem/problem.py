@@ -161,7 +161,7 @@ class GroupedGemmProblem:
     __slots__ = (
         "a", "activation", "alpha", "b", "batch_invariant", "beta", "bias", "c", "deterministic", "device", "extents",
         "form", "fused", "given_out", "grouping", "kind", "out", "out_dtype", "out_shape", "precision", "quantisation",
-        "refreshes", "spec", "squeezed", "valid_rows",
+        "refreshes", "scale_a", "scale_b", "spec", "squeezed", "valid_rows", "zero_b",
     )  # fmt: skip
     a: Operand
     b: Operand
@@ -186,6 +186,9 @@ class GroupedGemmProblem:
     out_shape: Any
     quantisation: Quantisation | None
     refreshes: list[Step]
+    scale_a: Operand | None
+    scale_b: Operand | None
+    zero_b: Operand | None
     spec: ProblemSpec
     squeezed: bool
 
@@ -229,7 +232,7 @@ class GroupedGemmProblem:
         self.batch_invariant = _switch(batch_invariant)
         self.c = self.bias = self.out = self.extents = self.grouping = self.valid_rows = None
         self.squeezed, self.given_out = False, out
-        self.quantisation = self.fused = None
+        self.quantisation = self.fused = self.scale_a = self.scale_b = self.zero_b = None
         fused_reader = reader_of(fused, activation, check != "host")
 
         reader = OperandReader()
@@ -345,6 +348,8 @@ class GroupedGemmProblem:
         else:
             operands = scales.Operands(self.form, groups, *inputs, *shapes)
         self.quantisation = scales.read(reader.extra, operands, given, packed)
+        for name, scale in self.quantisation.each():
+            setattr(self, name, scale.given)
         return inputs[0]
 
     def _input_dtypes(self, out_dtype: Any) -> tuple[torch.dtype, torch.dtype]:
@@ -441,25 +446,6 @@ class GroupedGemmProblem:
     def cut(self) -> Grouping | None:
         """The tensor that gives the groups' boundaries or `valid_rows`; None if the shapes alone give them."""
         return self.grouping or self.valid_rows
-
-    @property
-    def scale_a(self) -> Operand | None:
-        """The scale of a as given, in tensors; None without one."""
-        return self._given_scale("a")
-
-    @property
-    def scale_b(self) -> Operand | None:
-        """The scale of b as given, in tensors; None without one."""
-        return self._given_scale("b")
-
-    @property
-    def zero_b(self) -> Operand | None:
-        """The zero points of b as given, in tensors; None without them."""
-        return self._given_scale("zero")
-
-    def _given_scale(self, which: str) -> Operand | None:
-        scale = getattr(self.quantisation, which, None)
-        return None if scale is None else scale.given
 
     @property
     def zero_unowned(self) -> bool:

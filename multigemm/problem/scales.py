@@ -65,6 +65,10 @@ class Operands(NamedTuple):
     squeezed: bool = False
     in_memory: bool = True
 
+    def shape(self, side: str) -> Any:
+        """The shape of a or b."""
+        return self.a_shape if side == "a" else self.b_shape
+
 
 class Given(NamedTuple):
     """The keywords of quantised operands as given; `b_format` may also follow from the dtype of b."""
@@ -342,13 +346,11 @@ def covered_in_list(grid: Tensor, rows: int, k: int) -> tuple[int, int]:
 
 def _packed_scale(operands: Operands, x: Tensor, name: str) -> Scale:
     side, groups = name[-1], operands.groups
-    shape = operands.a_shape if side == "a" else operands.b_shape
-    rank = len(shape) - operands.squeezed
+    rank = len(operands.shape(side)) - operands.squeezed
     if x.dim() == 0:
-        return Scale(x, x.reshape(1, 1, 1), _described(operands, x.reshape(1, 1, 1), False, 0, 0))
+        return _on_grid(operands, x, x.reshape(1, 1, 1), False, 0, 0)
     if x.dim() == 1 and x.shape[0] == groups:
-        grid = x[:, None, None]
-        return Scale(x, grid, _described(operands, grid, groups != 1, 0, 0))
+        return _on_grid(operands, x, x[:, None, None], groups != 1, 0, 0)
     if x.dim() == 1:
         _refuse_vector(x, name, rank, groups)
     if x.dim() != rank:
@@ -427,40 +429,36 @@ def _either(texts: Sequence[str]) -> str:
 
 
 def _seen(operands: Operands, side: str) -> str:
-    shape = operands.a_shape if side == "a" else operands.b_shape
-    return f"{side} of shape {tuple(shape[operands.squeezed :])}"
+    return f"{side} of shape {tuple(operands.shape(side)[operands.squeezed :])}"
 
 
 def _grid_scale(operands: Operands, x: Tensor, name: str) -> Scale:
     side, groups = name[-1], operands.groups
-    shape = operands.a_shape if side == "a" else operands.b_shape
 
     def refuse(why: str) -> None:
         raise InvalidProblem(f"{name} has shape {tuple(x.shape)} for {_seen(operands, side)}: {why}")
 
-    axes = _axes(operands.form, groups, side, shape)
+    axes = _axes(operands.form, groups, side, operands.shape(side))
     rows, k = _read_grid(axes, x.shape, side, refuse)
     if x.dim() == 3:
-        return Scale(x, x, _described(operands, x, groups != 1 and x.shape[0] == groups, rows, k))
+        return _on_grid(operands, x, x, groups != 1 and x.shape[0] == groups, rows, k)
     along_k = x.shape[-1 if side == "a" else -2]
     if operands.form == "jagged_k" and k == 0 and along_k != 1:  # one entry for each group
         grid = x.t().unsqueeze(2) if side == "a" else x.unsqueeze(1)
-        return Scale(x, grid, _described(operands, grid, True, rows, 0))
-    return Scale(x, x.unsqueeze(0), _described(operands, x.unsqueeze(0), False, rows, k))
+        return _on_grid(operands, x, grid, True, rows, 0)
+    return _on_grid(operands, x, x.unsqueeze(0), False, rows, k)
 
 
-def _described(operands: Operands, grid: Tensor, by_group: bool, rows: int, k: int) -> ScaleSpec:
+def _on_grid(operands: Operands, x: Tensor, grid: Tensor, by_group: bool, rows: int, k: int) -> Scale:
     if not operands.in_memory:
-        return ScaleSpec(grid.dtype, by_group, rows, k)
+        return Scale(x, grid, ScaleSpec(grid.dtype, by_group, rows, k))
     found = classify(grid)
-    return ScaleSpec(grid.dtype, by_group, rows, k, found.order, found.align)
+    return Scale(x, grid, ScaleSpec(grid.dtype, by_group, rows, k, found.order, found.align))
 
 
 def _list_scale(operands: Operands, given: Operand, each: list[Tensor], name: str) -> Scale:
-    side = name[-1]
-    shapes = operands.a_shape if side == "a" else operands.b_shape
-    grids, covers, counts = [], [], []
-    for g, (x, shape) in enumerate(zip(each, shapes, strict=True)):
+    side, grids, of_rows, of_k = name[-1], [], [], []
+    for g, (x, shape) in enumerate(zip(each, operands.shape(name[-1]), strict=True)):
 
         def refuse(why: str, g: int = g, x: Tensor = x, shape: Any = shape) -> None:
             raise InvalidProblem(
@@ -471,11 +469,12 @@ def _list_scale(operands: Operands, given: Operand, each: list[Tensor], name: st
             refuse("it must be a number or a grid of 2 dimensions")
         grid = x.reshape(1, 1) if x.dim() == 0 else x
         axes = _axes("per_group", 1, side, shape)
-        covers.append(_read_grid(axes, grid.shape, side, refuse))
-        counts.append((axes.rows, axes.k, *(grid.shape if side == "a" else grid.shape[::-1])))
+        _read_grid(axes, grid.shape, side, refuse)
+        along_rows, along_k = grid.shape if side == "a" else grid.mT.shape
+        of_rows.append((along_rows, axes.rows))
+        of_k.append((along_k, axes.k))
         grids.append(grid)
-    rows = _common([(n, extent) for extent, _, n, _ in counts], (1, ROW_BLOCK))
-    k = _common([(n, extent) for _, extent, _, n in counts], BLOCKS)
+    rows, k = _common(of_rows, (1, ROW_BLOCK)), _common(of_k, BLOCKS)
     found = classify_list(grids, grids[0].dtype)
     return Scale(given, grids, ScaleSpec(grids[0].dtype, True, rows, k, found.order, found.align))
 

@@ -150,8 +150,24 @@ def measure(
     if not 0.0 <= rest < 1.0:
         raise ValueError(f"rest={rest}: a part of the time, from 0 to below 1")
     clock = CudaClock(where) if where.type == "cuda" else CpuClock()
+    results, prepared, cost_us = dict[str, Timing](), dict[str, Callable[[], Any]](), dict[str, float]()
     with clock.scope():
-        return _measure(clock, variants, mode, reps, min_reps, budget_ms, rest, known_us or {}, watch)
+        for name, call in variants.items():
+            watch(name)
+            try:
+                prepared[name], cost_us[name] = clock.prepare(call, mode, (known_us or {}).get(name, 0.0))
+            except Exception as error:
+                results[name] = Timing(name, mode, error=describe(error))
+        watch("")
+        for group in [[name] for name in prepared] if mode == "do_bench" else [list(prepared)]:
+            round_ms = sum(cost_us[name] for name in group) / 1e3
+            rounds = max(min_reps, min(reps, int(budget_ms / max(round_ms, 1e-3))))
+            samplers = {name: prepared[name] for name in group}
+            if mode == "sustained":
+                _warm_up(clock, samplers, mode, int(WARMUP_MS / max(round_ms, 1e-3)) - JUST_RAN)
+            pauses = _Pauses(cost_us, rest / (1.0 - rest))
+            results.update(_rounds(clock, samplers, mode, rounds, min_reps, LATE * budget_ms / 1e3, pauses))
+    return {name: results[name] for name in variants}
 
 
 def overhead(device: torch.device | str) -> dict[str, float]:
@@ -162,42 +178,6 @@ def overhead(device: torch.device | str) -> dict[str, float]:
     if where.type == "cuda":
         empty["empty_kernel"] = lambda: cuda._sleep(0)
     return {name: timing.median for name, timing in measure(empty, where, "cold", reps=50).items() if timing.ok}
-
-
-def _measure(
-    clock: Clock,
-    variants: Mapping[str, Call],
-    mode: Mode,
-    reps: int,
-    min_reps: int,
-    budget_ms: float,
-    rest: float,
-    known_us: Mapping[str, float],
-    watch: Callable[[str], None],
-) -> dict[str, Timing]:
-    results: dict[str, Timing] = {}
-    prepared: dict[str, Callable[[], Any]] = {}
-    cost_us: dict[str, float] = {}
-    for name, call in variants.items():
-        watch(name)
-        try:
-            prepared[name], cost_us[name] = clock.prepare(call, mode, known_us.get(name, 0.0))
-        except Exception as error:
-            results[name] = Timing(name, mode, error=describe(error))
-    watch("")
-    if mode == "do_bench":
-        groups = [[name] for name in prepared]
-    else:
-        groups = [list(prepared)]
-    for group in groups:
-        round_ms = sum(cost_us[name] for name in group) / 1e3
-        rounds = max(min_reps, min(reps, int(budget_ms / max(round_ms, 1e-3))))
-        samplers = {name: prepared[name] for name in group}
-        if mode == "sustained":
-            _warm_up(clock, samplers, mode, int(WARMUP_MS / max(round_ms, 1e-3)) - JUST_RAN)
-        pauses = _Pauses(cost_us, rest / (1.0 - rest))
-        results.update(_rounds(clock, samplers, mode, rounds, min_reps, LATE * budget_ms / 1e3, pauses))
-    return {name: results[name] for name in variants}
 
 
 def _warm_up(clock: Clock, samplers: Mapping[str, Callable[[], Any]], mode: Mode, rounds: int) -> None:

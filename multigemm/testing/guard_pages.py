@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from math import prod
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from multigemm.cuda import driver
+from multigemm.problem.arrays import Memory
 from multigemm.testing.placed_case import Region
 
 FILL = 0xFF
@@ -32,6 +35,8 @@ MOST_OPERANDS = 12
 """Operands of one problem that get memory of their own; further matrices of a list stay where they are."""
 ALIGN = 16
 """The number of bytes up to which a spec distinguishes alignments; placed operands keep their remainder."""
+
+PINNED, DEVICE, READ_WRITE = 1, 1, 3  # CU_MEM_ALLOCATION_TYPE_PINNED, .._LOCATION_TYPE_DEVICE, .._ACCESS_FLAGS_PROT_..
 
 
 @dataclass(slots=True)
@@ -64,60 +69,25 @@ def _host_block(size: int) -> Block:
     return Block(whole[page : page + size], memory)
 
 
-class _Location(ctypes.Structure):
-    """CUmemLocation."""
-
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
-class _AllocationProperties(ctypes.Structure):
-    """CUmemAllocationProp."""
-
-    _fields_ = (
-        ("type", ctypes.c_int), ("handles", ctypes.c_int), ("location", _Location), ("win32", ctypes.c_void_p),
-        ("flags", ctypes.c_ubyte * 8),
-    )  # fmt: skip
-
-
-class _Access(ctypes.Structure):
-    """CUmemAccessDesc."""
-
-    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
-
-
-@dataclass(frozen=True, slots=True)
-class _Mapped:
-    """Mapped memory as an object with the interface by which torch takes foreign memory."""
-
-    address: int
-    size: int
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"shape": (self.size,), "typestr": "|u1", "data": (self.address, False), "version": 3, "strides": None}
-
-
 def _driver(name: str, *arguments: Any) -> None:
-    status = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
-    if status:
-        raise OSError(status, f"{name} failed with CUDA error {status}")
+    driver.check(getattr(driver.library(), name)(*arguments), name)
 
 
 def _device_block(size: int, device: torch.device) -> Block:
     """A mapping in the middle of a reserved range of addresses."""
-    where = _Location(1, device.index or 0)  # a device, by its number
-    made = _AllocationProperties(type=1, location=where)  # pinned to it
+    where = (DEVICE, device.index or 0)
+    made = (ctypes.c_int * 8)(PINNED, 0, *where)  # CUmemAllocationProp, whose other fields are 0
+    access = (ctypes.c_int * 3)(*where, READ_WRITE)  # CUmemAccessDesc
     unit, address, handle = ctypes.c_size_t(), ctypes.c_uint64(), ctypes.c_uint64()
-    _driver("cuMemGetAllocationGranularity", ctypes.byref(unit), ctypes.byref(made), 0)
+    _driver("cuMemGetAllocationGranularity", ctypes.byref(unit), made, 0)
     size = -(-size // unit.value) * unit.value
     whole, none = ctypes.c_size_t(size + 2 * unit.value), ctypes.c_uint64(0)
     _driver("cuMemAddressReserve", ctypes.byref(address), whole, ctypes.c_size_t(0), none, none)
-    _driver("cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(made), none)
+    _driver("cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(size), made, none)
     begin = ctypes.c_uint64(address.value + unit.value)
     _driver("cuMemMap", begin, ctypes.c_size_t(size), ctypes.c_size_t(0), handle, none)
-    access = _Access(where, 3)  # reads and writes
-    _driver("cuMemSetAccess", begin, ctypes.c_size_t(size), ctypes.byref(access), ctypes.c_size_t(1))
-    mapped = _Mapped(begin.value, size)
+    _driver("cuMemSetAccess", begin, ctypes.c_size_t(size), access, ctypes.c_size_t(1))
+    mapped = Memory((size,), None, "|u1", begin.value, cuda=True)
     return Block(torch.as_tensor(mapped, device=device), mapped)
 
 
@@ -186,9 +156,7 @@ class GuardBands:
 
     def around(self, size: tuple[int, ...], dtype: torch.dtype, device: Any) -> Tensor:
         """Allocates memory for a tensor, with a band before and after it."""
-        count = dtype.itemsize
-        for extent in size:
-            count *= extent
+        count = prod(size) * dtype.itemsize
         whole = torch.full((2 * BAND + count,), self.fill, dtype=torch.uint8, device=device)
         self.bands += [whole[:BAND], whole[BAND + count :]]
         return whole[BAND : BAND + count].view(dtype).reshape(size)
@@ -206,21 +174,18 @@ def _size_of(sizes: tuple[Any, ...]) -> tuple[int, ...]:
 @contextmanager
 def banded_allocations(fill: int) -> Iterator[GuardBands]:
     """A context in which `torch.empty` and `torch.zeros` allocate with guard bands."""
-    guard_bands, torch_empty, torch_zeros = GuardBands(fill), torch.empty, torch.zeros
+    guard_bands = GuardBands(fill)
 
-    def made(sizes: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
-        size = _size_of(sizes) if sizes and options.keys() <= KNOWN else ()
-        if not size or 0 in size or torch.device(options.get("device") or "cpu").type == "meta":
-            return None
-        return guard_bands.around(size, options.get("dtype") or torch.get_default_dtype(), options.get("device"))
+    def banded(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def found(*sizes: Any, **options: Any) -> Tensor:
+            size = _size_of(sizes) if sizes and options.keys() <= KNOWN else ()
+            if not size or 0 in size or torch.device(options.get("device") or "cpu").type == "meta":
+                return allocate(*sizes, **options)
+            own = guard_bands.around(size, options.get("dtype") or torch.get_default_dtype(), options.get("device"))
+            return own.zero_() if allocate is zeros else own
 
-    def empty(*sizes: Any, **options: Any) -> Tensor:
-        own = made(sizes, options)
-        return torch_empty(*sizes, **options) if own is None else own
+        return found
 
-    def zeros(*sizes: Any, **options: Any) -> Tensor:
-        own = made(sizes, options)
-        return torch_zeros(*sizes, **options) if own is None else own.zero_()
-
-    with patch.object(torch, "empty", empty), patch.object(torch, "zeros", zeros):
+    zeros = torch.zeros
+    with patch.object(torch, "empty", banded(torch.empty)), patch.object(torch, "zeros", banded(zeros)):
         yield guard_bands

@@ -61,13 +61,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def bound(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
     """Kernels on the host; the memory between them begins as NaN."""
-    allocate = fused_steps._Parts.allocate
+    allocated = fused_steps._allocated
 
-    def of_nan(self: Any, device: torch.device) -> Any:
-        lent = allocate(self, device)
-        return lent if lent is None else lent.fill_(255)
+    def of_nan(*given: Any) -> Any:
+        lent, parts = allocated(*given)
+        return lent if lent is None else lent.fill_(255), parts
 
-    monkeypatch.setattr(fused_steps._Parts, "allocate", of_nan)
+    monkeypatch.setattr(fused_steps, "_allocated", of_nan)
     return host_kernels.install(monkeypatch, folder)
 
 

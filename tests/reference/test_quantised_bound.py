@@ -14,8 +14,8 @@ import torch
 
 import multigemm as mg
 from multigemm.reference import answer, judge
+from multigemm.reference.dtypes import decode
 from multigemm.reference.error_bound import tensor_core_coefficient
-from multigemm.reference.quantize import decode
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Array = Any

@@ -1,8 +1,7 @@
-"""The definition of quantised operands in NumPy: the meaning of stored numbers, and how `multigemm.quantize` makes
-them.
+"""The definition of `multigemm.quantize` in NumPy, as a loop over blocks: to be read, not to be fast. The torch
+operations and the kernel of `multigemm.quantize` give the same bits.
 
-Written as a loop over blocks, to be read and not to be fast. The torch operations of
-`multigemm.quantize` give the same bits.
+What stored numbers mean is in `multigemm.reference.dtypes`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from multigemm.reference.dtypes import Array, to_numpy
+from multigemm.reference.dtypes import Array
 
 LARGEST = {"e4m3": 448, "e5m2": 57344, "int8": 127, "int4": 7, "uint4": 15, "e2m1": 6}
 INTEGERS = {"int8": (-128, 127), "int4": (-8, 7), "uint4": (0, 15)}
@@ -30,35 +29,6 @@ class Quantized(NamedTuple):
     data: Array
     scale: Array
     zero: Array | None = None
-
-
-# --- what stored numbers mean -------------------------------------------------------------------------
-
-
-def decode(x: Any, packed: str = "") -> Array:
-    """The exact elements in float64; of packed bytes two along the second last direction, the low four bits first."""
-    array = to_numpy(x)
-    if not packed:
-        return np.asarray(array.astype(np.float64))
-    codes = array.view(np.uint8)
-    found = np.empty((*codes.shape[:-2], 2 * codes.shape[-2], codes.shape[-1]), np.uint8)
-    found[..., 0::2, :], found[..., 1::2, :] = codes & 15, codes >> 4
-    if packed == "e2m1":
-        return np.asarray(found.view(FLOATS["e2m1"]).astype(np.float64))
-    whole = found.astype(np.float64)
-    return np.asarray(np.where(whole > 7, whole - 16, whole) if packed == "int4" else whole)
-
-
-def decode_scale(x: Any) -> Array:
-    """The exact scales in float64: code c of e8m0 is 2^(c - 127), also for c = 0; 255 is NaN."""
-    array = to_numpy(x)
-    if array.dtype != np.dtype(ml_dtypes.float8_e8m0fnu):
-        return array.astype(np.float64)
-    codes = array.view(np.uint8).astype(np.int64)
-    return np.asarray(np.where(codes == 255, np.nan, np.ldexp(1.0, codes - 127)))
-
-
-# --- how they are made --------------------------------------------------------------------------------
 
 
 def quantize(
