@@ -20,6 +20,7 @@ from multigemm.backends.cupy.config import (
     ALONE,
     BLOCK_K,
     COLUMNS,
+    COPIED,
     FP8,
     FP8_ALONE,
     FP8_BROAD,
@@ -592,16 +593,15 @@ def _other_rules(layout: Layout, counts: Counts, ladders: list[tuple[Condition, 
     few = (counts.mean <= REPAID_ROWS * filled) & (brief ^ True)
     low = (rows <= SHIFTED_LOW_ROWS) | (-(-rows // COLUMNS) * counts.groups * layout.columns <= PROCESSORS)
     shifted = [(heavy & low, (SHIFT_B_MIDDLE,)), (heavy & (low ^ True), (SHIFT_B,))]
-    many = rows > COPIED_FEW_ROWS
-    copied = [rule for each in ladders if _somewhere(each[0]) for rule in _copied(layout, counts, brief, many, *each)]
-    light = heavy ^ True
+    copied = _copied(layout, counts, brief, ladders)
+    light, copies = heavy ^ True, not layout.odd_lines and shapes_of(spec) is COPIED
     return [
         *[(holds & heavy, some) for holds, some in _shifted_rows(layout, counts)],
         *[(holds & few, some) for holds, some in shifted],
         *[(holds & heavy, (best,)) for holds, best, _ in copied],
         *[(holds & (few ^ True), some) for holds, some in shifted],
         *[(holds & heavy, (other,)) for holds, _, other in copied],
-        (heavy, (GENERIC, GENERIC_64)),
+        *(_generic_rules(layout, counts) if copies else [(heavy, (GENERIC, GENERIC_64))]),
         *[(holds & light, some) for holds, some in _odd_rules(layout, counts)],
         (light & (total <= SMALL_ROWS), (GENERIC_64, GENERIC)),
         (light & (total > SMALL_ROWS), (GENERIC, GENERIC_64)),
@@ -624,17 +624,21 @@ def _shifted_rows(layout: Layout, counts: Counts) -> list[Rule]:
 
 
 def _copied(
-    layout: Layout, counts: Counts, brief: Condition, many: Condition, holds: Condition, ladder: Ladder
+    layout: Layout, counts: Counts, brief: Condition, ladders: list[tuple[Condition, Ladder]]
 ) -> list[tuple[Condition, Config, Config]]:
-    """The best and the second config for multiplying copies."""
-    many = holds & many
-    few = ladder.copied_few
-    found = [(holds & brief, COPIED_SINGLE, few), (holds & (many ^ True), few, few)]
-    if ladder.high:
-        odd = many & (_sends(layout, counts) ^ True)
-        found.append((odd, COPIED_WIDE, ladder.copied_many))
-        many = many & (odd ^ True)
-    return [*found, (many, ladder.copied_many, ladder.copied_many)]
+    """When copies are multiplied: the best and the second config."""
+    found = list[tuple[Condition, Config, Config]]()
+    many, stored = _rows(layout, counts) > COPIED_FEW_ROWS, _sends(layout, counts) ^ True
+    for holds, ladder in ladders:
+        if not _somewhere(holds):
+            continue
+        few, high = ladder.copied_few, holds & many
+        found += [(holds & brief, COPIED_SINGLE, few), (holds & (many ^ True), few, few)]
+        if ladder.high:
+            found.append((high & stored, COPIED_WIDE, ladder.copied_many))
+            high = high & (stored ^ True)
+        found.append((high, ladder.copied_many, ladder.copied_many))
+    return found
 
 
 def _sends(layout: Layout, counts: Counts) -> Condition:
