@@ -52,7 +52,7 @@ class NumberSet(NamedTuple):
     run: int
     """How many of a column lie side by side in memory: all of a set, or one."""
     align: int
-    """What each of these runs begins at a multiple of, in bytes."""
+    """What each of these runs begins at a multiple of, in bytes; of single ones that of a line of columns."""
     room: int
     """Bytes of a set, its zero points included."""
 
@@ -67,16 +67,17 @@ def _number_set(b: OperandSpec, deep: int, stages: int) -> NumberSet:
     scale = b.scale or ScaleSpec(torch.float32)
     size, count = scale.dtype.itemsize, BLOCK_K * deep * stages // scale.k if scale.k else 1
     run = count if scale.order == "col" and count > 1 else 1
-    align = scale.align if run > 1 else size
-    room = COLUMNS * count // run * _bytes_of_run(run * size, align)
-    points = 0 if scale.zero is None else COLUMNS * count * _bytes_of_run(1, 1)
+    align = scale.align if run > 1 or (scale.order == "row" and scale.rows == 1) else size
+    room = COLUMNS * count // run * _bytes_of_run(run, size, align)
+    points = 0 if scale.zero is None else COLUMNS * count // run * _bytes_of_run(run, 1, align // size)
     return NumberSet(stages, run, align, room + points)
 
 
-def _bytes_of_run(length: int, align: int) -> int:
+def _bytes_of_run(run: int, size: int, align: int) -> int:
     """The bytes of the pieces that hold a run (NumberPieces in kernels/stage_numbers.cuh)."""
+    length = run * size
     aligned = min(length & -length, align)
-    return length if aligned >= 4 else (length + 7 - aligned) // 4 * 4
+    return length if aligned >= 4 or (run == 1 and align >= 4) else (length + 7 - aligned) // 4 * 4
 
 
 def source(spec: ProblemSpec, config: Config) -> Source:

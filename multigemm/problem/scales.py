@@ -254,8 +254,14 @@ def read(take: Take, operands: Operands, given: Given, packed: str) -> Quantisat
     b = _scale(take, operands, given.scale_b, "scale_b", (*plain, operands.a) if weights else plain)
     zero = read_zero(take, operands, given.zero_b, "zero_b", b)
     if zero is not None and b is not None:
-        b = replace(b, spec=replace(b.spec, zero=zero.spec.dtype))
+        b = replace(b, spec=_with_points(b.spec, zero.spec))
     return Quantisation(a, b, zero, packed, given.accumulate)
+
+
+def _with_points(scale: ScaleSpec, points: ScaleSpec) -> ScaleSpec:
+    """A grid and the zero points beside it, which lie as it does: in the order of both, aligned to as many numbers."""
+    order = scale.order if points.order == scale.order else "strided"
+    return replace(scale, zero=points.dtype, order=order, align=min(scale.align, points.align * scale.dtype.itemsize))
 
 
 def check_zero(name: str, zero: Any, scale: Any, dtype: torch.dtype, packed: str) -> None:

@@ -86,8 +86,8 @@ __device__ __forceinline__ void arrange_rows(Shared& s, u32 stages) {
 
 // ---- Scales and zero points ----
 
-constexpr int ZERO = ZEROS ? ZERO_CODE : CODE_U8;
-constexpr int SCALES_BYTES = NumberPieces<SCALE_CODE, SCALE_RUN, SCALE_ALIGN>::BYTES, NUMBERS_BYTES = SCALES_BYTES + (ZEROS ? NumberPieces<ZERO, 1, 1>::BYTES : 0);
+constexpr int ZERO = ZEROS ? ZERO_CODE : CODE_U8, ZERO_ALIGN = SCALE_ALIGN / bytes_of(SCALE_CODE);
+constexpr int SCALES_BYTES = NumberPieces<SCALE_CODE, SCALE_RUN, SCALE_ALIGN>::BYTES, NUMBERS_BYTES = SCALES_BYTES + (ZEROS ? NumberPieces<ZERO, SCALE_RUN, ZERO_ALIGN>::BYTES : 0);
 constexpr int PASS_NUMBERS = SCALE_K ? sixteen_of(1, 0) * LANE_K / (SCALE_K ? SCALE_K : 1) : 0;        // from a lane's number of the first pass to that of the second
 
 // Which set of numbers comes next: the two places take turns.
@@ -103,7 +103,7 @@ struct LoadedNumbers {
     u32 numbers;
     NumberSets sets;
     NumberCopies<SCALE_CODE, SCALE_RUN, SCALE_ALIGN> scales;
-    NumberCopies<ZERO, 1, 1> zeros;
+    NumberCopies<ZERO, SCALE_RUN, ZERO_ALIGN> zeros;
 
     __device__ __forceinline__ LoadedNumbers(const WeightGrids& g, u32 at) : grids(g), numbers(at) {}
     __device__ __forceinline__ void begin(const Tile& t) {
@@ -125,7 +125,7 @@ struct LoadedNumbers {
 // Of a lane's two columns.
 struct ColumnNumbers {
     LaneNumbers<SCALE_CODE, SCALE_RUN, SCALE_ALIGN, PASS_NUMBERS> scale;
-    LaneNumbers<ZERO, 1, 1, PASS_NUMBERS> zero;
+    LaneNumbers<ZERO, SCALE_RUN, ZERO_ALIGN, PASS_NUMBERS> zero;
 
     __device__ __forceinline__ void begin(const WeightGrids& grids, const Tile& t, int column) {
         const int block = SCALE_K ? sixteen_of(0, threadIdx.x & 3) * LANE_K / (SCALE_K ? SCALE_K : 1) : 0;
@@ -177,14 +177,9 @@ __device__ __forceinline__ void two_pairs(u32 word, bool upper, u32 offset, cons
         second = COUNTED ? counted_low(word >> 8, offset, masks) : pair_of_even_bytes(word >> 8, masks.others);
         return;
     }
-    if (W_CODE == CODE_E2M1 && BFLOAT) {        // sign and magnitude six bits apart: one product puts both into place
-        constexpr u32 IN_PLACE = 0x81C081C0u;
-        if (upper) {
-            const u32 moved = word >> 6;
-            first = (moved & 0x003C003Cu) * 0x0410u & IN_PLACE, second = (word & 0x80008000u) | (moved & 0x01C001C0u);
-        } else {
-            first = (word & 0x000F000Fu) * 0x1040u & IN_PLACE, second = (word & 0x00F000F0u) * 0x0104u & IN_PLACE;
-        }
+    if (W_CODE == CODE_E2M1 && BFLOAT) {        // two codes' signs, and their magnitudes six bits lower, where a bfloat16 has them
+        const u32 codes = chosen_bits(upper ? 0x88008800u : 0x00880088u, word, __funnelshift_r(word, word, 6));
+        first = (upper ? codes << 4 : __funnelshift_r(codes, codes, 20)) & 0x81C081C0u, second = (upper ? codes : __funnelshift_r(codes, codes, 24)) & 0x81C081C0u;
         return;
     }
     if (upper) word >>= 8;
@@ -206,9 +201,14 @@ struct WeightFactors {
         for (int i = 0; i < 2; ++i) {
             if (FOLD) code[i] = numbers.scale.code(at, stage, i, pass), factor[i] = factor_of(code[i]);
             if (ZEROS) {
-                const float z = decode<ZERO>(numbers.zero.code(at + SCALES_BYTES, stage, i, pass));
-                const float units = (ZERO_IN_OFFSET ? NIBBLE_OFFSET - z : z) / PER_UNIT;
-                zero[i] = pack_pair(units, units);
+                const u32 code = numbers.zero.code(at + SCALES_BYTES, stage, i, pass);
+                if (ZERO_IN_OFFSET) {               // counted as codes are
+                    constexpr float most = ((ZERO == CODE_I8 ? 128.0f : 0.0f) + NIBBLE_OFFSET) / PER_UNIT;
+                    zero[i] = fma_pairs((ZERO == CODE_I8 ? code ^ 0x80 : code) * 0x00010001u, FROM_LOW | 0x80008000u, pack_pair(most, most));
+                } else {
+                    const float units = decode<ZERO>(code) / PER_UNIT;
+                    zero[i] = pack_pair(units, units);
+                }
             }
         }
     }

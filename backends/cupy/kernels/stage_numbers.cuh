@@ -4,7 +4,8 @@
 // memory is read 32 bytes at a time, which is what a column's numbers of so many stages often take.
 //
 // Compile-time choices: SCALE_K, SCALE_CODE, ZERO_CODE as in weights.cuh; SET_STAGES; SCALE_RUN: how many of a column's numbers in a
-// set lie side by side (all or one), SCALE_ALIGN: what each of these runs begins at a multiple of, in bytes.
+// set lie side by side (all or one), SCALE_ALIGN: what each of these runs begins at a multiple of, in bytes. Where single
+// numbers are aligned to more than their size, columns lie side by side, and lines of them begin there. Zero points lie as scales do.
 #pragma once
 #include "pipeline.cuh"
 #include "scales.cuh"
@@ -13,13 +14,14 @@ constexpr int STAGE_NUMBERS = SCALE_K ? BK / (SCALE_K ? SCALE_K : 1) : 0;      /
 constexpr int SET_NUMBERS = SCALE_K ? SET_STAGES * STAGE_NUMBERS : 1;
 static_assert(SCALE_K == 0 || STAGE_NUMBERS > 0, "a stage holds a block of k");
 
-// Where the numbers of a set lie: of each run one column after the other, in pieces.
+// Where the numbers of a set lie: of each run one column after the other, in pieces. ACROSS: pieces are of several columns.
 template <int CODE, int RUN, int ALIGN> struct NumberPieces {
     static constexpr int SIZE = bytes_of(CODE), RUNS = SET_NUMBERS / RUN, LENGTH = RUN * SIZE;
-    static constexpr int POWER = LENGTH & -LENGTH, ALIGNED = POWER < ALIGN ? POWER : ALIGN;        // runs begin at multiples of it
+    static constexpr bool ACROSS = RUN == 1 && ALIGN > SIZE && ALIGN >= 4;
+    static constexpr int POWER = LENGTH & -LENGTH, ALIGNED = ACROSS || ALIGN < POWER ? ALIGN : POWER;      // runs begin at multiples of it
     static constexpr bool WHOLE = ALIGNED >= 4;                                 // pieces begin and end with their run
     static constexpr int PIECE = ALIGNED >= 16 ? 16 : ALIGNED >= 8 ? 8 : 4, PIECES = WHOLE ? LENGTH / PIECE : (LENGTH + 4 - ALIGNED + 3) / 4;
-    static constexpr int COLUMN = PIECES * PIECE, BYTES = RUNS * COLUMNS * COLUMN;
+    static constexpr int COLUMN = ACROSS ? SIZE : PIECES * PIECE, BYTES = RUNS * COLUMNS * COLUMN;
 };
 
 // The warp that copies them, lanes side by side along a run. Blocks of k that do not exist have zeros, which meet zeros; columns that
@@ -36,8 +38,16 @@ template <int CODE, int RUN, int ALIGN> struct NumberCopies : NumberPieces<CODE,
     }
     __device__ __forceinline__ void copy(u32 to) {
         if (!at) return;
+        if (Pieces::ACROSS) {
+            constexpr int LINE = COLUMNS * Pieces::SIZE / Pieces::PIECE;
+#pragma unroll 4
+            for (int x = threadIdx.x & 31; x < Pieces::RUNS * LINE; x += 32) {
+                const int run = x / LINE, start = x % LINE * Pieces::PIECE, bytes = run < left ? (last + 1) * Pieces::SIZE - start : 0;
+                copy_part<Pieces::PIECE>(to + x * Pieces::PIECE, at + run * step + start, min(max(bytes, 0), Pieces::PIECE));
+            }
+        }
 #pragma unroll 1
-        for (int run = 0; run < Pieces::RUNS; ++run) {
+        for (int run = 0; !Pieces::ACROSS && run < Pieces::RUNS; ++run) {
             const int numbers = min(left - run * RUN, RUN);
 #pragma unroll 4
             for (int i = 0; i < COLUMNS * Pieces::PIECES / 32; ++i) {

@@ -43,6 +43,12 @@ __device__ __forceinline__ u32 fma_pairs(u32 a, u32 b, u32 c) {
 #endif
     return d;
 }
+// The bits of a where the mask has ones, else those of b: one instruction, which the compiler would make two of.
+__device__ __forceinline__ u32 chosen_bits(u32 mask, u32 a, u32 b) {
+    u32 d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(d) : "r"(mask), "r"(a), "r"(b));
+    return d;
+}
 // Two codes of e4m3 as float16, which holds them all.
 __device__ __forceinline__ u32 halves_of_e4m3(u32 codes) {
     u32 d;

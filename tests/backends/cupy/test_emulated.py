@@ -419,7 +419,7 @@ LAYOUTS = ("along k", "16 bytes", "8 bytes", "4 bytes", "2 bytes", "1 byte", "ac
      ("uint4", 32, 288, (1, 4, 6))],
 )  # fmt: skip
 def test_scales_of_the_lowest_tiles(name: str, block: int, k: int, layouts: tuple[int, ...]) -> None:
-    """The last set has fewer of them; what lies behind is no number. Of uint4 with zero points, which lie otherwise."""
+    """The last set has fewer of them; what lies behind is no number. Of uint4 with zero points."""
     rng, n, blocks = np.random.default_rng(k), 136, -(-k // block)
     scale = torch.float32 if name in ("int4", "int8") else torch.float8_e8m0fnu
     x = torch.from_numpy(rng.integers(-3, 4, (20, k)).astype(np.float32)).bfloat16()
@@ -439,7 +439,9 @@ def test_scales_of_the_lowest_tiles(name: str, block: int, k: int, layouts: tupl
             pitch = -(-blocks // (2 * step)) * 2 * step + step  # an odd multiple
             given = memory.flatten()[: 2 * n * pitch].view(2, n, pitch)[:, :, :blocks].mT
         given.copy_(numbers)
-        points = torch.from_numpy(rng.integers(0, 16, (2, n, blocks)).astype(np.uint8)).mT
+        points = torch.from_numpy(rng.integers(0, 16, (2, blocks, n)).astype(np.uint8))
+        if LAYOUTS[layout] != "across k":
+            points = points.mT.contiguous().mT
         problem = GroupedGemmProblem(
             x, _codes(rng, name, (2, n, k)).mT, sizes=[11, 9], scale_b=given,
             zero_b=points if name == "uint4" else None, b_format=name if name != "int8" else None,

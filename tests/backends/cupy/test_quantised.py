@@ -207,10 +207,12 @@ def test_scales_of_the_lowest_tiles_come_for_as_many_stages_as_there_is_room() -
     ones = torch.ones(2, 128, 224).to(E8M0)
     assert _set_of(ones.mT) == (4, 32, 16, 128 * 32)
     assert _set_of(torch.ones(2, 128, 90).to(E8M0).mT) == (4, 32, 2, 128 * 36), "one word more than aligned ones take"
-    assert _set_of(torch.ones(2, 224, 128).to(E8M0)) == (1, 1, 1, 128 * 8 * 4), "each number comes with its word"
-    assert _set_of(torch.ones(2, 32, 128)) == (4, 1, 4, 128 * 8 * 4)
+    assert _set_of(torch.ones(2, 224, 128).to(E8M0)) == (4, 1, 16, 128 * 32), "lines of columns"
+    assert _set_of(torch.ones(2, 224, 130).to(E8M0)) == (1, 1, 2, 128 * 8 * 4), "each number comes with its word"
+    assert _set_of(torch.ones(2, 32, 128)) == (4, 1, 16, 128 * 8 * 4)
     assert _set_of(torch.ones(2, 128, 32).mT) == (4, 8, 16, 128 * 32)
-    assert _set_of(torch.ones(2, 32, 128), zero=True) == (2, 1, 4, 128 * 4 * 8), "points need as much room again"
+    assert _set_of(torch.ones(2, 32, 128), zero=True) == (2, 1, 16, 128 * 4 * 5), "points need room too"
+    assert _set_of(torch.ones(2, 128, 32).mT, zero=True) == (2, 1, 4, 128 * 4 * 8), "points lie otherwise"
 
 
 def test_short_columns_ask_memory_for_128_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,6 +163,7 @@ BODIES = {
         "u32 fma_pairs(u32 a, u32 b, u32 c)": (
             "return of_pairs(a, b, c, [](float x, float y, float z) { return fmaf(x, y, z); });"
         ),
+        "u32 chosen_bits(u32 mask, u32 a, u32 b)": "return (a & mask) | (b & ~mask);",
         "u32 halves_of_e4m3(u32 codes)": (
             "const float* const of = numbers_of_codes[0];"
             " return f16_of(of[codes & 255]) | f16_of(of[codes >> 8 & 255]) << 16;"
