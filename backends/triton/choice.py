@@ -359,8 +359,8 @@ def _before_hopper(spec: ProblemSpec, low: Config, square: Config, big: Config, 
     """The order of tiles where warps multiply alone, 64 x 64 of each: the largest that fills the GPU comes first.
 
     Rates relative to CUTLASS' grouped kernel for sm_80, all run on an H200 as for sm_80, ten shapes of `moe`, weights
-    in either order, 2026-11-25: 128 x 256 0.84 to 0.88, 128 x 128 in four warps 0.79 to 0.83, in eight 0.61 to 0.66; with
-    64 rows per group 64 x 128 0.96 to 0.98.
+    in either order, 2026-11-25: 128 x 256 0.84 to 0.88, 128 x 128 in four warps 0.79 to 0.83, in eight 0.61 to 0.66;
+    with 64 rows per group 64 x 128 0.96 to 0.98.
     """
     large, columns = replace(big, warps=4), typical_columns(spec)
     sizes = [large, mid, low, square]
