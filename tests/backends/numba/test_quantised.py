@@ -141,12 +141,12 @@ def test_a_launch_follows_its_operands_and_scales(monkeypatch: pytest.MonkeyPatc
 
 @compiles
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [QUANTISED, QUANTISED_FEW], ids=["large", "few"])
 @pytest.mark.parametrize(
-    ("signature", "capability"),
-    [(FLOAT8, (8, 0)), (FLOAT8, (9, 0)), (UINT4, (9, 0)), (UINT4, (10, 0)), (MXFP4, (7, 5))],
-    ids=["float8 8.0", "float8 9.0", "uint4 9.0", "uint4 10.0", "mxfp4 7.5"],
-)
+    ("signature", "capability", "config"),
+    [(FLOAT8, (8, 0), QUANTISED), (FLOAT8, (9, 0), QUANTISED_FEW), (UINT4, (9, 0), QUANTISED),
+     (UINT4, (10, 0), QUANTISED_FEW), (MXFP4, (7, 5), QUANTISED)],
+    ids=["float8 8.0", "float8 9.0, few", "uint4 9.0", "uint4 10.0, few", "mxfp4 7.5"],
+)  # fmt: skip
 def test_nothing_is_spilled(
     signature: QuantisedSignature, capability: tuple[int, int], config: QuantisedConfig
 ) -> None:
