@@ -28,20 +28,9 @@ from multigemm.problem.spec import ScaleSpec
 from multigemm.quantize import decode, decode_scale
 from tests.support.cuda_driver import FakeDriver
 from tests.support.cupy_world import GPU, bound, install
-from tests.support.small_problems import staged
+from tests.support.small_problems import blocks, float8, staged
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
-
-
-def float8(*shape: int, dtype: torch.dtype = E4M3) -> Tensor:
-    return torch.ones(shape).to(dtype)
-
-
-def blocks(**changes: Any) -> GroupedGemmProblem:
-    """DeepSeek's recipe: 1x128 of tokens, 128x128 of weights that lie as [G, N, K]."""
-    a, b = float8(300, 400), float8(3, 520, 400).mT
-    options: dict[str, Any] = {"sizes": [100, 0, 200], "scale_a": torch.ones(300, 4), "scale_b": torch.ones(3, 4, 5)}
-    return GroupedGemmProblem(a, b, **{**options, **changes})
 
 
 # --- which kernel runs what -------------------------------------------------------------------------------------------

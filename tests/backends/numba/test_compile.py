@@ -10,15 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.numba_world import OBSTACLE
+
 pytest.importorskip("numba_cuda", reason="pip install 'multigemm[numba]'")
-
-from multigemm.backends.numba.support import compiler_obstacle
-from multigemm.settings import settings
-
-if settings().emulate:
-    pytest.skip("Numba runs as a simulator in this process", allow_module_level=True)
-if compiler_obstacle():
-    pytest.skip(compiler_obstacle(), allow_module_level=True)
+if OBSTACLE:
+    pytest.skip(OBSTACLE, allow_module_level=True)
 
 from multigemm.backends.numba import build
 from multigemm.backends.numba.arguments import Call, MapEncoder
@@ -47,6 +43,7 @@ from multigemm.backends.numba.config import (
     shared_bytes,
     staging_bytes,
 )
+from multigemm.settings import settings
 from tests.support.numba_world import assembled, ptx_of
 
 PLAIN = Signature("bf16", "bf16", None, None, None, True, "row", "row")

@@ -37,8 +37,8 @@ from multigemm.settings import settings
 from tests.support import numba_world
 from tests.support.cuda_driver import FakeDriver
 from tests.support.numba_lane_model import plain
-from tests.support.numba_world import blocks, compiles, float8
-from tests.support.small_problems import staged
+from tests.support.numba_world import compiles
+from tests.support.small_problems import blocks, float8, staged
 
 GPU = torch.device("cuda")
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
