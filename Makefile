@@ -27,13 +27,15 @@ installed: $(STAMP)  ## .venv alone
 demo: $(STAMP)  ## every backend solves and cross-checks one jagged problem, on whatever is here
 	MULTIGEMM_EMULATE=1 $(BIN)/python -m multigemm demo
 
-# a process of triton interprets or compiles; test_lists' interprets, then compiles. Each process imports all that it tests
+# a process of triton interprets or compiles; test_lists' interprets, then compiles. Each process imports all that it tests.
+# numba's tests share a process: a device function that several kernels call is compiled once in each
 NOT_INTERPRETED := --ignore-glob '*/triton/test_*interprete*.py' --ignore-glob '*/triton/test_lists.py'
 test: $(STAMP)  ## the whole suite
 	said=$$(mktemp); trap 'pkill -P $$others; exit 130' INT TERM; \
-	for part in test_lists.py 'test_*interprete*.py'; do \
-		OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -q tests/backends/triton/$$part || exit; done >$$said 2>&1 & others=$$!; \
-	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(NOT_INTERPRETED) $(ARGS); \
+	for part in triton/test_lists.py 'triton/test_*interprete*.py' numba; do \
+		OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -q tests/backends/$$part || exit; done >$$said 2>&1 & others=$$!; \
+	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(NOT_INTERPRETED) \
+		--ignore tests/backends/numba $(ARGS); \
 	code=$$?; wait $$others || code=1; cat $$said; rm $$said; exit $$code
 
 quick: $(STAMP)  ## what a contributor runs first: no compiler, no interpreter, no other process, under a minute

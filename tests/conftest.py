@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,10 @@ def interpreter(setting: Callable[..., None]) -> None:
     if torch.cuda.is_available() or imported_to_compile():
         pytest.skip("the interpreter must be chosen before triton is imported, without a GPU: run this file alone")
     setting(MULTIGEMM_EMULATE=1)
+    if find_spec("triton"):
+        from tests.support.triton_interpreted import quicken
+
+        quicken()
 
 
 @pytest.fixture

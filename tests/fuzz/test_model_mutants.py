@@ -38,10 +38,14 @@ def test_each_fault_has_its_place_in_the_model_kernel(name: str) -> None:
     assert planted(name) is not Kernel
 
 
+LATE = {"float64 rounded twice": 550}
+"""Faults of which so many problems show nothing, which takes seconds."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_each_planted_fault_is_seen(name: str) -> None:
-    kill = hunt(mutant(name))
+    kill = hunt(mutant(name), first=LATE.get(name, 0))
     assert kill.killed, f"{name} survived {kill.tried} problems"
 
 

@@ -210,7 +210,7 @@ def test_the_unchanged_kernel_survives(file: str, root: Path, monkeypatch: pytes
     monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
     mutation = next(s for s in mutations_of("triton", root, emulated=True) if Path(s.file).name == file)
     reaching = [Variant(case.to_dict(), "emulated", "0") for case in (ROWS, PICKED)]
-    fate = hunt.run_one(replace(mutation, after=mutation.before), Hunt("triton", seconds=2.0), root, reaching)
+    fate = hunt.run_one(replace(mutation, after=mutation.before), Hunt("triton", seconds=1.2), root, reaching)
     assert fate.state == "survived", fate
 
 

@@ -497,9 +497,9 @@ def placed_case(number: int, limits: Limits) -> PlacedCase:
     return PlacedCase.build(random_case(number, limits))
 
 
-def hunt(backend: Backend, *, problems: int = MOST_PROBLEMS, limits: Limits = HUNTING) -> Kill:
-    """Draws up to so many cases, until an oracle finds a fault of the backend."""
-    subject, begin, tried = Subject(backend), time.monotonic(), 0
+def hunt(backend: Backend, *, problems: int = MOST_PROBLEMS, limits: Limits = HUNTING, first: int = 0) -> Kill:
+    """Draws up to so many cases, until an oracle finds a fault of the backend. The `first` ones are passed over."""
+    subject, begin, tried = Subject(backend), time.monotonic(), first
     while tried < problems:
         placed = placed_case(tried, limits)
         device_case = DeviceCase.build(placed, torch.device("cpu"))

@@ -15,6 +15,7 @@ from torch import Tensor
 from multigemm.integrations import layer_ops
 from multigemm.integrations.expert_network import Network
 from multigemm.integrations.gradients import gate_by_torch
+from tests.support.triton_interpreted import quicken
 
 EXPERTS, TOP_K, HIDDEN, INNER = 5, 3, 70, 38
 GPT_OSS = Network("swiglu", "interleaved", 1.702, 1.0, 0.7)
@@ -65,6 +66,7 @@ def interpreted(x: Tensor, *steps: Any) -> None:
 
 
 def main() -> None:
+    quicken()
     torch.manual_seed(0)
     kernels: Any = layer_ops.decode_kernels()
     kernels.run_steps = interpreted

@@ -67,6 +67,9 @@ def _interpreted(
 
 
 def _without_a_gpu() -> None:
+    from tests.support.triton_interpreted import quicken
+
+    quicken()
     stand_ins: Any = bound_layer
     decode_kernels: Any = layer_ops.decode_kernels()
     stand_ins.bound = _interpreted

@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from multigemm.backends.numba import build, launch, support
 from multigemm.backends.numba.build import Image
 from multigemm.backends.numba.config import Config
 from multigemm.backends.numba.support import compiler_obstacle
 from multigemm.planning.operands import Operands
-from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.settings import settings
 from tests.support import cuda_driver
 from tests.support.compiled_before import compiled_before, files_of
@@ -22,21 +19,9 @@ from tests.support.cuda_driver import FakeDriver
 COMPILED = "backends/numba", "multigemm"
 """What a kernel may be made of."""
 
-
-compiles = pytest.mark.skipif(
-    settings().emulate or bool(compiler_obstacle()), reason=compiler_obstacle() or "Numba runs as a simulator here"
-)
-
-
-def float8(*shape: int, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
-    """Ones."""
-    return torch.ones(shape).to(dtype)
-
-
-def blocks(**changes: Any) -> GroupedGemmProblem:
-    """1x128 of tokens, 128x128 of weights that lie as [G, N, K]."""
-    options: dict[str, Any] = {"sizes": [100, 0, 200], "scale_a": torch.ones(300, 4), "scale_b": torch.ones(3, 4, 5)}
-    return GroupedGemmProblem(float8(300, 400), float8(3, 520, 400).mT, **{**options, **changes})
+OBSTACLE = "Numba runs as a simulator here" if settings().emulate else compiler_obstacle()
+"""Why nothing is compiled in this process, or ""."""
+compiles = pytest.mark.skipif(bool(OBSTACLE), reason=OBSTACLE)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:

@@ -77,3 +77,14 @@ def spans(ops: Operands) -> list[tuple[int, int]]:
     """Where the memory of all operands begins and ends."""
     tensors = [x for x in (getattr(ops, name) for name in OPERANDS) if isinstance(x, Tensor)]
     return [(x.data_ptr(), x.data_ptr() + max(x.untyped_storage().nbytes(), 1)) for x in tensors]
+
+
+def float8(*shape: int, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """Ones."""
+    return torch.ones(shape).to(dtype)
+
+
+def blocks(**changes: Any) -> mg.GroupedGemmProblem:
+    """DeepSeek's recipe: 1x128 of tokens, 128x128 of weights that lie as [G, N, K]."""
+    options: dict[str, Any] = {"sizes": [100, 0, 200], "scale_a": torch.ones(300, 4), "scale_b": torch.ones(3, 4, 5)}
+    return mg.GroupedGemmProblem(float8(300, 400), float8(3, 520, 400).mT, **{**options, **changes})

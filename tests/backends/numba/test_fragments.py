@@ -8,15 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.numba_world import OBSTACLE
+
 pytest.importorskip("numba_cuda", reason="pip install 'multigemm[numba]'")
-
-from multigemm.backends.numba.support import compiler_obstacle
-from multigemm.settings import settings
-
-if settings().emulate:
-    pytest.skip("Numba runs as a simulator in this process", allow_module_level=True)
-if compiler_obstacle():
-    pytest.skip(compiler_obstacle(), allow_module_level=True)
+if OBSTACLE:
+    pytest.skip(OBSTACLE, allow_module_level=True)
 
 from multigemm.backends.numba.config import KEPT_COLUMNS, ROW_BYTES, SIZE, THREADS
 from multigemm.backends.numba.kernels import mma_fragments, tensor_epilogue

@@ -10,15 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.numba_world import OBSTACLE
+
 pytest.importorskip("numba_cuda", reason="pip install 'multigemm[numba]'")
-
-from multigemm.backends.numba.support import compiler_obstacle
-from multigemm.settings import settings
-
-if settings().emulate:
-    pytest.skip("Numba runs as a simulator in this process", allow_module_level=True)
-if compiler_obstacle():
-    pytest.skip(compiler_obstacle(), allow_module_level=True)
+if OBSTACLE:
+    pytest.skip(OBSTACLE, allow_module_level=True)
 
 from multigemm.backends.numba import build
 from multigemm.backends.numba.kernels.runtime import cuda, numpy_names, types

@@ -30,8 +30,8 @@ from multigemm.problem.problem import GroupedGemmProblem
 from tests.backends.numba.test_simulator import run
 from tests.support import numba_world
 from tests.support.cuda_driver import FakeDriver
-from tests.support.numba_world import blocks, compiles, float8
-from tests.support.small_problems import staged
+from tests.support.numba_world import compiles
+from tests.support.small_problems import blocks, float8, staged
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
@@ -141,12 +141,12 @@ def test_a_launch_follows_its_operands_and_scales(monkeypatch: pytest.MonkeyPatc
 
 @compiles
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [QUANTISED, QUANTISED_FEW], ids=["large", "few"])
 @pytest.mark.parametrize(
-    ("signature", "capability"),
-    [(FLOAT8, (8, 0)), (FLOAT8, (9, 0)), (UINT4, (9, 0)), (UINT4, (10, 0)), (MXFP4, (7, 5))],
-    ids=["float8 8.0", "float8 9.0", "uint4 9.0", "uint4 10.0", "mxfp4 7.5"],
-)
+    ("signature", "capability", "config"),
+    [(FLOAT8, (8, 0), QUANTISED), (FLOAT8, (9, 0), QUANTISED_FEW), (UINT4, (9, 0), QUANTISED),
+     (UINT4, (10, 0), QUANTISED_FEW), (MXFP4, (7, 5), QUANTISED)],
+    ids=["float8 8.0", "float8 9.0, few", "uint4 9.0", "uint4 10.0, few", "mxfp4 7.5"],
+)  # fmt: skip
 def test_nothing_is_spilled(
     signature: QuantisedSignature, capability: tuple[int, int], config: QuantisedConfig
 ) -> None:

@@ -111,9 +111,6 @@ CORNERS = (
 
 def corners_are_right() -> bool:
     """Whether small problems in the corners give what they should, written down or by the reference."""
-    for case in CORNERS:
-        if check(DeviceCase.from_case(case, CPU), Subject("triton")).findings:
-            return False
     nan = Tensor.fill_(torch.empty(4, 1), torch.nan)
     empty = torch.zeros(4, 0).to(E4M3), torch.zeros(2, 0, 3).to(E4M3)
     y = mg.grouped_gemm(*empty, sizes=[1, 3], scale_a=nan, backend="triton")
@@ -121,7 +118,9 @@ def corners_are_right() -> bool:
     of_codes = mg.grouped_gemm(codes, torch.ones(2, 1).to(E4M3), backend="triton")
     code = torch.tensor(255, dtype=torch.uint8).view(E8M0)
     of_scale = mg.grouped_gemm(torch.ones(1, 2).to(E4M3), torch.ones(2, 1).to(E4M3), scale_a=code, backend="triton")
-    return bool((y == 0).all() and of_codes.isnan().all() and of_scale.isnan().all())
+    if not ((y == 0).all() and of_codes.isnan().all() and of_scale.isnan().all()):
+        return False
+    return not any(check(DeviceCase.from_case(case, CPU), Subject("triton")).findings for case in CORNERS)
 
 
 def test_the_corners_are_right() -> None:

@@ -185,10 +185,16 @@ NUMBERS = np.stack(
 )
 
 
-COMPILER = ("g++", "-std=gnu++20", "-Og", "-w", "-Wno-psabi", "-ftrivial-auto-var-init=pattern", "-fPIC",
+COMPILER = ("g++", "-std=gnu++20", "-w", "-Wno-psabi", "-ftrivial-auto-var-init=pattern", "-fPIC",
             "-fvisibility-inlines-hidden", "-fno-exceptions", "-fno-rtti",
-            "-fno-asynchronous-unwind-tables")  # fmt: skip
+            "-fno-asynchronous-unwind-tables", "-mf16c")  # fmt: skip
 """Nothing is thrown, and who unwinds a stack is no part of a kernel: without, the compiler takes a seventh less."""
+
+
+def level_of(source: Source) -> str:
+    """How far a kernel is optimized. A kernel for weights takes longer to compile than to run: products and copies are
+    optimized in any case."""
+    return "-O0" if source.entry == "hopper_weights" else "-Og"
 
 
 def can_run() -> bool:
@@ -229,11 +235,12 @@ def _rewritten(path: Path) -> str:
 
 
 @cache
-def precompiled_threads() -> TemporaryDirectory[str]:
-    """A folder with threads.h, precompiled: its standard headers take a fourth of a kernel's time."""
+def precompiled_threads(level: str) -> TemporaryDirectory[str]:
+    """A folder with threads.h, precompiled for a level: its standard headers take a fourth of a kernel's time."""
     folder = TemporaryDirectory(prefix="multigemm-emulation-")
     subprocess.run(
-        [*COMPILER, "-x", "c++-header", str(HERE / "threads.h"), "-o", f"{folder.name}/threads.h.gch"], check=True
+        [*COMPILER, level, "-x", "c++-header", str(HERE / "threads.h"), "-o", f"{folder.name}/threads.h.gch"],
+        check=True,
     )
     return folder
 
@@ -274,16 +281,17 @@ def compiled(source: Source, folder: Path) -> ctypes.CDLL:
     (folder / "kernel.cpp").write_text('#include "threads.h"\n' + text)
     library = folder / "kernel.so"
     defines = [f"-D{name}={value}" for name, value in source.defines]
+    level = level_of(source)
 
     def built() -> bytes:
-        places = (f"-I{precompiled_threads().name}", f"-I{HERE}", f"-I{folder}")
+        places = (f"-I{precompiled_threads(level).name}", f"-I{HERE}", f"-I{folder}")
         subprocess.run(
-            [*COMPILER, "-shared", *places, *defines, str(folder / "kernel.cpp"), "-o", str(library)], check=True
+            [*COMPILER, level, "-shared", *places, *defines, str(folder / "kernel.cpp"), "-o", str(library)], check=True
         )
         return library.read_bytes()
 
     texts = [(path.name, path.read_text()) for path in (HERE / "threads.h", *sorted(folder.iterdir()))]
-    library.write_bytes(compiled_before(built, COMPILER, defines, texts))
+    library.write_bytes(compiled_before(built, COMPILER, level, defines, texts))
     return ctypes.CDLL(str(library))
 
 

@@ -7,6 +7,8 @@ constexpr bool EXACT = false;
 constexpr bool EXACT = true;
 #endif
 
+#pragma GCC push_options
+#pragma GCC optimize("O2")              // products take most of a run
 // Register `q` of 16 lines (a) or of twice 8 (b), which holds 4 bytes along k.
 template <bool CONTIG_K, int PITCH, class T> u32 part(const T* tile, int line, int k) {
     constexpr int EACH = 4 / sizeof(T);
@@ -71,3 +73,4 @@ template <int K> void mma_f64(double (&d)[4], const double* a, const double* b) 
         }
     wait_for_warp();
 }
+#pragma GCC pop_options

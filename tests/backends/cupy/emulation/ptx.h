@@ -30,7 +30,7 @@ __attribute__((always_inline)) inline char* at(u32 address) { return at(address,
 inline void must_be_here(int rank) {
     if (still_here[rank] == 0) fail("an arrival at a block that has ended");
 }
-inline std::vector<std::function<void()>> on_their_way;
+inline std::vector<Task> on_their_way;
 inline void some_arrive() {
     for (size_t i = 0; i < on_their_way.size();) {
         if (random_number() % 4) { ++i; continue; }
@@ -64,7 +64,7 @@ inline void complete(u32 b, int rank, long bytes) { must_be_here(rank), counter(
 inline void barrier_wait(u32 b, u32 parity) {
     Counter& c = counter(b, local_block());
     if (!c.made) fail("a wait for no barrier");
-    while (c.phase == int(parity & 1)) yield();
+    wait_while(c.phase, int(parity & 1));
 }
 inline bool barrier_test(u32 b, u32 parity) {
     Counter& c = counter(b, local_block());
@@ -163,12 +163,12 @@ inline void show_to_copy_engine() {}
 
 inline void wgmma_fence() {}
 // Of each thread: products that are to be committed, and the numbers of products of groups that are.
-struct Products { std::vector<std::function<void()>> of; std::vector<size_t> groups; };
+struct Products { std::vector<Task> of; std::vector<size_t> groups; };
 inline Products& products_here() {
     static Products all[8][1024];
     return all[local_block()][self->thread];
 }
-inline std::vector<std::function<void()>>& products() { return products_here().of; }
+inline std::vector<Task>& products() { return products_here().of; }
 inline void wgmma_commit() {
     Products& p = products_here();
     size_t before = 0;

@@ -15,7 +15,7 @@ typedef double Exact;
 #endif
 #pragma GCC push_options
 #pragma GCC optimize("O2")
-inline Exact number_of(u32 bits) {
+__attribute__((always_inline)) inline Exact number_of(u32 bits) {
     if (INT8) return (signed char)bits;
     if (!TF32) return BFLOAT ? to_float(bf16{u16(bits)}) : to_float(f16{u16(bits)});
     bits &= ~0x1FFFu;                       // the tensor cores do not read the low bits
@@ -23,7 +23,7 @@ inline Exact number_of(u32 bits) {
     memcpy(&f, &bits, 4);
     return f;
 }
-inline Exact element_at(u64 descriptor, bool along_k, int mn, int k) {
+__attribute__((always_inline)) inline Exact element_at(u64 descriptor, bool along_k, int mn, int k) {
     const u32 base = u32(descriptor & 0x3FFF) << 4, apart = u32(descriptor >> 16 & 0x3FFF) << 4;
     if (SIZE_OF_ONE != 2 && !along_k) fail("an operand across k");
     u32 bits = 0;
