@@ -33,7 +33,7 @@ def parser_of(doc: str, backends: str, seconds: float) -> argparse.ArgumentParse
     parser = argparse.ArgumentParser(description=doc.split("\n\n")[0])
     add, cuda = parser.add_argument, torch.cuda.is_available()
     add("--backends", default=backends, help=f"backends, separated by commas (default: {backends})")
-    add("--seconds", type=float, default=seconds, help=f"limit for each backend, in seconds (default: {seconds:g})")
+    add("--seconds", type=float, default=seconds, help=f"limit of a run in seconds (default: {seconds:g})")
     add("--jobs", type=int, default=1, help="number of processes, each with its own seed (default: 1)")
     add("--seed", type=int, default=0, help="seed of what is drawn (default: 0)")
     add("--device", default="cuda" if cuda else "cpu", help="cpu or cuda (default: cuda if there is one)")
@@ -73,7 +73,8 @@ def side_by_side(work: Callable[..., Any], calls: Sequence[tuple[Any, ...]], tot
     Returns:
         What became of the calls that gave no result.
     """
-    pools = [ProcessPoolExecutor(1, mp_context=get_context("spawn")) for _ in calls]
+    begin, one = torch.set_num_threads, (1,)  # more threads than processors wait for each other
+    pools = [ProcessPoolExecutor(1, get_context("spawn"), begin, one) for _ in calls]
     waiting = [pool.submit(work, *given) for pool, given in zip(pools, calls, strict=True)]
     failures = []
     for future in waiting:
