@@ -209,6 +209,7 @@ PLAIN = [
     pytest.param(spec(), configs.TURNS, id="turns"),
     pytest.param(spec(a="col", b="row", form="jagged_k"), configs.TURNS, id="turns-jagged_k"),
     pytest.param(spec(b="col", form="per_group"), configs.TURNS, id="turns-list"),
+    pytest.param(spec(out=OperandSpec(torch.bfloat16, align=2)), configs.TURNS, id="turns-odd-rows"),
     pytest.param(spec(form="jagged_n"), configs.WIDE, id="along-rows"),
     pytest.param(spec(form="jagged_n"), configs.TURNS, id="turns-along-rows"),
     pytest.param(spec(activation="silu"), configs.WIDE, id="any-epilogue"),
