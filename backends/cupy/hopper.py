@@ -76,8 +76,8 @@ def roles(spec: ProblemSpec) -> Roles:
 def source(spec: ProblemSpec, config: Config, copied: int = 0) -> Source:
     """The source of the kernel: the definitions of `defines`, how results are stored, and which sides the launch before
     it copies (`copied_sides`)."""
-    more = (("COPIED", copied),) if copied else ()
-    more += (("WIDE_ROWS", 1),) if config.pingpong and stores_anywhere(spec) else ()
+    wide = config.pingpong and stores_anywhere(spec)
+    more = *((("COPIED", copied),) if copied else ()), *((("WIDE_ROWS", 1),) if wide else ())
     return _source(layout_of(spec), sends(spec), config, more)
 
 

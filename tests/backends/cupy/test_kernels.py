@@ -408,6 +408,14 @@ def test_the_compiler_knows_that_a_warps_role_is_uniform(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("copied", [0, 1, 2, 3])
+def test_a_product_of_copies_waits_for_them_where_it_reads_them_and_at_its_end(copied: int) -> None:
+    text = ptx_of(hopper.source(spec(), coarse(configs.NARROW), copied), "sm_90a")
+    wait, loaders = "griddepcontrol.wait", text.index("setmaxnreg.dec")
+    assert (text[:loaders].count(wait), text[loaders:].count(wait)) == ((0, 2) if copied else (1, 0))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [configs.NARROW, replace(configs.NARROW, pingpong=True)], ids=["late", "turns"])
 def test_results_of_jagged_k_in_odd_lines_do_not_leave_by_the_copy_engine(config: Config) -> None:
     text = ptx_of(hopper.source(spec(a="col", form="jagged_k", n=4095), config), "sm_90a")
