@@ -651,8 +651,8 @@ def test_shifted_rows_by_wgmma(config: Config, dtype: torch.dtype) -> None:
      (Config("packed", rows=64, stages=4, cluster=2, step=32, pingpong=True), torch.float16)],
     ids=["192", "64x2"],
 )  # fmt: skip
-def test_odd_rows_of_blocks_of_columns_that_overlap(config: Config, dtype: torch.dtype) -> None:
-    """Results in whole pieces of memory, one to three blocks of columns, the last of which may have none of its own."""
+def test_odd_rows_that_leave_by_128_columns(config: Config, dtype: torch.dtype) -> None:
+    """Warpgroups in turns, one to three blocks of columns; nothing outside of a result is written."""
     forms = set[str]()
     for seed in range(2 * PROBLEMS):
         problem = narrow_problem(seed, dtype)
