@@ -82,6 +82,7 @@ from multigemm.backends.cupy.support import (
     sends,
     small_list_reasons,
     small_reasons,
+    stores_anywhere,
     trades_sides,
     words_of,
 )
@@ -103,8 +104,9 @@ LIST_ROWS = 192
 """Rows per group from which LIST_HIGH_TILES counts."""
 LIST_WORK = 1 << 34
 """Products (rows x columns x k) up to which LIST_HIGH_TILES counts."""
-LIST_COPIED_K = 768
-"""k up to which a list's odd operands are copied for the kernel for small lists, whatever the tiles."""
+LIST_COPIED_K, LIST_COPIED_TILES = 768, 2048
+"""k, and tiles of 128 x 128, up to which a list's odd operands are copied for the kernel for small lists. With 1,536
+tiles it takes 1.0 times as long as warpgroups in turns, with 4,096 1.1, with 10,800 1.5 (batches, H200)."""
 LIST_LEAST_K = 128
 """k up to which the small kernel is tried before the kernel for small lists."""
 FEW_K = 1024
@@ -146,9 +148,10 @@ FEW_WEIGHT_ROWS = 64
 """Rows per group up to which quantised weights are taken by tiles of as many; not measured."""
 COPIED_FEW_ROWS = 1024
 """Rows per group up to which a product of copies is one of few rows."""
-REPAID_ROWS = 1100
-"""Rows per group, where columns fill their blocks, that repay a copy of the weights (H200: a copy takes 1.08 ps an
-element, a product 4.2 fs, of shifted lines 1.3 times as long; numbers of tokens are rounded up to powers of two)."""
+REPAID_ROWS = 850
+"""Rows per group, where columns fill their blocks, that repay a copy of the weights; numbers of tokens are rounded up
+to powers of two. H200, 2026-11-25, times of copies relative to shifted weights: 512 rows 1.0, 680 1.2, 820 0.88, 900
+0.84, 1024 1.0 and 1.04."""
 ROWS_COPY_COLUMNS = 271
 """Columns whose product takes as long as a copy of the rows of a jagged m; this and the next three decide whether such
 rows are shifted or copied."""
@@ -482,7 +485,7 @@ def _small_list_rules(layout: Layout, counts: Counts) -> list[Rule]:
         work = total * columns * layout.k
         good = (low <= LIST_TILES) | ((high <= LIST_HIGH_TILES) & (rows >= LIST_ROWS) & (work <= LIST_WORK))
     else:
-        good = (low <= LIST_TILES) | (layout.k <= LIST_COPIED_K)
+        good = (low <= LIST_TILES) | ((layout.k <= LIST_COPIED_K) & (low <= LIST_COPIED_TILES))
     return [(good & (total > 0) & (rows >= 64) & (groups <= MAX_LISTED_GROUPS) & (groups > 0), (SMALL_LIST,))]
 
 
@@ -577,7 +580,7 @@ TALL = (_ladder(TURNS, WIDE, ALONE, MIDDLE, NARROW), _ladder(WIDE, TURNS, ALONE,
 TALL_ALONE = (_ladder(ALONE, TURNS, WIDE, MIDDLE, NARROW), _ladder(ALONE, WIDE, TURNS, MIDDLE, NARROW),
               _ladder(ALONE, WIDE, MIDDLE, NARROW))  # fmt: skip
 """The same where clusters do not pay."""
-COPIED_WIDE, COPIED_SINGLE = (replace(config, kernel="packed") for config in (WIDE, SINGLE))
+COPIED_WIDE, COPIED_SINGLE, COPIED_TURNS = (replace(config, kernel="packed") for config in (WIDE, SINGLE, TURNS))
 
 
 def _other_rules(layout: Layout, counts: Counts, ladders: list[tuple[Condition, Ladder]]) -> list[Rule]:
@@ -627,13 +630,17 @@ def _copied(
     layout: Layout, counts: Counts, brief: Condition, ladders: list[tuple[Condition, Ladder]]
 ) -> list[tuple[Condition, Config, Config]]:
     """When copies are multiplied: the best and the second config."""
-    found = list[tuple[Condition, Config, Config]]()
+    found, turns = list[tuple[Condition, Config, Config]](), stores_anywhere(layout.spec)
     many, stored = _rows(layout, counts) > COPIED_FEW_ROWS, _sends(layout, counts) ^ True
     for holds, ladder in ladders:
         if not _somewhere(holds):
             continue
         few, high = ladder.copied_few, holds & many
-        found += [(holds & brief, COPIED_SINGLE, few), (holds & (many ^ True), few, few)]
+        found.append((holds & brief, COPIED_SINGLE, few))
+        if turns and ladder.copied_many == COPIED_TURNS:
+            found.append((holds, COPIED_TURNS, few))
+            continue
+        found.append((holds & (many ^ True), few, few))
         if ladder.high:
             found.append((high & stored, COPIED_WIDE, ladder.copied_many))
             high = high & (stored ^ True)
@@ -680,11 +687,12 @@ def _hopper_rules(layout: Layout, counts: Counts) -> list[tuple[Condition, Ladde
     # Groups of many rows: no clusters for an odd number of blocks of columns; turns where the warps store, and where
     # they are estimated to take less than the copy engine's stores of shared tiles.
     known = spec.form not in ("jagged_k", "per_group")  # a list's columns change from call to call
-    alone: Condition = known and layout.columns % 2 == 1 and layout.columns <= FEW_COLUMNS
+    anywhere = stores_anywhere(spec)
+    alone: Condition = known and layout.columns % 2 == 1 and layout.columns <= (1 if anywhere else FEW_COLUMNS)
     if spec.form == "jagged_k":
         alone = total <= THIN_K * counts.groups
     turns = layout.plain & (counts.groups <= TURNS_GROUPS)
-    turns_first = turns & (_sends(layout, counts) ^ True) & ((rows > MANY_ROWS) | (spec.form == "jagged_k"))
+    turns_first = turns & (_sends(layout, counts) ^ True) & ((rows > MANY_ROWS) | (spec.form == "jagged_k") | anywhere)
     if spec.form == "jagged_k" and layout.sends:
         turns_first = turns & _turns_take_less(layout, counts)
     kinds = (turns_first, turns & (turns_first ^ True), turns ^ True)

@@ -110,6 +110,11 @@ def sends(spec: ProblemSpec) -> bool:
     return known and plain_kind(unbiased(spec)) == 1 and whole and spec.compute is not torch.float64
 
 
+def stores_anywhere(spec: ProblemSpec) -> bool:
+    """Whether the Hopper kernel's results are plain rows of 16 bits that begin at any address."""
+    return spec.out.align < 16 and spec.compute in HALVES and spec.fused is None and hopper_plain_kind(spec) == 1
+
+
 def unbiased(spec: ProblemSpec) -> ProblemSpec:
     """The spec without a bias that the Hopper kernel adds to sums in registers: 16 bits, along the weight side."""
     if spec.bias is None or spec.compute not in HALVES or spec.quantised:

@@ -163,6 +163,25 @@ __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, c
     const i64 col = first_column(t, rank, PINGPONG ? 0 : half);
     const int low = (lane >> 3) & 1, high = lane >> 4, line = lane & 7;      // of the 8 x 8 blocks, and the line in one
     const u32 turn = staging + (high * 8 + line) * 128 + (((warp * 2 + low) ^ line) << 4), straight = staging + (warp * 16 + low * 8 + line) * 128;
+#if WIDE_ROWS
+    const Target to = target_of(p, l, t, col, COLUMNS);
+#pragma unroll
+    for (int r0 = 0; r0 < ROWS; r0 += 32) {         // of all columns
+        if (r0 >= t.rows) continue;
+        warpgroup_sync(half);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {               // 16 rows of 64 columns each
+            const float* v = d + (j & 1) * (ROWS / 2) + r0 / 2 + (j >> 1) * 8;
+            u32 pair[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) pair[i] = pack_pair(v[i * 2] * alpha, v[i * 2 + 1] * alpha);
+            store_transposed(turn + (high * 8 + line) * 128 + (j >> 1) * 16 * 256 + (j & 1) * 128, pair[0], pair[1], pair[2], pair[3]);
+        }
+        warpgroup_sync(half);
+        store_wide_rows(to.out + r0 * to.row_step, to.row_step, staging, warp, skip - r0, t.rows - r0, to.cols);
+    }
+    return;
+#endif
 #pragma unroll
     for (int q = 0; q < ACCUMULATORS / 32; ++q) {   // 32 registers each: 64 rows of 64 columns
         const int r0 = q % (ROWS / 64) * 64, right = q >= ROWS / 64 ? 64 : 0;

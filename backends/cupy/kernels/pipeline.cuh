@@ -7,6 +7,9 @@
 #ifndef SEND
 #define SEND 0                      // hopper.cu: the copy engine stores the results
 #endif
+#ifndef WIDE_ROWS
+#define WIDE_ROWS 0                 // hopper.cu: rows of results that begin at any address leave by 128 columns (PINGPONG)
+#endif
 #ifndef LATE
 #define LATE (SEND && !PINGPONG && !WORD_RESULTS)      // while the next tile is multiplied: see consume.cuh
 #endif

@@ -16,7 +16,7 @@ struct Target {
     int cols;           // columns left, at most 64
 };
 
-__device__ __forceinline__ Target target_of(const Problem& p, const Launch& l, const Tile& t, i64 col) {
+__device__ __forceinline__ Target target_of(const Problem& p, const Launch& l, const Tile& t, i64 col, int most = 64) {
     Target r;
     i64 cols;
     if (LISTED) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ Target target_of(const Problem& p, const Launch& l, c
         cols = end - start, r.out += start * (ALONG_ROWS ? r.row_step : RESULT);
 #endif
     }
-    r.out += col * (ALONG_ROWS ? r.row_step : RESULT), r.cols = int(min64(cols - col, 64));
+    r.out += col * (ALONG_ROWS ? r.row_step : RESULT), r.cols = int(min64(cols - col, most));
     return r;
 }
 

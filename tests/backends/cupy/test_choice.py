@@ -39,7 +39,7 @@ def spec(**change: Any) -> ProblemSpec:
 
 @pytest.mark.parametrize(
     ("groups", "kernel", "rows"),
-    [(4, "packed", 256), (8, "hopper_shift_b", 256), (32, "hopper_shift_b", 256), (256, "hopper_shift_b", 128)],
+    [(4, "packed", 256), (16, "hopper_shift_b", 256), (32, "hopper_shift_b", 256), (256, "hopper_shift_b", 128)],
 )
 def test_odd_weights_are_copied_for_many_rows_and_shifted_for_few(groups: int, kernel: str, rows: int) -> None:
     best = choice.heuristic(spec(groups=groups, **ODD))
@@ -65,8 +65,15 @@ def test_odd_weights_are_copied_for_many_rows_and_shifted_for_few(groups: int, k
         (spec(**ODD, groups=19, n=453, k=4130, total=32768), configs.SHIFT_A),
         # Two rounds of tall tiles of a short k.
         (spec(**ODD, groups=8, n=1023, k=1023, total=8192), replace(configs.SINGLE, kernel="packed")),
-        # Copies of many rows take high tiles in pairs where results are odd.
-        (spec(groups=4, n=1047, k=2047, total=16384, **ODD, out=ODD["a"]), replace(configs.WIDE, kernel="packed")),
+        # Rows of results at any address: warpgroups in turns, which store 128 columns at once, unless there are fewer.
+        (spec(groups=4, n=1047, k=2047, total=16384, **ODD, out=ODD["a"]), replace(configs.TURNS, kernel="packed")),
+        (spec(groups=32, n=2051, k=256, total=8192, out=ODD["a"]), configs.TURNS),
+        (spec(groups=14, n=50, k=1208, total=65536, out=ODD["a"]), configs.ALONE),
+        (spec(form="batched", total=8000, groups=8, m=1000, n=1001, k=201, **ODD, out=ODD["a"]), configs.SMALL_LIST),
+        (
+            spec(form="batched", total=32000, groups=16, m=2000, n=2001, k=201, **ODD, out=ODD["a"]),
+            replace(configs.TURNS, kernel="packed"),
+        ),
     ],
     ids=str,
 )

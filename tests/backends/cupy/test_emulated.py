@@ -625,6 +625,15 @@ def narrow_problem(seed: int, dtype: torch.dtype) -> GroupedGemmProblem:
     return GroupedGemmProblem(a, b, offsets=offsets, out=out)
 
 
+def _is_right_within(problem: GroupedGemmProblem, config: Config) -> None:
+    """The result is right, and what lies between its rows as it was."""
+    _is_right(problem, config)
+    out = problem.out
+    assert isinstance(out, Tensor)
+    whole = torch.as_strided(out, (out.shape[0], out.stride(0)), (out.stride(0), 1))
+    assert not whole[:, out.shape[1] :].any()
+
+
 @pytest.mark.parametrize(
     ("config", "dtype"),
     [(configs.SHIFT_A, torch.bfloat16), (configs.SHIFT_A_MIDDLE, torch.float16)],
@@ -636,13 +645,30 @@ def test_shifted_rows_by_wgmma(config: Config, dtype: torch.dtype) -> None:
     for seed in range(2 * PROBLEMS):
         problem = narrow_problem(seed, dtype)
         if configs.is_valid(config, problem.spec):
-            _is_right(problem, config)
-            out = problem.out
-            assert isinstance(out, Tensor)
-            whole = torch.as_strided(out, (out.shape[0], out.stride(0)), (out.stride(0), 1))
-            assert not whole[:, out.shape[1] :].any()
+            _is_right_within(problem, config)
             ran += 1
     assert ran > PROBLEMS
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [(Config("packed", rows=192, stages=4, cluster=1, step=32, pingpong=True), torch.bfloat16),
+     (Config("packed", rows=64, stages=4, cluster=2, step=32, pingpong=True), torch.float16)],
+    ids=["192", "64x2"],
+)  # fmt: skip
+def test_odd_rows_that_leave_by_128_columns(config: Config, dtype: torch.dtype) -> None:
+    """Warpgroups in turns, one to three blocks of columns; nothing outside of a result is written."""
+    forms = set[str]()
+    for seed in range(2 * PROBLEMS):
+        problem = narrow_problem(seed, dtype)
+        if support.stores_anywhere(problem.spec):
+            _is_right_within(problem, config)
+            forms.add("within")
+        problem = unaligned_problem(seed, dtype)
+        if support.stores_anywhere(problem.spec):
+            _is_right(problem, config)
+            forms.add(problem.spec.form)
+    assert forms == {"within", "jagged_m", "per_group", "batched", "masked"}
 
 
 def aligned_problem(seed: int, dtype: torch.dtype, form: str, a_k: bool, b_k: bool) -> GroupedGemmProblem:

@@ -205,6 +205,7 @@ PLAIN = [
     pytest.param(spec(b="col", form="per_group"), configs.NARROW, id="list-narrow"),
     pytest.param(spec(a="col", b="row", form="jagged_k"), configs.TURNS, id="turns-jagged_k"),
     pytest.param(spec(b="col", form="per_group"), configs.TURNS, id="turns-list"),
+    pytest.param(spec(out=OperandSpec(torch.bfloat16, align=2)), configs.TURNS, id="turns-odd-rows"),
     pytest.param(spec(form="jagged_n"), configs.TURNS, id="turns-along-rows"),
     pytest.param(spec(activation="silu"), configs.WIDE, id="any-epilogue"),
 ]
@@ -410,6 +411,14 @@ def test_the_compiler_knows_that_a_warps_role_is_uniform(monkeypatch: pytest.Mon
     (tmp_path / source.file).write_text(text.replace(shuffled, "threadIdx.x >> 5"))
     monkeypatch.setattr(build, "SOURCES", tmp_path)
     assert kept < 0.95 * len(compile_source(source, "sm_90a")[0])  # the headers have been read by now
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copied", [0, 1, 2, 3])
+def test_a_product_of_copies_waits_for_them_where_it_reads_them_and_at_its_end(copied: int) -> None:
+    text = ptx_of(hopper.source(spec(), coarse(configs.NARROW), copied), "sm_90a")
+    wait, loaders = "griddepcontrol.wait", text.index("setmaxnreg.dec")
+    assert (text[:loaders].count(wait), text[loaders:].count(wait)) == ((0, 2) if copied else (1, 0))
 
 
 @pytest.mark.slow

@@ -86,7 +86,16 @@ def test_odd_operands_are_copied_by_one_launch_before_each_product(form: str, fa
     ops = operands(form)
     assert support.packed_reasons(ops.spec) == []
     bound(replace(configs.WIDE, kernel="packed"), ops)()
-    assert [step.kernel for step in fake.launched] == ["pack", "hopper"]
+    assert [(step.kernel, step.early) for step in fake.launched] == [("pack", False), ("hopper", True)]
+
+
+def test_a_product_of_copies_begins_early_only_if_there_are_copies(fake: FakeDriver) -> None:
+    """Its kernel waits for the copies, but for nothing else."""
+    for rows in (0, 8):
+        a, b = torch.zeros(rows, 33, dtype=torch.bfloat16), torch.zeros(2, 33, 64, dtype=torch.bfloat16)
+        fake.launched.clear()
+        bound(replace(configs.WIDE, kernel="packed"), staged(mg.GroupedGemmProblem(a, b, sizes=[rows, 0])))()
+        assert [step.early for step in fake.launched] == ([False, True] if rows else [False])
 
 
 def test_copies_are_laid_out_one_after_the_other(fake: FakeDriver) -> None:
@@ -188,7 +197,7 @@ ODD = {"a": replace(BF16, align=2), "b": replace(BF16, align=2)}
 
 @pytest.mark.parametrize(
     ("change", "limit"),
-    [({}, 350), ({"form": "batched", "groups": 4}, 450), (ODD, 500)],
+    [({}, 350), ({"form": "batched", "groups": 4}, 450), (ODD, 600)],
     ids=["aligned", "batch", "odd"],
 )
 def test_a_new_layout_whose_kernels_are_loaded_is_planned_at_once(

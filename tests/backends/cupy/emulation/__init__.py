@@ -178,6 +178,10 @@ ROWS = (
     "memcpy(&v, at(from + ((((e >> 3) & 7) ^ (r & 7)) << 4) + (e & 7) * 2), 2);",
     "if (wanted && exists && e < cols) memcpy(line + e * 2, &v, 2);",
     "if (exists && c >= whole && c < end) memcpy(line + c * 16 - past, &v, 16);",
+    "if (r >= skip && r < rows && e + 8 <= cols) {"
+    'if (u64(line_of(r) + e * 2) & 15) fail("a piece that is not aligned"); memcpy(line_of(r) + e * 2, &v, 16); }',
+    "memcpy(&v, at(place(r, e >> 3) + (e & 7) * 2), 2);",
+    "if (wanted && r >= skip && r < rows && e < cols) memcpy(line_of(r) + e * 2, &v, 2);",
 )
 """The inline PTX of rows.cuh, in its order."""
 NUMBERS = np.stack(
