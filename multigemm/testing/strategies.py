@@ -493,8 +493,11 @@ def kinds(limits: Limits, count: int, seed: int = 0) -> list[Case]:
     them, then those that together show as many pairs of traits as a greedy choice can find.
 
     Sizes and values are to be drawn anew with `redrawn`: a campaign over a fixed set of kinds compiles
-    each kernel once and then spends its time on running.
+    each kernel once and then spends its time on running. Where one problem in 1 is quantised, or else fused, all are.
     """
+    for kind in ("quantised", "fused"):
+        if getattr(limits, kind) == 1:
+            return _kinds_of(limits, kind, count, seed)
     first = plain_kinds(limits)[: count // 4]
     if show_every_class(limits, count, seed):
         first += covering(limits, seed)
@@ -570,7 +573,9 @@ def covering(limits: Limits, seed: int = 0) -> tuple[Case, ...]:
 
 
 def show_every_class(limits: Limits, count: int, seed: int = 0) -> bool:
-    """Whether so many kinds have room for those that show every required class."""
+    """Whether so many kinds have room for those that show every required class, and not all are quantised or fused."""
+    if 1 in (limits.quantised, limits.fused):
+        return False
     return len(plain_kinds(limits)[: count // 4]) + len(covering(limits, seed)) <= count
 
 

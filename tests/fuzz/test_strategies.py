@@ -188,3 +188,10 @@ def test_a_backend_that_never_heard_of_scales_refuses() -> None:
     vars(backend)["takes_quantised"] = False
     outcome = check_case(random_case(0, QUANTISED_HUNTING), backend)
     assert outcome.refusals and not outcome.ran and outcome.ok
+
+
+@pytest.mark.parametrize("kind", ["quantised", "fused"])
+def test_where_one_problem_in_1_has_a_feature_all_kinds_have_it(kind: str) -> None:
+    found = kinds(Limits(work=1 << 12, **{kind: 1}), 24)
+    assert len(found) == 24
+    assert all(case.quantised if kind == "quantised" else case.is_fused for case in found)
