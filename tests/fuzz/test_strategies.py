@@ -190,8 +190,8 @@ def test_a_backend_that_never_heard_of_scales_refuses() -> None:
     assert outcome.refusals and not outcome.ran and outcome.ok
 
 
-@pytest.mark.parametrize("kind", ["quantised", "fused"])
-def test_where_one_problem_in_1_has_a_feature_all_kinds_have_it(kind: str) -> None:
-    found = kinds(Limits(work=1 << 12, **{kind: 1}), 24)
-    assert len(found) == 24
-    assert all(case.quantised if kind == "quantised" else case.is_fused for case in found)
+def test_where_one_problem_in_1_has_a_feature_all_kinds_have_it() -> None:
+    quantised, fused = (kinds(limits, 24) for limits in (replace(SMALL, quantised=1), replace(SMALL, fused=1)))
+    assert (len(quantised), len(fused)) == (24, 24)
+    assert all(case.quantised for case in quantised)
+    assert all(case.is_fused for case in fused)
