@@ -23,7 +23,7 @@ from multigemm.planning.plan import Plan
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.select.problem_class import Query
-from multigemm.select.ranking import static_order
+from multigemm.select.ranking import is_hopper, static_order
 from multigemm.select.timing import Call
 
 Kind = Literal["backend", "peer", "ceiling"]
@@ -119,7 +119,7 @@ def backend_entry(
 
 def _first_of_static_order(posed: GroupedGemmProblem) -> Plan:
     """The plan that `auto` makes where it may not measure and no table knows the class."""
-    for name in static_order(Query(posed).problem_class):
+    for name in static_order(Query(posed).problem_class, is_hopper(posed.device)):
         try:
             plan = api.plan(posed, name)
         except (BackendUnsupported, BackendUnavailable):

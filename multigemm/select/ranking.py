@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+
 from multigemm.backends import registry
 from multigemm.cuda.device import FITTED_PROCESSORS
 from multigemm.problem.spec import OperandSpec, ProblemSpec
@@ -26,6 +28,8 @@ from multigemm.select.measure_once import WORTH, fastest, forbidden, measure_onc
 from multigemm.select.problem_class import EQUAL, ON_DEVICE, ProblemClass, Query
 from multigemm.select.table import Entry, Measured
 
+HOPPER = 9
+"""The major compute capability of the GPUs that the static order was fitted on."""
 HOST_US = {"cupy": 11.0, "numba": 11.0, "triton": 11.0, "cublas": 35.0}
 """Of a warm eager call, for tables that hold the time of the device alone (`benchmarks/host_time.py`, offsets, H200,
 2026-11-22)."""
@@ -62,7 +66,7 @@ class Ranking(NamedTuple):
 
 def rank(query: Query, able: Sequence[str], why_not: str = "") -> Ranking:
     """Ranks the backends `able` to solve a problem. Measures them, unless `why_not` or a setting forbids it."""
-    order, worth = candidates(query.problem_class, able)
+    order, worth = candidates(query.problem_class, able, is_hopper(query.problem.device))
     found = table.table().find(query.problem_class, query.problem.device)
     times = {name: found[name] for name in order if name in found}
     if len(times) > 1:
@@ -77,10 +81,10 @@ def rank(query: Query, able: Sequence[str], why_not: str = "") -> Ranking:
     return _ranked(query, order, times, entry.chosen)
 
 
-def candidates(c: ProblemClass, able: Sequence[str]) -> tuple[list[str], list[str]]:
+def candidates(c: ProblemClass, able: Sequence[str], hopper: bool = True) -> tuple[list[str], list[str]]:
     """The backends that are able, in the static order, the others behind; and those of them that are worth measuring:
     the static order's and all of other packages. If that is a single one, all."""
-    named = [name for name in static_order(c) if name in able]
+    named = [name for name in static_order(c, hopper) if name in able]
     order = [*named, *(name for name in able if name not in named)]
     worth = [name for name in order if name in named or name not in registry.BUILTIN]
     return order, worth if len(worth) > 1 else order
@@ -125,10 +129,15 @@ def _best_eager(times: Mapping[str, Measured], us: Mapping[str, float], order: S
     return least if near.get(least, 0.0) < LESS_BUSY * near.get(best, 0.0) else best
 
 
-def static_order(c: ProblemClass) -> tuple[str, ...]:
+def is_hopper(device: torch.device) -> bool:
+    """Whether a GPU runs the kernels for Hopper; True where there is no GPU to rank for."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == HOPPER
+
+
+def static_order(c: ProblemClass, hopper: bool = True) -> tuple[str, ...]:
     """The backends that are worth measuring for a class, the one expected to be fastest first. cuBLAS is left out for
     sizes on the device: its one call for these was never the fastest."""
-    own = _own_kernels(c)
+    own = _own_kernels(c) if hopper else _portable_kernels(c)
     if c.where == ON_DEVICE:
         return own
     if (_is_batch(c) and c.dtype != "int8") or (c.dtype == "float32" and c.groups <= FEW_GROUPS):
@@ -170,6 +179,17 @@ def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
     found = ("cupy", "triton") if (long or few) and not c.unaligned else ("triton", "cupy")
     tiles = c.groups * math.ceil(c.rows / TILE_ROWS) * math.ceil((c.n or c.rows) / TILE_COLUMNS)
     return (*found, "numba") if long and tiles <= FITTED_PROCESSORS else found
+
+
+def _portable_kernels(c: ProblemClass) -> tuple[str, ...]:
+    """The backends with kernels of their own where those for Hopper do not run. Plain aligned 16 bits by the portable
+    kernels, as parts of the rate of CUTLASS' grouped kernel for sm_80, on an H200: triton 0.88, numba 0.85, cupy 0.70
+    (2026-11-25, benchmarks/results/h200/before-hopper.json)."""
+    if c.quantised:
+        return by_dtype(c)
+    if any(step in c.precision for step in ("+gather", "+gate", "+combine")):
+        return "triton", "cupy"
+    return ("triton", "numba", "cupy") if c.dtype in ("float16", "bfloat16") and not c.unaligned else _own_kernels(c)
 
 
 def _of_hopper(c: ProblemClass) -> bool:

@@ -252,6 +252,29 @@ def test_the_static_order_and_third_parties_are_worth_measuring(text: str, able:
     assert set(registry.BUILTIN) > {"cupy", "triton", "numba", "cublas"}
 
 
+@pytest.mark.parametrize(
+    ("text", "order"),
+    [
+        (str(HALF), ("triton", "numba", "cupy")),
+        (FEW_LONG_TILES, ("triton", "numba", "cupy")),
+        (FEW_LONG_TILES.replace("ieee", "ieee+gate"), ("triton", "cupy")),
+        (FEW_LONG_TILES.replace("bfloat16/row", "bfloat16/row2", 1), ("triton", "cupy")),
+        (FEW_LONG_TILES.replace("bfloat16", "float64"), ("triton", "numba", "cupy")),
+    ],
+)
+def test_without_the_kernels_for_hopper_the_portable_ones_decide(text: str, order: tuple[str, ...]) -> None:
+    assert ranking.static_order(class_from(text), hopper=False)[: len(order)] == order
+
+
+def test_a_gpu_is_ranked_by_its_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranked = []
+    for capability in ((8, 6), (9, 0), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        ranked.append(ranking.is_hopper(torch.device("cuda", 0)))
+    assert ranked == [False, True, False]
+    assert ranking.is_hopper(CPU)
+
+
 def test_explain_shows_the_times_that_its_own_call_measured(fresh: Install) -> None:
     fresh(*pair(), Fake("bad", reasons=["why"]))
     told = mg.explain(problem())
