@@ -20,7 +20,7 @@ from multigemm.backends.cupy.config import (
     ALONE,
     BLOCK_K,
     COLUMNS,
-    COPIED,
+    COPIED_SHAPES,
     FP8,
     FP8_ALONE,
     FP8_BROAD,
@@ -135,7 +135,8 @@ CROWDED_ROWS = 100
 PICKED_ROWS = 48
 """Rows per group up to which picked rows are read where they lie, and not copied first."""
 ONE_ROUND = 3 * PROCESSORS // 2
-"""Lowest tiles up to which they are taken: they are one round, since tokens are counted rounded up, by 1.5 as a rule.
+"""Lowest tiles up to which they are taken. Tokens are rounded up to powers of two, by 1.5 on average: so many counted
+tiles are some 132 real ones, one round.
 
 Time over that of tiles of 128 rows, H200, 2026-11-25: 0.77 to 0.95 in one round (seven problems; 1.02 for one of few
 blocks of k), 0.96 to 1.14 in two (five; benchmarks/results/h200-low-tiles).
@@ -597,14 +598,14 @@ def _other_rules(layout: Layout, counts: Counts, ladders: list[tuple[Condition, 
     low = (rows <= SHIFTED_LOW_ROWS) | (-(-rows // COLUMNS) * counts.groups * layout.columns <= PROCESSORS)
     shifted = [(heavy & low, (SHIFT_B_MIDDLE,)), (heavy & (low ^ True), (SHIFT_B,))]
     copied = _copied(layout, counts, brief, ladders)
-    light, copies = heavy ^ True, not layout.odd_lines and shapes_of(spec) is COPIED
+    light, aligned = heavy ^ True, not layout.odd_lines and shapes_of(spec) is COPIED_SHAPES
     return [
         *[(holds & heavy, some) for holds, some in _shifted_rows(layout, counts)],
         *[(holds & few, some) for holds, some in shifted],
         *[(holds & heavy, (best,)) for holds, best, _ in copied],
         *[(holds & (few ^ True), some) for holds, some in shifted],
         *[(holds & heavy, (other,)) for holds, _, other in copied],
-        *(_generic_rules(layout, counts) if copies else [(heavy, (GENERIC, GENERIC_64))]),
+        *(_generic_rules(layout, counts) if aligned else [(heavy, (GENERIC, GENERIC_64))]),
         *[(holds & light, some) for holds, some in _odd_rules(layout, counts)],
         (light & (total <= SMALL_ROWS), (GENERIC_64, GENERIC)),
         (light & (total > SMALL_ROWS), (GENERIC, GENERIC_64)),

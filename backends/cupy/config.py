@@ -187,7 +187,7 @@ SHAPES = {
 }  # fmt: skip
 SHAPES[BF16] = SHAPES[F16]
 """The tiles by side. Low tiles of 16 bits have a kernel of their own."""
-COPIED = {128: Shape(64, 2, 128, 2), 64: SHAPES[F16][64]._replace(cost=1.75)}
+COPIED_SHAPES = {128: Shape(64, 2, 128, 2), 64: SHAPES[F16][64]._replace(cost=1.75)}
 """The tiles of 16 bits where `is_copied`. H200, 2026-11-23, 8 x 2048 cubed, bf16: those of 128 are 1.65 to 1.7 times as
 fast as in `SHAPES`; a third stage gave 3 % more, but multiprocessors of sm_80 hold two blocks of two stages only. Those
 of 64 reach 0.55 to 0.6 of their rate with more than 100 rows per group (seven shapes of `moe`, 2026-11-25)."""
@@ -210,7 +210,7 @@ def is_copied(spec: ProblemSpec) -> bool:
 def shapes_of(spec: ProblemSpec) -> dict[int, Shape]:
     """The tiles for a problem's arithmetic."""
     copied = spec.a.align == spec.b.align == 16 and is_copied(spec)
-    return COPIED if copied else SHAPES[kind_of(spec)]
+    return COPIED_SHAPES if copied else SHAPES[kind_of(spec)]
 
 
 def _lines(kind: int, depth: int, side: int) -> tuple[int, int]:

@@ -77,7 +77,7 @@ def source(spec: ProblemSpec, config: Config, copied: int = 0) -> Source:
     """The source of the kernel: the definitions of `defines`, how results are stored, and which sides the launch before
     it copies (`copied_sides`)."""
     wide = config.pingpong and stores_anywhere(spec)
-    more = *((("COPIED", copied),) if copied else ()), *((("WIDE_ROWS", 1),) if wide else ())
+    more = *((("COPIED_SIDES", copied),) if copied else ()), *((("WIDE_ROWS", 1),) if wide else ())
     return _source(layout_of(spec), sends(spec), config, more)
 
 
@@ -479,9 +479,10 @@ def padded_k(view: Packed, side: int) -> int:
 
 
 def copied_sides(spec: ProblemSpec, copied: ProblemSpec) -> int:
-    """What is copied: 1 for rows, 2 for weights, 3 for both."""
+    """What is copied: 1 for rows, 2 for weights, 3 for both; 0 also where `PaddedRows` alone copies."""
     a, b = (2, 1) if is_swapped(spec) else (1, 2)
-    return a * (copied.a is not spec.a) + b * (copied.b is not spec.b)
+    sides = a * (copied.a is not spec.a) + b * (copied.b is not spec.b)
+    return sides | 1 if sides and pads_rows(spec) else sides  # padded rows are copied whatever their layout
 
 
 def copied_sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:

@@ -10,6 +10,7 @@ import os
 import threading
 from functools import cache
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -106,11 +107,11 @@ def _bind(ops: Operands, config: Config) -> Launch:
 
 @cache
 def prepare_language_once() -> None:
-    """Lets device functions find triton.language as the kernel that calls them does. The interpreter prepares it anew
-    for each of their calls, which changes nothing and takes two fifths of the time."""
+    """Lets device functions find triton.language as the kernel that calls them does, in all kernels of the process. The
+    interpreter prepares it anew for each of their calls, which changes nothing and takes two fifths of the time."""
     interpreter, language = import_module("triton.runtime.interpreter"), import_module("triton.language")
     nothing_changed, prepare = getattr(interpreter, "_LangPatchScope", None), getattr(interpreter, "_patch_lang", None)
-    if nothing_changed is None or prepare is None:  # another version of Triton
+    if nothing_changed is None or prepare is None or signature(nothing_changed).parameters:  # another version of Triton
         return
     modules = (language, language.core)
 

@@ -39,7 +39,7 @@ def test_each_fault_has_its_place_in_the_model_kernel(name: str) -> None:
 
 
 LATE = {"float64 rounded twice": 550}
-"""Faults of which so many problems show nothing, which takes seconds."""
+"""How many of the first problems do not show a fault: a hunt for it passes over them."""
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@
 #define GATHER 0        // rows are picked by index (picked_rows.cuh)
 #endif
 #define SPLIT_ROWS (GATHER && CLUSTER == 2)
-#ifndef COPIED
-#define COPIED 0        // hopper.copied_sides: the launch before this one copies operands, and began when all others were over
+#ifndef COPIED_SIDES
+#define COPIED_SIDES 0  // hopper.copied_sides: the launch before this one copies operands, and began when all others were over
 #endif
 #include "announce.cuh"
 #if DOUBLE
@@ -45,7 +45,7 @@ hopper(const __grid_constant__ Given p, const __grid_constant__ Launch l, const 
     make_ready(s, maps, warp, GATHER ? 1 + 2 * 32 : 2);        // weights, and rows or each lane that copies them
     __syncwarp();
     start_next_launch();
-    if (!COPIED) wait_for_last_launch();
+    if (!COPIED_SIDES) wait_for_last_launch();
     if (CLUSTER > 1) cluster_arrive();
     build_schedule(p, s.schedule, l.swapped, CLUSTER_ROWS, CLUSTER_COLUMNS, l.busy_rows);
     __syncthreads();
@@ -54,7 +54,7 @@ hopper(const __grid_constant__ Given p, const __grid_constant__ Launch l, const 
     if (warpgroup == CONSUMERS) {
         registers_down<LOADER_REGISTERS>();
         const int role = warp - CONSUMERS * 4;
-        if ((COPIED & 2 && role == 0) || (COPIED & 1 && role == 1)) wait_for_last_launch();
+        if ((COPIED_SIDES & 2 && role == 0) || (COPIED_SIDES & 1 && role == 1)) wait_for_last_launch();
 #if GATHER
         if (role == (PICKS_W ? 0 : 1) || role == 3) {
 #if RAGGED_K
@@ -87,7 +87,7 @@ hopper(const __grid_constant__ Given p, const __grid_constant__ Launch l, const 
 #endif
         }
         __syncwarp();
-        if (COPIED) wait_for_last_launch();         // whoever waits for this launch relies on the copies' end as well
+        if (COPIED_SIDES) wait_for_last_launch();         // whoever waits for this launch relies on the copies' end as well
     } else {
         registers_up<CONSUMER_REGISTERS>();
         consume(p, l, maps, s, stages, staging + warpgroup * STAGING_BYTES, rank, warpgroup);

@@ -56,7 +56,7 @@ __device__ __forceinline__ void ask_for_tile(Shared& s) {
 // This block's columns of the weights. Of the leader block this warp also says when the next tile is wanted.
 __device__ __forceinline__ void load_weights(const Given& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank) {
     constexpr int AHEAD = 8, BOXES = W_K ? W_BOXES : COLUMNS / ACROSS;     // blocks of k before the end; boxes of a stage
-    // Weights read once leave the L2 cache first; with a long k, or few rows and codes of more than 1 KiB of a column, it does not pay.
+    // Weights read once leave the L2 cache first. It does not pay with a long k, which under few rows begins at 1 KiB of a column.
     constexpr int SHORT_K = LOW ? 1024 << W_SHIFT : 3584;
     const bool one_for_all = p.table || (l.swapped ? p.a.group : p.b.group) == 0;
     Ring ring;

@@ -9,11 +9,11 @@ __device__ __forceinline__ int rows_to_skip(const Problem& p, const Tile& t) {
 
 constexpr bool ALONG_ROWS = PLAIN == 2;       // neighbouring rows, not columns, are neighbours in memory
 
-// Where a warpgroup's 64 columns of a tile go.
+// Where a warpgroup's columns of a tile go.
 struct Target {
     char* out;          // first row of the piece, first column
     i64 row_step;       // bytes; from column to column if ALONG_ROWS
-    int cols;           // columns left, at most 64
+    int cols;           // columns left, at most as many as were asked for
 };
 
 __device__ __forceinline__ Target target_of(const Problem& p, const Launch& l, const Tile& t, i64 col, int most = 64) {

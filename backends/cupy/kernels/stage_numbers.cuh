@@ -24,8 +24,8 @@ template <int CODE, int RUN, int ALIGN> struct NumberPieces {
     static constexpr int COLUMN = ACROSS ? SIZE : PIECES * PIECE, BYTES = RUNS * COLUMNS * COLUMN;
 };
 
-// The warp that copies them, lanes side by side along a run. Blocks of k that do not exist have zeros, which meet zeros; columns that
-// do not exist have the numbers of the last one.
+// The warp that copies them, lanes side by side along a run, or across columns if ACROSS. Blocks of k that do not exist have zeros,
+// which meet zeros; columns that do not exist have the numbers of the last one, or zeros if ACROSS.
 template <int CODE, int RUN, int ALIGN> struct NumberCopies : NumberPieces<CODE, RUN, ALIGN> {
     typedef NumberPieces<CODE, RUN, ALIGN> Pieces;
     const char* at;                 // the first column's first number of the next set

@@ -206,6 +206,7 @@ PLAIN = [
     pytest.param(spec(a="col", b="row", form="jagged_k"), configs.TURNS, id="turns-jagged_k"),
     pytest.param(spec(b="col", form="per_group"), configs.TURNS, id="turns-list"),
     pytest.param(spec(out=OperandSpec(torch.bfloat16, align=2)), configs.TURNS, id="turns-odd-rows"),
+    pytest.param(spec(form="jagged_n"), configs.WIDE, id="along-rows"),
     pytest.param(spec(form="jagged_n"), configs.TURNS, id="turns-along-rows"),
     pytest.param(spec(activation="silu"), configs.WIDE, id="any-epilogue"),
 ]
@@ -312,7 +313,7 @@ def test_fused_hopper_kernel_does_not_spill(problem: ProblemSpec, config: Config
     ids=["generic", "hopper", "any-epilogue"],
 )  # fmt: skip
 def test_a_plain_product_has_nothing_of_fused_ones(source: Source) -> None:
-    """Without the switches, and with all of them off, the same code; and other code with one of them."""
+    """Without the switches, and with all of them off, the same code; and other code of the generic kernel with one."""
     off = source._replace(
         defines=(*source.defines, *((name, 0) for name in ("FUSED", "GATHER", "GATE", "PREACT", "ROW_SCALED")))
     )
@@ -411,6 +412,17 @@ def test_the_compiler_knows_that_a_warps_role_is_uniform(monkeypatch: pytest.Mon
     (tmp_path / source.file).write_text(text.replace(shuffled, "threadIdx.x >> 5"))
     monkeypatch.setattr(build, "SOURCES", tmp_path)
     assert kept < 0.95 * len(compile_source(source, "sm_90a")[0])  # the headers have been read by now
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.float32, "tf32"), (torch.int8, "ieee")])
+def test_a_product_waits_for_rows_that_are_padded_whatever_their_layout(dtype: torch.dtype, precision: str) -> None:
+    """They are written by the launch before it, after the copy of the weights."""
+    found = set()
+    for a, b, odd in product(("row", "col"), ("row", "col"), ("", "a", "b", "ab")):
+        problem = with_odd_lines(spec(dtype, a=a, b=b, form="jagged_k", precision=precision), odd)
+        found.add(hopper.copied_sides(problem, packed_spec(problem)))
+    assert found >= {3}
+    assert 2 not in found
 
 
 @pytest.mark.slow
