@@ -403,7 +403,7 @@ def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -
         return False
     if has_gate(spec) and not (config.pingpong and config.rows <= most_gated_rows(spec)):
         return False
-    return _runs_clusters(config, stages_halves(spec)) and spec.groups <= config.groups_at_most
+    return _runs_clusters(config, stages_plain(spec)) and spec.groups <= config.groups_at_most
 
 
 def _fits_words(config: Config, spec: ProblemSpec) -> bool:
@@ -416,7 +416,7 @@ def most_gated_rows(spec: ProblemSpec) -> int:
     return 192 if spec.fused is None or spec.fused.preact is None else 128
 
 
-def stages_halves(spec: ProblemSpec) -> bool:
+def stages_plain(spec: ProblemSpec) -> bool:
     """Whether the staging has the size for plain results and gates, rather than for any epilogue."""
     return hopper_plain_kind(spec) > 0 or has_gate(spec)
 

@@ -20,7 +20,7 @@ from multigemm.backend import Launch
 from multigemm.backends.cupy import arguments
 from multigemm.backends.cupy.arguments import Side, problem_bytes, table_of
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import COLUMNS, Config, stages_halves
+from multigemm.backends.cupy.config import COLUMNS, Config, stages_plain
 from multigemm.backends.cupy.fused import GATE_CODES, problem_argument
 from multigemm.backends.cupy.support import (
     hopper_plain_kind,
@@ -145,7 +145,7 @@ def layout_of(spec: ProblemSpec) -> Layout:
     """The compile-time facts of the problems of a spec."""
     element = words_of(spec) or {torch.bfloat16: "BFLOAT", torch.float64: "DOUBLE"}.get(spec.compute, "")
     ragged, listed = spec.form == "jagged_k", spec.form == "per_group"
-    plain, staged = hopper_plain_kind(spec), stages_halves(spec)
+    plain, staged = hopper_plain_kind(spec), stages_plain(spec)
     return Layout(element, roles(spec), ragged, listed, plain, staged, fused_layout_of(spec), is_biased(spec))
 
 
@@ -164,7 +164,7 @@ def defines(layout: Layout, config: Config) -> tuple[tuple[str, int], ...]:
 
 def shared_bytes(spec: ProblemSpec, config: Config) -> int:
     """The dynamic shared memory in bytes, as hopper.cu lays it out (an upper bound for the bookkeeping)."""
-    return config.shared_bytes(stages_halves(spec))
+    return config.shared_bytes(stages_plain(spec))
 
 
 def _side(view: Strided, step: int, mn: int, k: int, groups: int, k_contiguous: bool, dtype: torch.dtype) -> Side:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from functools import cache
 from importlib import import_module
-from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -105,31 +103,9 @@ def _bind(ops: Operands, config: Config) -> Launch:
 # --- any kernel ---------------------------------------------------------------------------------------
 
 
-@cache
-def prepare_language_once() -> None:
-    """Lets device functions find triton.language as the kernel that calls them does, in all kernels of the process. The
-    interpreter prepares it anew for each of their calls, which changes nothing and takes two fifths of the time."""
-    interpreter, language = import_module("triton.runtime.interpreter"), import_module("triton.language")
-    nothing_changed, prepare = getattr(interpreter, "_LangPatchScope", None), getattr(interpreter, "_patch_lang", None)
-    if nothing_changed is None or prepare is None or signature(nothing_changed).parameters:  # another version of Triton
-        return
-    modules = (language, language.core)
-
-    @cache
-    def modules_of(function: Any) -> list[Any]:
-        return [module for module in modules if any(value is module for value in function.__globals__.values())]
-
-    def prepared(function: Any) -> Any:
-        raw = any(language.core.is_builtin(module.load) for module in modules_of(function))
-        return prepare(function) if raw else nothing_changed()
-
-    vars(interpreter)["_patch_lang"] = prepared
-
-
 def _kernel(source: KernelSource) -> tuple[Any, dict[str, Any]]:
     """The kernel that the interpreter runs in place of a compiled one, and its constants."""
     os.environ["TRITON_INTERPRET"] = "1"
-    prepare_language_once()
     constants = constants_of(source)
     if "INTERPRETED" in constants:
         constants["INTERPRETED"] = True

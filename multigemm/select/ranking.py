@@ -182,10 +182,12 @@ def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
 
 
 def _portable_kernels(c: ProblemClass) -> tuple[str, ...]:
-    """The backends with kernels of their own where those for Hopper do not run. Plain aligned 16 bits by the portable
-    kernels, as parts of the rate of CUTLASS' grouped kernel for sm_80, on an H200: triton 0.88, numba 0.85, cupy 0.70
-    (2026-11-25, benchmarks/results/h200/before-hopper.json). Blackwell runs the same kernels and was not measured.
-    Numba's takes some 6 s to compile, once for each dtype and layout."""
+    """The backends with kernels of their own where those for Hopper do not run.
+
+    Plain aligned 16 bits by the portable kernels, on an H200, as parts of the rate of the best of six tiles of CUTLASS
+    for sm_80: triton 0.89, numba 0.85, cupy 0.70 (2026-11-25, benchmarks/results/h200/before-hopper.json). Blackwell
+    runs the same kernels and was not measured. Numba's takes some 6 s to compile, once for each dtype and layout.
+    """
     if c.quantised:
         return by_dtype(c)
     if any(step in c.precision for step in ("+gather", "+gate", "+combine")):

@@ -220,12 +220,8 @@ def main(arguments: list[str] | None = None) -> int:
     start, share = time.monotonic(), -(-options.calls // options.jobs)
     calls = []
     for job in range(options.jobs):
-        own = job % max(
-            len(kinds), 1
-        )  # each process begins with another kind, and leaves its kernels in the disk cache
-        calls.append(
-            (names, share, options.seed + 1000 * job, options.device, options.seconds, kinds[own:] + kinds[:own])
-        )
+        calls.append((names, share, options.seed + 1000 * job, options.device, options.seconds, kinds))
+        kinds = kinds[1:] + kinds[:1]  # the next process begins with another kind, whose kernels it leaves on disk
     count.failures = side_by_side(run, calls, count)
     for name in names:
         print(

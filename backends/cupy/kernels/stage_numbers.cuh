@@ -36,16 +36,18 @@ template <int CODE, int RUN, int ALIGN> struct NumberCopies : NumberPieces<CODE,
         at = g.ptr ? entry_of(g, column, 0) : nullptr, pitch = g.line_shift ? 0 : g.line * Pieces::SIZE, step = g.k * Pieces::SIZE;
         last = int(min64(columns - column, COLUMNS)) - 1, left = SCALE_K ? (k + SCALE_K - 1) / (SCALE_K ? SCALE_K : 1) : 1;
     }
+    // Of columns that lie side by side.
+    __device__ __forceinline__ void copy_lines(u32 to) const {
+        constexpr int LINE = COLUMNS * Pieces::SIZE / Pieces::PIECE;
+#pragma unroll 4
+        for (int x = threadIdx.x & 31; x < Pieces::RUNS * LINE; x += 32) {
+            const int run = x / LINE, start = x % LINE * Pieces::PIECE, bytes = run < left ? (last + 1) * Pieces::SIZE - start : 0;
+            copy_part<Pieces::PIECE>(to + x * Pieces::PIECE, at + run * step + start, min(max(bytes, 0), Pieces::PIECE));
+        }
+    }
     __device__ __forceinline__ void copy(u32 to) {
         if (!at) return;
-        if (Pieces::ACROSS) {
-            constexpr int LINE = COLUMNS * Pieces::SIZE / Pieces::PIECE;
-#pragma unroll 4
-            for (int x = threadIdx.x & 31; x < Pieces::RUNS * LINE; x += 32) {
-                const int run = x / LINE, start = x % LINE * Pieces::PIECE, bytes = run < left ? (last + 1) * Pieces::SIZE - start : 0;
-                copy_part<Pieces::PIECE>(to + x * Pieces::PIECE, at + run * step + start, min(max(bytes, 0), Pieces::PIECE));
-            }
-        }
+        if (Pieces::ACROSS) copy_lines(to);
 #pragma unroll 1
         for (int run = 0; !Pieces::ACROSS && run < Pieces::RUNS; ++run) {
             const int numbers = min(left - run * RUN, RUN);

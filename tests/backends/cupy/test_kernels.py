@@ -417,8 +417,9 @@ def test_the_compiler_knows_that_a_warps_role_is_uniform(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.float32, "tf32"), (torch.int8, "ieee")])
 def test_a_product_waits_for_rows_that_are_padded_whatever_their_layout(dtype: torch.dtype, precision: str) -> None:
     """They are written by the launch before it, after the copy of the weights."""
+    orders: tuple[Order, ...] = ("row", "col")
     found = set()
-    for a, b, odd in product(("row", "col"), ("row", "col"), ("", "a", "b", "ab")):
+    for a, b, odd in product(orders, orders, ("", "a", "b", "ab")):
         problem = with_odd_lines(spec(dtype, a=a, b=b, form="jagged_k", precision=precision), odd)
         found.add(hopper.copied_sides(problem, packed_spec(problem)))
     assert found >= {3}
