@@ -71,8 +71,6 @@ MOST_APART = 8
 """The largest number of separate calls that a graph holds instead of a grouped one."""
 FEW_ROWS = 16
 """Rows up to which all of a product's time is spent on reading its weights."""
-LONG_ROWS = 2048
-"""k from which the batched call reads transposed weights of few rows more slowly (0.98) than the grouped one does."""
 NARROW = 64 * 128
 """Columns up to which a product of at most 2 x FEW_ROWS rows does not reach the memory's speed by itself."""
 SLOWER, SLOWER_TRANSPOSED = 1.05, 1.15
@@ -204,9 +202,6 @@ def choose(spec: ProblemSpec, products: Products, grouped: bool, grouped_mm: boo
     if len(products) < 2:
         return Config("loop")
     if len(products.shapes) == 1:
-        (shape,) = products.shapes
-        if grouped and slow_to_read(shape) and shape.k >= LONG_ROWS:
-            return Config("grouped")
         return Config("loop" if spec.compute is torch.int8 else "batched")
     if not grouped and not grouped_mm:
         return STREAMS
@@ -253,11 +248,6 @@ def _first(extents: Any) -> int:
 def _tiles(extents: Any, tile: int) -> Any:
     """The whole tiles that cover an extent, or each of a column."""
     return (extents + (tile - 1)) // tile
-
-
-def slow_to_read(s: Shape) -> bool:
-    """Whether a product's weights are transposed and reading them takes all of its time."""
-    return s.n <= FEW_ROWS and s.op_first == TRANSPOSE
 
 
 def separately(work: Work) -> float:

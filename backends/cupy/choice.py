@@ -139,7 +139,8 @@ ONE_ROUND = 3 * PROCESSORS // 2
 tiles are some 132 real ones, one round.
 
 Time over that of tiles of 128 rows, H200, 2026-11-25: 0.77 to 0.95 in one round (seven problems; 1.02 for one of few
-blocks of k), 0.96 to 1.14 in two (five; benchmarks/results/h200-low-tiles).
+blocks of k), 0.96 to 1.14 in two (five; benchmarks/results/h200-low-tiles). Of 33 to 64 rows per group 0.94 to 1.00 for
+up to 132 counted tiles (five), 1.14 for 136 of which uneven groups made two rounds.
 """
 FULL_ROWS = 2
 """Rows of a masked group for each one that counts, as a guess: what lies behind the mask reads no weights. Lowest tiles
@@ -168,7 +169,8 @@ BRIEF_K, BRIEF_ROWS = 1024, 256
 FEW_COLUMNS = 15
 """Odd numbers of blocks of columns up to which clusters of two would waste too much."""
 LONG_K = 2048
-"""k from which tiles of few rows are as high as for many: then a large group's weights are read once."""
+"""k from which tiles of few rows are as high as for many: then a large group's weights are read once. Not where no
+group can be larger: for three masked problems of 36 to 60 rows those of 128 take 0.91 to 0.99 of the time (H200)."""
 THIN_K = 128
 """k per group of jagged k up to which storing is most of the work: clusters would share rows that cost nothing."""
 MANY_ROWS = 448
@@ -676,12 +678,13 @@ def _hopper_rules(layout: Layout, counts: Counts) -> list[tuple[Condition, Ladde
     lowest = -(-rows // SLIM.rows) * counts.groups * layout.columns
     highest = -(-rows // WIDE.rows) * counts.groups * layout.columns
     little = (total <= SMALL_ROWS) & ((spec.n or 0) <= SMALL_COLUMNS) & (not jagged_k)
+    idle = (rows > 32) & (lowest <= PROCESSORS) & (not jagged_k)
     for holds, ladder in (
         ((rows > SLIM.rows) & (lowest <= ONE_ROUND) & (not jagged_k), LOWEST),
-        (little & (total <= 1024) & (spec.form != "per_group"), LOWEST),
+        (((little & (total <= 1024)) | idle) & (spec.form != "per_group"), LOWEST),
         (little | ((rows > 32) & (highest <= PROCESSORS) & (not jagged_k)), LOW),
         (rows <= 32, SPARSE),
-        ((rows <= 64) & (layout.k < LONG_K), BETWEEN),
+        ((rows <= 64) & ((layout.k < LONG_K) | (spec.form in ("batched", "masked"))), BETWEEN),  # none is larger
     ):
         found.append((left & holds, ladder))
         left = left & (holds ^ True)

@@ -231,14 +231,14 @@ def generic_bytes(spec: ProblemSpec, side: int) -> int:
     return _ring_bytes(kind_of(spec), shapes_of(spec)[side], side)
 
 
-def _place_bytes(spec: ProblemSpec, side: int) -> int:
+def place_bytes(spec: ProblemSpec, side: int) -> int:
     """The static shared memory in bytes: fused problems keep an address for each line of a tile (picked_load.cuh)."""
     return PLACE_BYTES + (0 if spec.fused is None else 2 * side * 9 + 256)
 
 
 def tile_fits(spec: ProblemSpec, side: int, capability: tuple[int, int]) -> bool:
     """Whether the tile exists and a device has the shared memory for it."""
-    limit = SHARED_MEMORY.get(capability, LEAST_SHARED) - _place_bytes(spec, side)
+    limit = SHARED_MEMORY.get(capability, LEAST_SHARED) - place_bytes(spec, side)
     shape = shapes_of(spec).get(side)
     return shape is not None and _ring_bytes(kind_of(spec), shape, side) <= limit
 

@@ -682,8 +682,13 @@ def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
         return [replace(config, block_k=short) if variance(config, spec) else config for config in emulated()]
     properties = torch.cuda.get_device_properties(device)
     limit = getattr(properties, "shared_memory_per_block_optin", SHARED_LIMIT)
-    found = candidates_of(spec, torch.cuda.get_device_capability(device))
-    return [config for config in found if shared_memory(config, spec) <= limit]
+    return fitting(spec, torch.cuda.get_device_capability(device), limit)
+
+
+def fitting(spec: ProblemSpec, capability: tuple[int, int], limit: int) -> list[Config]:
+    """The configs of `candidates_of` that run within `limit` bytes of shared memory for each program."""
+    found = candidates_of(spec, capability)
+    return [config for config in found if shared_memory(config, spec, capability) <= limit]
 
 
 def candidates_of(spec: ProblemSpec, capability: tuple[int, int]) -> list[Config]:

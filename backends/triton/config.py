@@ -19,6 +19,8 @@ from multigemm.planning.fused_steps import needs_finish, product_spec, steps_rea
 from multigemm.problem.spec import MIXED, OperandSpec, ProblemSpec
 
 SHARED_LIMIT = 227 * 1024
+BY_MMA_SYNC = (8, 12)
+"""Major compute capabilities of the GPUs whose tensor cores are fed from registers."""
 STRIP = 64
 """Rows of one wgmma: the granule of the Hopper kernel's tiles."""
 SEARCHED_GROUPS = 256
@@ -58,10 +60,19 @@ class Config:
     wide_tails: bool = False
 
 
-def shared_bytes(config: Config, spec: ProblemSpec) -> int:
-    """An upper bound of the pipeline's shared memory in bytes."""
-    size = spec.compute.itemsize
-    return config.stages * (config.block_m + config.block_n) * config.block_k * size
+def blocks_held(config: Config, capability: tuple[int, int]) -> int:
+    """The blocks of K of a pipeline in shared memory. Where products are mma.sync's, Triton keeps one fewer than there
+    are stages."""
+    return config.stages - (capability[0] in BY_MMA_SYNC)
+
+
+def shared_bytes(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> int:
+    """An upper bound of the pipeline's shared memory in bytes: elements, and indices of picked rows of a jagged K."""
+    indices = 0
+    if spec.form == "jagged_k" and spec.fused is not None:
+        indices = 8 * sum(rows is not None for rows in (spec.fused.a_rows, spec.fused.b_rows))
+    line = (config.block_m + config.block_n) * spec.compute.itemsize + indices
+    return blocks_held(config, capability) * config.block_k * line
 
 
 def accumulator_registers(config: Config, spec: ProblemSpec) -> int:
@@ -130,12 +141,12 @@ def hopper_shared(config: Config, spec: ProblemSpec) -> int:
     return ring + consumers(config) * STRIP * part_of(config, spec) * spec.out.dtype.itemsize + 1024
 
 
-def shared_memory(config: Config, spec: ProblemSpec) -> int:
+def shared_memory(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> int:
     """An upper bound of the shared memory in bytes of a program with this config."""
     if config.kernel == "quantised":
-        return quantised_shared(config, spec)
+        return quantised_shared(config, spec, capability)
     if config.kernel != "hopper":
-        return shared_bytes(config, spec)
+        return shared_bytes(config, spec, capability)
     if spec.fused is not None:
         spec = product_spec(products_spec(spec))
     return list_shared(config, spec) if spec.form == "per_group" else hopper_shared(config, spec)
@@ -382,12 +393,16 @@ def folded(config: Config, spec: ProblemSpec) -> bool:
     return foldable(spec) and config.block_k > finest_block(spec)
 
 
-def quantised_shared(config: Config, spec: ProblemSpec) -> int:
-    """An upper bound in bytes: the pipeline, a converted block of each operand, and staged results."""
+def quantised_shared(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> int:
+    """An upper bound in bytes: the pipeline, a converted block of each operand, and staged results. For mma.sync only
+    packed weights are converted in shared memory, and scales come to registers."""
     m, n, k = config.block_m, config.block_n, config.block_k
     held = m * k * spec.a.dtype.itemsize + (n * k // 2 if spec.b.packed else n * k)
     numbers = 4 * (m + n * (k // finest_block(spec) if folded(config, spec) else 1))
-    return max(config.stages * (held + numbers) + 2 * (m + n) * k, 4 * m * n)
+    converted = 2 * (m + n) * k
+    if capability[0] in BY_MMA_SYNC:
+        numbers, converted = 0, 2 * n * k if spec.b.packed else 0
+    return max(blocks_held(config, capability) * (held + numbers) + converted, 4 * m * n)
 
 
 FEWEST_REGISTERS = 112

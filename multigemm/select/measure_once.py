@@ -36,7 +36,7 @@ ROUNDS, LONG_ROUNDS = (3, 15), (2, 10)
 """Samples at least and at most. Long calls, which follow a warm-up, differ little from one to the next."""
 BUDGET_MS = 25.0
 HOPELESS, SLOW_US = 3.0, 500.0
-"""Times slower than the fastest at a first look, and so slow that it is not the host: not worth a second look."""
+"""Times slower than the fastest at two rough looks, and so slow that it is not the host: not worth samples."""
 WORTH = 1.03
 """The first of the static order stays unless another one is faster by more than this. The ranking moves within a class
 with how uneven the groups are: what leads by less on even ones is up to 15 % behind on others."""
@@ -144,7 +144,10 @@ def _timed(choices: Mapping[str, Choice], problem: GroupedGemmProblem, failed: d
         except Exception as error:
             failed[name] = describe(error)
     least = min(rough.values(), default=math.inf)
-    worth = {name: bounds[name].launch for name, us in rough.items() if us <= max(SLOW_US, HOPELESS * least)}
+    slow = max(SLOW_US, HOPELESS * least)
+    for name in [name for name, us in rough.items() if us > slow]:  # one look may meet a busy host
+        rough[name] = min(rough[name], rough_time_us(bounds[name].launch, problem.device))
+    worth = {name: bounds[name].launch for name, us in rough.items() if us <= slow}
     long = least >= LONG_US and problem.device.type == "cuda"
     mode: Mode = "sustained" if long else "cold"
     fewest, most = LONG_ROUNDS if long else ROUNDS

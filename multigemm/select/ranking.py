@@ -44,10 +44,13 @@ Of a weight gradient K is that of an average group: Triton's best config takes 0
 benchmarks/results/h200/weight-gradients.json). Of products whose rows are summed, Qwen3-30B's second one (K 768),
 Triton's take 0.92 with 256 rows per group, 0.98 with 1024 and 1.02 with 32 (H200, 2026-11-24).
 """
-FEW_ROWS = 16
-"""Up to this many rows per group CuPy's 16-bit kernels are ahead of Triton's: both wait for the weights."""
-BATCH_ROWS = 32
-"""The rows of a batch from which on cuBLAS is expected to be fastest in 16 bits."""
+FEW_ROWS, HEAVY_WEIGHTS = 32, 1 << 23
+"""Up to so many rows per group a product waits for its weights. From so many elements of them on CuPy's 16-bit kernels
+lead Triton's: they ask for larger pieces. Fewer are read before a pipeline is under way, and Triton's low tiles start
+sooner, on more multiprocessors. Fitted to one half of 350 random shapes and held to the other (H200, 2026-11-25)."""
+FEW_TILES = 33
+"""Square tiles of 128, a quarter of the multiprocessors, up to which Triton leads for a long K too: it shares tiles out
+along K."""
 TILE_ROWS, TILE_COLUMNS = 256, 128
 """Of 16-bit kernels, as a rule."""
 FEW_GROUPS = 8
@@ -146,14 +149,12 @@ def static_order(c: ProblemClass, hopper: bool = True) -> tuple[str, ...]:
 
 
 def _is_batch(c: ProblemClass) -> bool:
-    """Whether cuBLAS runs all groups in one call, in 16 bits with enough rows for its tiles.
+    """Whether cuBLAS runs all groups in one call.
 
     Not of equal jagged columns in 16 bits: 1.9 and 4.3 times the time of the fastest kernel (H200, 2026-11-23).
     """
-    alike = c.where == EQUAL or c.form == "batched" or (c.form == "per_group" and None not in (c.n, c.k))
-    if not alike or c.dtype not in ("float16", "bfloat16"):
-        return alike
-    return c.form != "jagged_n" and c.rows >= BATCH_ROWS
+    columns = c.form == "jagged_n" and c.dtype in ("float16", "bfloat16")
+    return not columns and (c.where == EQUAL or c.form == "batched")
 
 
 def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
@@ -172,13 +173,17 @@ def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
         return by_dtype(c)
     k = c.total / max(c.groups, 1) if c.form == "jagged_k" else c.k or 0
     many = c.rows >= MANY_ROWS
-    long = many and k >= LONG_K
+    deep = many and k >= LONG_K
+    long = deep and _tiles(c, 128, 128) > FEW_TILES
     if "+combine" in c.precision and _of_hopper(c) and (long or not many or "+epilogue" in c.precision):
         return "cupy", "triton"
-    few = c.form in ("jagged_m", "masked", "batched") and c.rows <= FEW_ROWS
+    few = c.rows <= FEW_ROWS and c.groups * (c.n or 0) * k >= HEAVY_WEIGHTS
     found = ("cupy", "triton") if (long or few) and not c.unaligned else ("triton", "cupy")
-    tiles = c.groups * math.ceil(c.rows / TILE_ROWS) * math.ceil((c.n or c.rows) / TILE_COLUMNS)
-    return (*found, "numba") if long and tiles <= FITTED_PROCESSORS else found
+    return (*found, "numba") if deep and _tiles(c, TILE_ROWS, TILE_COLUMNS) <= FITTED_PROCESSORS else found
+
+
+def _tiles(c: ProblemClass, rows: int, columns: int) -> int:
+    return c.groups * math.ceil(c.rows / rows) * math.ceil((c.n or c.rows) / columns)
 
 
 def _portable_kernels(c: ProblemClass) -> tuple[str, ...]:

@@ -312,10 +312,10 @@ def test_who_is_hopeless_at_first_sight_is_not_timed_again(
     hopeless = Dawdler("hopeless", 3, nap_s=0.1)
     fresh(hopeless, Dawdler("fast", 2, nap_s=0.0005))
     assert mg.solve(problem()).eq(2).all()
-    assert (hopeless.launches, trials) == (2, [["fast"]])
+    assert (hopeless.launches, trials) == (4, [["fast"]])
     fresh(hopeless, Dawdler("fast", 2))
     assert mg.solve(problem()).eq(2).all()
-    assert hopeless.launches == 2
+    assert hopeless.launches == 4
 
 
 def test_who_only_keeps_the_host_busy_is_not_hopeless(
@@ -323,6 +323,17 @@ def test_who_only_keeps_the_host_busy_is_not_hopeless(
 ) -> None:
     monkeypatch.setattr(trial, "HOPELESS", 3.0)
     looks = iter((20.0, 0.9 * trial.SLOW_US))
+    monkeypatch.setattr(trial, "rough_time_us", lambda call, device: next(looks))
+    fresh(*pair())
+    assert mg.plan(problem()).backend == "fast"
+    assert trials == [["slow", "fast"]]
+
+
+def test_who_met_a_busy_host_is_looked_at_once_more(
+    fresh: Install, trials: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "HOPELESS", 3.0)
+    looks = iter((2.0 * trial.SLOW_US, 20.0, 30.0))
     monkeypatch.setattr(trial, "rough_time_us", lambda call, device: next(looks))
     fresh(*pair())
     assert mg.plan(problem()).backend == "fast"

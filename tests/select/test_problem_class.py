@@ -68,6 +68,7 @@ def test_lists_whose_n_and_k_differ_are_told_apart_by_their_work() -> None:
     assert of_list((32, 8, 16), (32, 8, 16)).total == 64
     assert of_list((32, 8, 16), (32, 16, 16)).total == half_octave(32 * 8 + 32 * 16)
     assert of_list((32, 8, 16), (32, 16, 8)) != of_list((32, 80, 160), (32, 160, 80))
+    assert [of_list((32, 8, 16), (m, 8, 16)).where for m in (32, 31)] == ["equal-sizes", "host-sizes"]
 
 
 @pytest.mark.parametrize(("column", "unaligned"), [(24, False), (23, True)])

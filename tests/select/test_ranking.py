@@ -228,7 +228,7 @@ def test_a_forked_child_has_locks_of_its_own(fresh: Install) -> None:
 
 
 FEW_LONG_TILES = "jagged_m g8 m* n152 k6920 t16384 bfloat16/row bfloat16/row bfloat16/row ieee device-sizes"
-LISTS = "per_group g4 m* n1072 k{k} t2896 bfloat16/row bfloat16/col bfloat16/row ieee host-sizes"
+LISTS = "per_group g4 m* n1072 k{k} t2896 bfloat16/row bfloat16/col bfloat16/row ieee equal-sizes"
 
 
 @pytest.mark.parametrize(

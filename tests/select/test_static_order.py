@@ -14,6 +14,7 @@ import pytest
 from multigemm.bench.suites import UNTUNED
 from multigemm.bench.workloads import geomean
 from multigemm.problem.spec import bucket, half_octave
+from multigemm.select.measure_once import WORTH
 from multigemm.select.measure_once import fastest as fastest_of
 from multigemm.select.problem_class import ON_DEVICE, ProblemClass
 from multigemm.select.ranking import static_order
@@ -71,29 +72,29 @@ def regrets(which: Callable[[Ranked], bool]) -> list[float]:
 
 def test_the_reports_hold_enough_to_judge_by() -> None:
     assert len(rankings()) > 1000
-    assert sum(r.suite == UNTUNED for r in rankings()) == 720
+    assert sum(r.suite == UNTUNED for r in rankings()) == 853
 
 
 @pytest.mark.parametrize(
     ("dtypes", "bound"),
-    [(HALF, 1.035), (("float32",), 1.06), (("float64",), 1.03), (("tf32",), 1.08), (("int8",), 1.03)],
+    [(HALF, 1.025), (("float32",), 1.06), (("float64",), 1.03), (("tf32",), 1.08), (("int8",), 1.03)],
 )
 def test_the_first_of_the_order_is_near_the_fastest(dtypes: tuple[str, ...], bound: float) -> None:
     assert geomean(regrets(lambda r: r.problem_class.dtype in dtypes)) <= bound
 
 
 @pytest.mark.parametrize("on_device", [True, False])
-def test_without_measuring_unseen_shapes_lose_less_than_a_twentieth(on_device: bool) -> None:
+def test_without_measuring_unseen_shapes_lose_a_thirtieth(on_device: bool) -> None:
     found = regrets(lambda r: r.suite == UNTUNED and (r.problem_class.where == ON_DEVICE) == on_device)
-    assert geomean(found) <= 1.05
+    assert geomean(found) <= 1.035
 
 
 def test_the_order_names_the_fastest() -> None:
-    """A trial of those that it names has no regret but the clock's."""
+    """A trial of those that it names loses no more than may keep the first of the order."""
     for r in rankings():
         names = static_order(r.problem_class)
         assert 2 <= len(set(names)) == len(names) <= 4
-        assert min(r.us[name] for name in names if name in r.us) <= 1.01 * min(r.us.values()), r
+        assert min(r.us[name] for name in names if name in r.us) <= WORTH * min(r.us.values()), r
 
 
 def test_one_measurement_serves_a_class_however_its_groups_are_cut() -> None:

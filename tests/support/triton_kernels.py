@@ -204,6 +204,11 @@ def fused_specs() -> Iterator[tuple[str, ProblemSpec]]:
     )
 
 
+def every_spec() -> dict[str, ProblemSpec]:
+    """All of them by name."""
+    return dict((*specs(), *quantised_specs(), *fused_specs()))
+
+
 def sources_of(spec: ProblemSpec, config: Config, capability: int = 90) -> dict[str, KernelSource]:
     """All kernels that problems of a spec may run with a config, by name."""
     if spec.fused is not None:
@@ -236,7 +241,7 @@ def sources(spec: ProblemSpec, capability: int, most: int = 2) -> Iterator[tuple
 
 def reports(capability: int, most: int = 2, only: Sequence[str] = ()) -> Iterator[Report]:
     """Compiles (or loads) all of them, or those of the named problems."""
-    for problem, spec in (*specs(), *quantised_specs(), *fused_specs()):
+    for problem, spec in every_spec().items():
         if only and problem not in only:
             continue
         for kernel, source in sources(spec, capability, most):

@@ -60,6 +60,12 @@ def test_odd_weights_are_copied_for_many_rows_and_shifted_for_few(groups: int, k
         (spec(**JAGGED_K, groups=12, total=4096, m=512, n=192), configs.SINGLE),
         (spec(**JAGGED_K, m=5632, n=2048, total=32 * 128), configs.ALONE),
         (spec(**JAGGED_K, m=5632, n=2048, total=32 * 256), configs.WIDE),
+        # 33 to 64 rows per group: the lowest tiles if they are one round.
+        (spec(groups=8, n=1280, k=2240, total=512), configs.SLIM),
+        (spec(groups=4, n=4288, k=1344, total=256), configs.MIDDLE),
+        # Rows behind a mask: no group is larger than the average one.
+        (spec(form="masked", groups=24, n=1280, k=2240, total=1024), configs.MIDDLE),
+        (spec(groups=24, n=1280, k=2240, total=1024), configs.WIDE),
         # Few columns of many rows: the rows are shifted.
         (spec(**ODD, groups=14, n=66, k=7378, total=32768), configs.SHIFT_A_MIDDLE),
         (spec(**ODD, groups=19, n=453, k=4130, total=32768), configs.SHIFT_A),

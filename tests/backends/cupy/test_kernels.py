@@ -29,7 +29,6 @@ from multigemm.problem.spec import FusedSpec, OperandSpec, Order, ProblemSpec, S
 from tests.support.compiled_before import compiled_before
 
 REGISTERS_PER_SM = 65536
-SHARED_ON_SM80 = 166912
 A_WORD_PER_TILE = 8
 """Bytes stored and loaded by what finds the next tile, which holds nothing up."""
 CAPABILITIES = {"sm_80": (8, 0), "sm_90a": (9, 0), "sm_100": (10, 0)}
@@ -107,6 +106,11 @@ def report(source: Source, arch: str) -> tuple[int, int]:
     return registers, sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
 
 
+def static_shared(source: Source, arch: str) -> int:
+    """The bytes of shared memory that a kernel declares."""
+    return max(int(n) for n in ("0", *re.findall(r"(\d+) bytes smem", compiled(source, arch).log)))
+
+
 def ptx_of(source: Source, arch: str) -> str:
     """The PTX text of a kernel of which nothing else is asked."""
     return compiled(source, arch.replace("sm", "compute")).ptx
@@ -163,7 +167,9 @@ def test_generic_kernel_compiles_without_spills(layout: str, kind: str) -> None:
     if not configs.tile_fits(problem, config.tile, CAPABILITIES[arch]):
         assert (config.tile, dtype) in ((32, torch.float16), (32, torch.bfloat16), (128, torch.float64))
         return
-    registers, spilled = report(generic.source(problem, config), arch)
+    source = generic.source(problem, config)
+    registers, spilled = report(source, arch)
+    assert 0 < static_shared(source, arch) <= configs.PLACE_BYTES, "as the rule for smaller GPUs takes it to be"
     shape = configs.shapes_of(problem)[config.tile]
     assert spilled <= A_WORD_PER_TILE * (arch == "sm_100")
     assert registers * shape.threads * shape.resident <= REGISTERS_PER_SM
@@ -193,9 +199,10 @@ def test_copying_kernel_compiles_without_spills(arch: str, dtype: torch.dtype) -
     ids=["jagged_m", "list", "jagged_k", "odd, any-epilogue", "odd, jagged_k", "odd list"],
 )
 def test_small_kernel_compiles_without_spills(problem: ProblemSpec, arch: str, config: Config) -> None:
-    registers, spilled = report(small.source(problem, config), arch)
+    source = small.source(problem, config)
+    registers, spilled = report(source, arch)
     assert spilled == 0 and registers <= (168 if config.tile == 64 else 80)
-    assert small.shared_bytes(problem, config) <= SHARED_ON_SM80
+    assert static_shared(source, arch) + small.shared_bytes(problem, config) <= configs.LEAST_SHARED
 
 
 PLAIN = [
@@ -332,7 +339,9 @@ def test_a_plain_product_has_nothing_of_fused_ones(source: Source) -> None:
 )  # fmt: skip
 def test_fused_generic_kernel_and_sums_compile_without_spills(dtype: torch.dtype, config: Config, arch: str) -> None:
     problem = replace(spec(dtype), fused=FusedSpec(a_rows=torch.int32))
-    assert report(generic.source(problem, config), arch)[1] <= A_WORD_PER_TILE
+    source = generic.source(problem, config)
+    assert report(source, arch)[1] <= A_WORD_PER_TILE
+    assert static_shared(source, arch) <= configs.place_bytes(problem, config.tile)
     summed = replace(spec(dtype), fused=FusedSpec(combine=torch.int32, terms=8, rows=4096))
     assert report(sum_source(summed), arch)[1] == 0
 

@@ -50,7 +50,8 @@ PLAIN = Signature("bf16", "bf16", None, None, None, True, "row", "row")
 SENT = replace(PLAIN, sent=True)
 """Results that the copy engine stores."""
 HOPPER_GPU = (9, 0)
-SHARED_LIMIT = 227 * 1024
+SHARED_LIMIT, LEAST_SHARED = 227 * 1024, 99 * 1024
+"""Bytes that a thread block may have, on Hopper and on GPUs from Ampere on that have least."""
 SPILL_LIMIT = 64
 """Bytes, on plain cores."""
 RAGGED = replace(SENT, a_order="col", ragged_k=True)
@@ -87,6 +88,9 @@ def test_shipped_config_fits_the_registers(config: Config, signature: Signature)
     assert "setmaxnreg' ignored" not in image.log
     assert "serialized" not in image.log, "wgmma must overlap"
     assert image.entry.encode() in image.cubin
+    if not isinstance(config, HopperConfig):
+        declared = sum(map(int, re.findall(r"(\d+) bytes smem", image.log)))
+        assert 0 < declared + (shared_bytes(config) if isinstance(config, MmaConfig) else 0) <= LEAST_SHARED
 
 
 @pytest.mark.slow

@@ -21,7 +21,8 @@ import torch
 
 import multigemm as mg
 from multigemm.backends.triton import build
-from multigemm.backends.triton.choice import float8_candidates, hopper_candidates
+from multigemm.backends.triton.choice import fitting, float8_candidates, hopper_candidates
+from multigemm.backends.triton.config import shared_memory
 from multigemm.backends.triton.hopper import hopper_source
 from multigemm.backends.triton.hopper_float8 import float8_source
 from multigemm.problem.spec import ProblemSpec
@@ -75,6 +76,16 @@ def keep_what_is_built() -> None:
 def quick_reports(capability: int, names: tuple[str, ...]) -> list[Any]:
     """Registers, stack and shared memory of a kernel of each kind that these problems run."""
     return list(triton_kernels.reports(capability, most=1, only=names))
+
+
+def largest_shared(capability: int, limit: int, problem: str) -> tuple[int, int]:
+    """The shared memory of the config that may take most of what is offered within a limit: the estimate, and what its
+    kernels take."""
+    spec = triton_kernels.every_spec()[problem]
+    pair = capability // 10, capability % 10
+    config = max(fitting(spec, pair, limit), key=lambda x: shared_memory(x, spec, pair))
+    made = (build.cubin(x, capability) for x in triton_kernels.sources_of(spec, config, capability).values())
+    return shared_memory(config, spec, pair), max(code.shared for code in made)
 
 
 def ptx_of(source: Any, capability: int) -> str:
@@ -204,6 +215,18 @@ def test_shipped_kernels_compile_without_spills(capability: int, names: tuple[st
     limit = {80: 163, 90: 227, 100: 227}[capability] * 1024
     assert all(r.shared <= limit for r in reports)
     assert any(r.kernel.startswith("hopper") for r in reports) == (capability == 90)
+
+
+@pytest.mark.parametrize(
+    ("capability", "limit", "problem"),
+    [(86, 99, name) for name in ("jagged_m bf16", "jagged_m torch.float32", "jagged_k a_rows b_rows", "float8 weights")]
+    + [(80, 163, "per_group bf16")],
+)
+def test_what_is_offered_fits_gpus_with_less_shared_memory(
+    capability: int, limit: int, problem: str, in_compiler: Compile
+) -> None:
+    estimate, taken = in_compiler(largest_shared, capability, 1024 * limit, problem)
+    assert 0.9 * estimate < taken <= estimate <= 1024 * limit
 
 
 def test_a_second_process_loads_what_the_first_compiled(tmp_path: Path) -> None:

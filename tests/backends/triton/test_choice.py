@@ -13,7 +13,13 @@ import torch
 
 import multigemm as mg
 from multigemm.backends.triton import BACKEND, Config, support
-from multigemm.backends.triton.choice import candidates_of, emulated, hopper_candidates, pointer_candidates
+from multigemm.backends.triton.choice import (
+    candidates_of,
+    emulated,
+    fitting,
+    hopper_candidates,
+    pointer_candidates,
+)
 from multigemm.backends.triton.config import problem_with
 from multigemm.backends.triton.generic import line_of, packed_spec
 from multigemm.backends.triton.hopper import canonical, cut_of, drawn, listed, store_of
@@ -23,7 +29,7 @@ from multigemm.planning.operands import TABLE
 from multigemm.planning.staging import stage
 from multigemm.problem.spec import Form, OperandSpec, Order, ProblemSpec, bucket
 from tests.support.python_process import run_python
-from tests.support.triton_kernels import sources_of, specs
+from tests.support.triton_kernels import every_spec, sources_of, specs
 
 SPECS = dict(specs())
 
@@ -37,6 +43,13 @@ def test_candidates_are_valid_distinct_and_never_none(name: str, capability: tup
     assert all(problem_with(config, SPECS[name]) == "" for config in found)
     assert any(config.kernel == "pointer" for config in found)
     assert capability == (9, 0) or all(config.kernel == "pointer" for config in found)
+
+
+@pytest.mark.parametrize(("capability", "kilobytes"), [((8, 0), 163), ((8, 6), 99), ((12, 0), 99)])
+def test_every_problem_finds_a_tile_that_fits(capability: tuple[int, int], kilobytes: int) -> None:
+    found = {name: fitting(spec, capability, 1024 * kilobytes) for name, spec in every_spec().items()}
+    assert all(found.values())
+    assert capability[0] > 8 or (128, 256) in {(x.block_m, x.block_n) for x in found["jagged_m bf16"]}
 
 
 @pytest.fixture
