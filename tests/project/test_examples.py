@@ -32,15 +32,16 @@ ABORT_AT_EXIT = "terminate called without an active exception"
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("script", "why"), [("host_time.py", "no CUDA GPU"), ("before_hopper.py", "no Hopper GPU")])
 def test_a_measurement_that_cannot_run_here_says_why(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], script: str, why: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["host_time.py"])
+    monkeypatch.setattr(sys, "argv", [script])
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ROOT / "benchmarks" / "host_time.py"), run_name="__main__")
+        runpy.run_path(str(ROOT / "benchmarks" / script), run_name="__main__")
     assert end.value.code == 2
-    assert "torch sees no CUDA GPU" in capsys.readouterr().err
+    assert f"torch sees {why}" in capsys.readouterr().err
 
 
 def test_no_example_is_forgotten() -> None:
