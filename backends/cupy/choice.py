@@ -125,9 +125,10 @@ The first are the fewest that were measured, where it takes 0.5 to 0.8 of the ge
 """
 SPARSE_ROWS = 32
 """Rows per group up to which tf32 and int8 want low tiles and many stages."""
-SHIFTED_LOW_ROWS = 96
-"""Rows per group up to which weights that are shifted as they are read want low tiles and many stages: 0.85 to 0.99 of
-the time with 1 to 110 rows, 1.06 and more with more rows and more than one round of low tiles (53 shapes)."""
+SHIFTED_LOW_ROWS = 64
+"""Rows per group up to which weights that are shifted want the lowest tiles; numbers of tokens are rounded up to powers
+of two. H200, 2026-11-25, time over that of tall tiles: 0.86 to 0.995 with 11 to 39 rows (eight shapes), 0.98 to 1.66
+with 73 to 186 (ten)."""
 FP8_SPARSE_ROWS = 32
 """Rows per group up to which float8 wants low tiles and many stages."""
 CROWDED_ROWS = 100
@@ -150,10 +151,13 @@ FEW_WEIGHT_ROWS = 64
 """Rows per group up to which quantised weights are taken by tiles of as many; not measured."""
 COPIED_FEW_ROWS = 1024
 """Rows per group up to which a product of copies is one of few rows."""
-REPAID_ROWS = 850
-"""Rows per group, where columns fill their blocks, that repay a copy of the weights; numbers of tokens are rounded up
-to powers of two. H200, 2026-11-25, times of copies relative to shifted weights: 512 rows 1.0, 680 1.2, 820 0.88, 900
-0.84, 1024 1.0 and 1.04."""
+REPAID_ROWS, REPAID_K = 1900, 1450
+"""Rows per group, where columns fill their blocks and k is long, that repay a copy of the weights, and the k at which
+half as many do: numbers of tokens are rounded up to powers of two.
+
+Fitted to 54 shapes on an H200, 2026-11-25, whose times after copies are 0.72 to 2.3 of those of shifted weights: the
+choices take 1.001 of the faster way's time, 1.07 at most; shifted weights for all 1.06 and 1.38.
+"""
 ROWS_COPY_COLUMNS = 271
 """Columns whose product takes as long as a copy of the rows of a jagged m; this and the next three decide whether such
 rows are shifted or copied."""
@@ -596,9 +600,9 @@ def _other_rules(layout: Layout, counts: Counts, ladders: list[tuple[Condition, 
     # So few rows that a copy of the weights takes longer than to shift them in every tile.
     blocks = layout.columns * COLUMNS
     filled = (spec.n or blocks) / blocks if spec.out.order == "row" else 1.0
-    few = (counts.mean <= REPAID_ROWS * filled) & (brief ^ True)
-    low = (rows <= SHIFTED_LOW_ROWS) | (-(-rows // COLUMNS) * counts.groups * layout.columns <= PROCESSORS)
-    shifted = [(heavy & low, (SHIFT_B_MIDDLE,)), (heavy & (low ^ True), (SHIFT_B,))]
+    few = (counts.mean <= REPAID_ROWS * filled * layout.k / (layout.k + REPAID_K)) & (brief ^ True)
+    low = rows <= SHIFTED_LOW_ROWS
+    shifted = [(heavy & low, (SHIFT_B_NARROW,)), (heavy & (low ^ True), (SHIFT_B,))]
     copied = _copied(layout, counts, brief, ladders)
     light, aligned = heavy ^ True, not layout.odd_lines and shapes_of(spec) is COPIED_SHAPES
     return [
@@ -618,7 +622,7 @@ def _other_rules(layout: Layout, counts: Counts, ladders: list[tuple[Condition, 
 def _shifted_rows(layout: Layout, counts: Counts) -> list[Rule]:
     """The rules for rows of a jagged m that are shifted and not copied: there are few columns, and k is long.
 
-    Low tiles have as few columns, or hold all of them in one round.
+    Low tiles have as few columns, or hold all of them in one round, or end more often where k is short.
     """
     spec, rows, columns = layout.spec, counts.mean, layout.columns * COLUMNS
     if spec.form != "jagged_m" or spec.a.align == 16 or columns * SHIFTING_ROWS >= ROWS_COPY_COLUMNS:
@@ -626,6 +630,7 @@ def _shifted_rows(layout: Layout, counts: Counts) -> list[Rule]:
     copy = ROWS_COPY_COLUMNS * layout.k / (layout.k + ROWS_COPY_K) * rows
     chosen = (rows >= (spec.n or 0)) & (copy > columns * (SHIFTING_ROWS * rows + SHIFTED_TILE_ROWS))
     low = (-(-rows // (2 * COLUMNS)) * counts.groups * layout.columns <= PROCESSORS // 2) | (layout.columns == 1)
+    low = low | (layout.k <= BRIEF_K)
     return [(chosen & low, (SHIFT_A_MIDDLE, SHIFT_A)), (chosen & (low ^ True), (SHIFT_A, SHIFT_A_MIDDLE))]
 
 

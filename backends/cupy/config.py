@@ -37,13 +37,14 @@ from multigemm.planning.fused_steps import gathered_spec
 from multigemm.problem.spec import HALVES, ProblemSpec
 
 SHIFTING = ("hopper_shift_a", "hopper_shift_b")
-"""Kernels that shift lines which begin anywhere on their way into registers."""
+"""Kernels that shift lines which begin anywhere into place."""
 COLUMNS = 128
 """Columns of a result that one thread block of the Hopper kernel owns."""
 TURNS_GROUPS = 448
 """Groups that the Hopper kernel's schedule holds where the stages leave it little shared memory."""
-ODD_WEIGHTS = 24576
-"""Bytes of a stage of weights whose lines begin anywhere, the larger of both layouts (hopper_shift_b.cu)."""
+ODD_COLUMNS = 144
+"""Columns of 128 bytes that a stage of weights takes whose lines begin anywhere, in the larger of both layouts
+(hopper_shift_b.cu)."""
 CODE_LINE = 64
 """Bytes of a column of quantised weights in a stage, at most."""
 LOW_ROWS = 32
@@ -109,10 +110,9 @@ class Config:
     @property
     def ring_bytes(self) -> int:
         """The bytes of all stages: 128 of k of each row, and as many, or fewer of codes, of each column."""
-        if self.kernel in SHIFTING:
-            return self.stages * self.rows * 128 + self.weight_stages * ODD_WEIGHTS
         line = CODE_LINE if self.kernel == "hopper_weights" else 128
-        return self.stages * (self.rows * 128 + self.columns * line)
+        columns = ODD_COLUMNS if self.kernel in SHIFTING else self.columns
+        return self.stages * (self.rows * 128 + columns * line)
 
     def low_room(self, plain: bool, sent: bool) -> int:
         """The bytes that the lowest tiles have for stages, and for scales and zero points."""
@@ -128,23 +128,19 @@ class Config:
         """The number of stages of the lowest tiles for which there is room (PLACES in pipeline.cuh)."""
         if self.kernel == "hopper_fp8" and self.rows <= 128:  # all are of one size
             return self.stages
-        return self.stages * (self.rows + self.columns) // (self.columns + self.step) + 1
+        most, least = (ODD_COLUMNS, ODD_COLUMNS - 8) if self.kernel in SHIFTING else (self.columns, self.columns)
+        return self.stages * (self.rows + most) // (least + self.step) + 1
 
     @property
     def _bookkeeping(self) -> int:
         """The bytes of the schedule, of tiles, barriers, and what alignment may cost (Shared in pipeline.cuh)."""
         picked = 4 * self.rows if self.kernel == "hopper_gather" else 0
         loaders = 3 if self.kernel in ("hopper_gather", "hopper_fp8") else 2
-        tiles = max(768, 376 + (16 + 4 * loaders) * self._places)
+        barriers = 3 if self.kernel in SHIFTING else 2
+        tiles = max(768, 376 + (8 * barriers + 4 * loaders) * self._places)
         if self.kernel == "hopper_weights":  # whose stages are smaller
             tiles = 1024
         return 16 * self.groups_at_most + 1024 + tiles + picked
-
-    @property
-    def weight_stages(self) -> int:
-        """The stages of weights in a ring of their own (hopper_shift_b.cu): as many as fit beside those of the rows."""
-        left = SHARED_LIMIT - self.stages * self.rows * 128 - 2 * 9216 - self._bookkeeping
-        return min(left // ODD_WEIGHTS, self.stages)
 
     @property
     def groups_at_most(self) -> int:
@@ -255,9 +251,9 @@ SLIM = Config("hopper", rows=64, stages=8, cluster=1)
 TURNS = Config("hopper", rows=192, stages=5, cluster=2, pingpong=True)
 ALONE = Config("hopper", rows=256, stages=4, cluster=1)
 SHIFT_A = Config("hopper_shift_a", rows=256, stages=4, cluster=2, step=8)
-SHIFT_A_MIDDLE = Config("hopper_shift_a", rows=128, stages=6, cluster=2, step=8)
+SHIFT_A_MIDDLE = Config("hopper_shift_a", rows=128, stages=5, cluster=2, step=8)
 SHIFT_B = Config("hopper_shift_b", rows=256, stages=4, cluster=2, step=8)
-SHIFT_B_MIDDLE = Config("hopper_shift_b", rows=128, stages=6, cluster=2, step=8)
+SHIFT_B_MIDDLE = Config("hopper_shift_b", rows=128, stages=5, cluster=2, step=8)
 SHIFT_B_NARROW = Config("hopper_shift_b", rows=64, stages=7, cluster=2, step=8)
 SMALL_LIST = Config("small_list")
 SMALL_LISTS = (
@@ -442,16 +438,14 @@ def _runs_clusters(config: Config, plain: bool) -> bool:
     A ring whose stages have many heights (`stage_bytes` in pipeline.cuh) leaves up to one stage unused where it wraps,
     and consumers hold two: the current block and the one before it.
     """
-    shifts = config.kernel in SHIFTING
-    stages = config.weight_stages if shifts else config.stages
-    least = 3 if config.rows > 128 and not shifts else 2
+    least = 3 if config.rows > 128 else 2
     turns = not config.pingpong or (config.kernel in TAKE_TURNS and config.rows <= 192 and plain)
     known = (
         config.rows in (*((LOW_ROWS,) if config.kernel == "hopper_weights" else ()), 64, 128, 192, 256)
         and config.cluster in (1, 2, 4)
         and config.step in (8, 16, 32, 64)
     )
-    return turns and known and stages >= least and config.shared_bytes(plain) <= SHARED_LIMIT
+    return turns and known and config.stages >= least and config.shared_bytes(plain) <= SHARED_LIMIT
 
 
 @cache

@@ -25,7 +25,7 @@ from multigemm.backends.cupy.arguments import Lines
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import BLOCK_K, COLUMNS, GENERIC, Config
 from multigemm.backends.cupy.hopper import NO_MAPS, Clusters, Layout, Roles
-from multigemm.backends.cupy.support import shift_a_spec, shift_b_spec, weights_of
+from multigemm.backends.cupy.support import sends, shift_a_spec, shift_b_spec, stores_anywhere, weights_of
 from multigemm.cuda.arguments import Fields, join
 from multigemm.cuda.device import to_device
 from multigemm.cuda.driver import on_device
@@ -35,37 +35,47 @@ from multigemm.planning.operands import Operands, Packed, strides_of, view_of
 from multigemm.problem.spec import ProblemSpec
 
 EIGHTHS = struct.Struct("<q2I2i")
-SKEW = 32
-"""Elements that lines of a stage are apart beside their own, so that lanes meet other banks (hopper_shift_b.cu)."""
+PIECE = 8
+"""Elements of 16 bytes, which a stage has of each line beside those that it is for (hopper_shift_b.cu)."""
 NO_WEIGHT_MAPS = join([BLANK] * 8)
 """The placeholder for a packed form's eight maps."""
 
 
+class _Kind(NamedTuple):
+    """What a kernel is compiled for, besides its config."""
+
+    layout: Layout
+    wide: bool
+    """Whether rows of results begin at any address."""
+    sent: bool
+    """Whether the copy engine stores the results."""
+
+
 def source(spec: ProblemSpec, config: Config) -> Source:
-    """The source of the kernel: that of the Hopper kernel for the same layouts, and the sizes of its rings and
+    """The source of the kernel: that of the Hopper kernel for the same layouts, and the size of its
     schedule."""
-    return _source(_layout_of(spec, config), config)
-
-
-def _layout_of(spec: ProblemSpec, config: Config) -> Layout:
-    """The layout after copies. `hopper_shift_a` has the rows of a jagged m for weights, and neighbours in memory are
-    neighbouring rows there."""
-    if config.kernel == "hopper_shift_b":
-        return hopper.layout_of(shift_b_spec(spec))
-    layout = hopper.layout_of(shift_a_spec(spec))
-    return layout._replace(role=_exchanged(layout.role), plain=2)
-
-
-def _exchanged(role: Roles) -> Roles:
-    return Roles(not role.swapped, role.w_k, role.x_k)
+    return _source(_kind_of(spec, config.kernel), config)
 
 
 @lru_cache(maxsize=1024)
-def _source(layout: Layout, config: Config) -> Source:
-    more = [("WSTAGES", config.weight_stages), ("MOST_GROUPS", config.groups_at_most)]
-    more += [("JAGGED_W", 1)] if config.kernel == "hopper_shift_a" else []
-    defines = (*hopper.defines(layout, config), *more)
-    return Source("hopper_shift_b.cu", "hopper_shift_b", defines, config.shared_bytes(layout.plain > 0))
+def _kind_of(spec: ProblemSpec, kernel: str) -> _Kind:
+    """The layout after copies. `hopper_shift_a` has the rows of a jagged m for weights, and neighbours in memory are
+    neighbouring rows there."""
+    if kernel == "hopper_shift_b":
+        spec = shift_b_spec(spec)
+        return _Kind(hopper.layout_of(spec), stores_anywhere(spec), sends(spec))
+    layout = hopper.layout_of(shift_a_spec(spec))
+    swapped, x_k, w_k = layout.role
+    return _Kind(layout._replace(role=Roles(not swapped, w_k, x_k), plain=2), False, False)
+
+
+@lru_cache(maxsize=1024)
+def _source(kind: _Kind, config: Config) -> Source:
+    layout, wide, sent = kind
+    chosen = {"JAGGED_W": config.kernel == "hopper_shift_a", "WIDE_ROWS": wide, "SEND": sent}
+    more = (("MOST_GROUPS", config.groups_at_most), *((name, 1) for name, holds in chosen.items() if holds))
+    shared = config.shared_bytes(layout.plain > 0)
+    return Source("hopper_shift_b.cu", "hopper_shift_b", (*hopper.defines(layout, config), *more), shared)
 
 
 def _may_need_generic(spec: ProblemSpec, config: Config) -> bool:
@@ -107,19 +117,19 @@ def _stack(w: Weights, groups: int, dtype: torch.dtype) -> tuple[Lines, int]:
 
 def _weight_maps(lines: Lines, role: Roles) -> tuple[Fields, ...]:
     inner, height = (BLOCK_K, COLUMNS // 8) if role.w_k else (COLUMNS, BLOCK_K // 8)
-    return arguments.weight_maps(lines, inner + SKEW, height)
+    return arguments.weight_maps(lines, inner + PIECE, height)
 
 
 class HopperShiftB:
     """The kernel that shifts its weights, and the other kernels of its problems, loaded for one spec."""
 
     def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
-        layout = _layout_of(spec, config)
-        self._config, self._index, self._role = config, index, layout.role
+        kind = _kind_of(spec, config.kernel)
+        self._config, self._index, self._role, self._sent = config, index, kind.layout.role, kind.sent
         self._spec = shift_a_spec(spec) if config.kernel == "hopper_shift_a" else shift_b_spec(spec)
         self._rows_copied = self._spec != spec
         self._copy = load(hopper.COPY_SOURCE, index)
-        self._clusters = Clusters(load(_source(layout, config), index), spec, config)
+        self._clusters = Clusters(load(source(spec, config), index), spec, config)
         self._other = generic.Generic(spec, GENERIC, index) if _may_need_generic(spec, config) else None
 
     def bind(self, ops: Operands) -> Launch:
@@ -145,6 +155,8 @@ class HopperShiftB:
         # Of the address the kernel needs what it is modulo 16, as every address does that it may move to.
         where = EIGHTHS.pack(0, lines.ptr % 16, lines.pitch & 0xFFFFFFFF, per_group, copied)
         maps = (BLANK, *arguments.row_maps(x))  # the weight side's map, which nobody reads, and the row side's
+        if self._sent:
+            maps = (*maps, arguments.result_map(hopper.results_of(view, self._role.swapped, ops.spec.out.dtype)))
         return self._clusters.bound(ops, view, [maps, _weight_maps(lines, self._role), where], columns=w.mn)
 
     def _listed_rows(self, ops: Operands) -> Tensor:

@@ -8,13 +8,16 @@ __device__ __forceinline__ void make_barriers(Shared& s, int arrivals) {
 #if LOW
         barrier_init(shared_address(&s.rows_full[i]), 1);
 #endif
+#if SHIFTING
+        barrier_init(shared_address(&s.raw[i]), 1);
+#endif
         barrier_init(shared_address(&s.full[i]), arrivals);
         barrier_init(shared_address(&s.empty[i]), CLUSTER * (PINGPONG ? 1 : CONSUMERS) * 4);   // one arrival per warp that reads it
     }
     for (int i = 0; i < SLOTS; ++i) {
         barrier_init(shared_address(&s.tile_full[i]), 1);
         // Warps that multiply, those that load or arrange, and the threads that expect.
-        barrier_init(shared_address(&s.tile_empty[i]), CLUSTER * (CONSUMERS * 4 + LOADERS + LOW) + CLUSTER - 1);
+        barrier_init(shared_address(&s.tile_empty[i]), CLUSTER * (CONSUMERS * 4 + LOADERS + LOW + SHIFTING) + (SHIFTING ? 0 : CLUSTER - 1));
     }
     barrier_init(shared_address(&s.ask), 1);
 #if LOW
@@ -33,7 +36,7 @@ __device__ __forceinline__ void make_ready(Shared& s, const Maps& maps, int warp
         if (elected()) make_barriers(s, arrivals);
     } else if (warp == THREADS / 32 - 2 && !LISTED) {
         if (elected()) {
-            prefetch_map(&maps.w);
+            if (!SHIFTING) prefetch_map(&maps.w);
 #pragma unroll
             for (int i = 0; i < (X_K && !GATHER ? 16 : 1); ++i) prefetch_map(&maps.x[i]);
         }

@@ -54,6 +54,10 @@ struct Bias {
 // What plain sums are still to be multiplied with.
 __device__ __forceinline__ float factor(const Problem& p) { return BIASED ? 1.0f : float(p.alpha); }
 
+#if WIDE_ROWS
+__device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 4, 256;" ::: "memory"); }
+#endif
+
 #if PLAIN
 #if SEND && WORD_RESULTS
 // alpha * acc: 32 rows at a time lie in the staging as two boxes of 32 columns, which the copy engine stores. The map counts
@@ -164,21 +168,31 @@ __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, c
     const int low = (lane >> 3) & 1, high = lane >> 4, line = lane & 7;      // of the 8 x 8 blocks, and the line in one
     const u32 turn = staging + (high * 8 + line) * 128 + (((warp * 2 + low) ^ line) << 4), straight = staging + (warp * 16 + low * 8 + line) * 128;
 #if WIDE_ROWS
-    const Target to = target_of(p, l, t, col, COLUMNS);
+    // Of all columns of the tile: 32 rows of a warpgroup's own, or 64 of both warpgroups, which store 32 each.
+    constexpr int TOGETHER = PINGPONG ? 32 : 64;
+    const int own = PINGPONG ? 0 : half;
+    const u32 shared = staging - own * STAGING_BYTES;
+    const Target to = target_of(p, l, t, col - own * 64, COLUMNS);
+    const auto sync = [&] {
+        if (PINGPONG) warpgroup_sync(half);
+        else sync_consumers();
+    };
 #pragma unroll
-    for (int r0 = 0; r0 < ROWS; r0 += 32) {         // of all columns
+    for (int r0 = 0; r0 < ROWS; r0 += TOGETHER) {
         if (r0 >= t.rows) continue;
-        warpgroup_sync(half);
+        sync();
 #pragma unroll
         for (int j = 0; j < 4; ++j) {               // 16 rows of 64 columns each
-            const float* v = d + (j & 1) * (ROWS / 2) + r0 / 2 + (j >> 1) * 8;
+            const int rows16 = PINGPONG ? j >> 1 : j, right = PINGPONG ? j & 1 : own;
+            const float* v = d + (PINGPONG ? right * (ROWS / 2) : 0) + r0 / 2 + rows16 * 8;
             u32 pair[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) pair[i] = pack_pair(v[i * 2] * alpha, v[i * 2 + 1] * alpha);
-            store_transposed(turn + (high * 8 + line) * 128 + (j >> 1) * 16 * 256 + (j & 1) * 128, pair[0], pair[1], pair[2], pair[3]);
+            store_transposed(turn - staging + shared + (high * 8 + line) * 128 + rows16 * 16 * 256 + right * 128, pair[0], pair[1], pair[2], pair[3]);
         }
-        warpgroup_sync(half);
-        store_wide_rows(to.out + r0 * to.row_step, to.row_step, staging, warp, skip - r0, t.rows - r0, to.cols);
+        sync();
+        const int first = r0 + own * 32;
+        store_wide_rows(to.out + first * to.row_step, to.row_step, shared + own * 32 * 256, warp, skip - first, t.rows - first, to.cols);
     }
     return;
 #endif

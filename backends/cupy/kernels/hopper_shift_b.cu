@@ -2,15 +2,17 @@
 // of 16 bytes.
 //
 // The rows come by TMA, as in hopper.cu; rows that TMA cannot read are copied first. The aligned bytes round each line of
-// the weights come by TMA as well, through eight maps; the consumers shift them on their way into registers (below),
-// from where wgmma takes its first operand. So weights are read once, where copying them first would read, write and read
-// them again.
+// the weights come by TMA as well, through eight maps; two warps shift them within their stage into the places where wgmma
+// looks for them, while the warpgroups multiply. So weights are read once, where copying them first would read, write and
+// read them again.
 //
-// Compile-time choices as in hopper.cu, with RAGGED_K and PINGPONG 0, WSTAGES of weights beside STAGES of rows, MOST_GROUPS
-// that the schedule holds, and JAGGED_W: the rows of a jagged m are the weight side, along k, and what they are multiplied with
-// has few columns, which are the rows here.
+// Compile-time choices as in hopper.cu, with RAGGED_K and PINGPONG 0, MOST_GROUPS that the schedule holds, and JAGGED_W: the
+// rows of a jagged m are the weight side, along k, and what they are multiplied with has few columns, which are the rows here.
+#define SHIFTING 2              // warps
+#define LATE 0                  // no registers to keep a tile's results in
+#define HALVES_LAST (CLUSTER == 2 && !JAGGED_W)
+#include "announce.cuh"
 #include "consume.cuh"
-#include "fragments.cuh"
 #include "load.cuh"
 
 // ---- Weights at any address, read by TMA ----
@@ -18,13 +20,11 @@
 // TMA wants addresses, pitches and places in a line that are multiples of 16 bytes. Lines eight apart are such a multiple
 // apart, whatever the pitch: so eight maps read any matrix, one for the lines of each residue modulo 8, each from the
 // aligned address before its first line on (arguments.weight_maps). The aligned bytes round each line of a block arrive,
-// residue by residue, and are shifted on their way into registers, in the order in which wgmma takes its first operand.
+// residue by residue.
 
-constexpr int SKEW = 4;                         // pairs of residues lie 16 bytes apart, in other banks
-constexpr int W_PITCH = ((W_K ? BK : COLUMNS) + 8 * SKEW) * 2, W_LINES = (W_K ? COLUMNS : BK) / 8;      // bytes of a line, and lines of a residue, in a stage
-constexpr int W_BOX = W_LINES * W_PITCH, W_STAGE = 8 * W_BOX;
-constexpr int FRAGMENT = 16;                    // registers of a thread for a stage's weights
-static_assert(W_BOX % 128 == 0 && W_STAGE % 1024 == 0, "where boxes and stages may begin");
+constexpr int W_PITCH = ((W_K ? BK : COLUMNS) + 8) * 2, W_LINES = (W_K ? COLUMNS : BK) / 8;      // bytes of a line, and lines of a residue, in a stage
+constexpr int W_BOX = W_LINES * W_PITCH;
+static_assert(W_BOX % 128 == 0 && W_BYTES == 8 * W_BOX && W_BYTES % 1024 == 0, "where boxes and rows may begin");
 
 struct WeightMaps { TensorMap map[8]; };
 
@@ -50,119 +50,39 @@ __device__ __forceinline__ Lines lines_of(const Problem& p, const Launch& l, con
     return {e.listed + 8 * t.group, u32(__ldg(g + (l.swapped ? T_A : T_B))), 2 * u32(__ldg(g + (l.swapped ? (W_K ? T_A_ROW : T_A_COL) : (W_K ? T_B_COL : T_B_ROW)))), 0};
 }
 
-__device__ __forceinline__ int skew(int residue) { return residue >> 1 & (SKEW - 1); }
-
-// One lane's box of each stage of a tile.
-struct WeightBox {
-    const TensorMap* map;
-    int x, y, to;
-
-    __device__ __forceinline__ void begin(const Lines& lines, int col) {
-        const int residue = threadIdx.x & 7, line = lines.first + (W_K ? col : 0) + residue;
-        map = lines.maps + (line & 7), x = (W_K ? 0 : col) - 8 * skew(residue), y = line >> 3, to = residue * W_BOX;
-        if (LISTED) refresh_map(map);
-    }
-    __device__ __forceinline__ void load(u32 stage, u32 full) {
-        const int lane = threadIdx.x & 31;
-        if (lane == 0) barrier_expect(full, W_STAGE);
-        if (lane < 8) load_box(stage + to, map, full, x, y, 0, EVICT_NORMAL);
-        if (W_K) x += BK;
-        else y += BK / 8;
-    }
-};
-
-// Where a thread's elements of the weights lie in a stage. It holds columns m and m + 8 at k = 2c, 2c + 1, 2c + 8 and
-// 2c + 9 of each 16 (m and c: a quarter of its lane, and the rest).
-struct Place {
-    u32 at[2];            // contiguous k: the word of the first pair; else the first elements at k = 2c and 2c + 1
-    u32 bits;             // contiguous k: by how much a pair lies across words
-};
-
-
-__device__ __forceinline__ Place place_of(const Lines& lines, int col, int half) {
-    const int lane = threadIdx.x & 31, m = half * 64 + ((threadIdx.x >> 5) & 3) * 16 + (lane >> 2), c = lane & 3;
-    Place r;
-    if (W_K) {
-        const int residue = lane >> 2, shift = lines.shift(lines.first + col + residue);
-        r.at[0] = r.at[1] = residue * W_BOX + skew(residue) * 16 + (m >> 3) * W_PITCH + ((shift >> 1) + c) * 4, r.bits = (shift & 1) * 16;
-    } else {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int residue = c * 2 + i;
-            r.at[i] = residue * W_BOX + skew(residue) * 16 + (m + lines.shift(lines.first + residue)) * 2;
-        }
-        r.bits = 0;
-    }
-    keep_in_register(r.at[0]), keep_in_register(r.at[1]), keep_in_register(r.bits);
-    return r;
-}
-
-// 64 columns by 64 k, of which `left` exist: lines after them may be another group's.
-__device__ __forceinline__ void read_fragment(u32 (&w)[FRAGMENT], const Place& place, u32 stage, int left) {
-#pragma unroll
-    for (int i = 0; i < FRAGMENT; ++i) {
-        const int eight = i >> 1, more = (i & 1) * (W_K ? W_PITCH : 16) + eight * (W_K ? 16 : W_PITCH);      // which 8 of k
-        if (W_K) w[i] = __funnelshift_r(load_shared_word(stage + place.at[0] + more), load_shared_word(stage + place.at[0] + more + 4), place.bits);
-        else w[i] = __byte_perm(load_shared_half(stage + place.at[0] + more), load_shared_half(stage + place.at[1] + more), 0x5410);
-    }
-    if (W_K || left >= BK) return;
-#pragma unroll
-    for (int i = 0; i < FRAGMENT; ++i) {
-        const int k = (i >> 1) * 8 + (threadIdx.x & 3) * 2;
-        w[i] = k + 1 < left ? w[i] : k < left ? w[i] & 0xFFFF : 0;
-    }
-}
-
-// ---- The kernel ----
-
-constexpr int W_AT = STAGES * X_BYTES, RINGS_BYTES = W_AT + WSTAGES * W_STAGE;        // the rows' stages, then those of the weights
-constexpr int LOADING_WARPS = 2;
-static_assert(RINGS_BYTES + CONSUMERS * STAGING_BYTES + (int)sizeof(Shared) + 1024 <= SHARED, "a launch asks for less shared memory than the layout takes");
-
-// Weights and rows have a ring each: a stage of weights is free as soon as they are in registers, before its rows have
-// been multiplied.
-struct Rings {
-    u64 w_full[WSTAGES], w_empty[WSTAGES], x_full[STAGES], x_empty[STAGES];
-};
-
-template <int COUNT> struct Position {      // in a ring: index and parity
-    int index = 0;
-    u32 parity = 0;
-    __device__ __forceinline__ void next() {
-        if (++index == COUNT) index = 0, parity ^= 1;
-    }
-};
-
 // A warp takes tiles from the counter, announces them, and asks for their rows.
-__device__ __forceinline__ void feed_rows(const Problem& p, const Launch& l, const Maps& maps, Shared& s, Rings& r, u32 stages, u32 rank, bool copied) {
+__device__ __forceinline__ void feed_rows(const Problem& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank) {
+    constexpr int AHEAD = 4;                    // blocks of k before the end: the next tile is asked for early, and used late
     const int clusters = gridDim.x / CLUSTER, lane = threadIdx.x & 31;
     const bool leads = lane == 0 && rank == 0;
-    Position<STAGES> ring;
+    Ring ring;
+    Room room;
     int next = blockIdx.x / CLUSTER;
-    if (copied) wait_for_last_launch();
 #pragma unroll 1
     for (int number = 0;; ++number) {
         if (leads) {
-            Tile t;
+            Tile t = {};
             t.n = STOP;
-            if (next < s.schedule.total) t = decode(p, s.schedule, next, l.swapped, ROWS, COLUMNS * CLUSTER);
+            if (next < s.schedule.total) t = decode(p, s.schedule, next, l.swapped, CLUSTER_ROWS, CLUSTER_COLUMNS);
             announce(s, number, t);
         } else if (lane == 0) {
             expect_tile(s, number);
         }
         __syncwarp();
-        const Tile t = take_tile(s, number, ~0u);
+        int marks;
+        const Tile t = take_tile(s, number, ~0u, &marks);
         if (t.n == STOP) break;
         const int blocks = k_blocks(t);
+        const u32 bytes = ring.begin(t, blocks);
         RowBoxes x;
-        x.begin(p, l, maps, t, rank);
+        x.begin(p, l, maps, t, rank, marks & HALVES);
         if (LISTED && blocks > 0 && lane == 0) refresh_map(x.map);
         if (leads && blocks == 0) next = clusters + atomicAdd(l.counter, 1);
 #pragma unroll 1
-        for (int kb = 0; kb < blocks; ++kb, ring.next()) {
-            if (leads && kb == max(blocks - 4, 0)) next = clusters + atomicAdd(l.counter, 1);       // asked early, used late
-            barrier_wait(shared_address(&r.x_empty[ring.index]), ring.parity ^ 1);
-            if (lane == 0) x.load(stages + ring.index * X_BYTES, shared_address(&r.x_full[ring.index]), rank, kb * BK, 0);
+        for (int kb = 0; kb < blocks; ++kb, ring.next(bytes)) {
+            if (leads && kb == max(blocks - AHEAD, 0)) next = clusters + atomicAdd(l.counter, 1);
+            room.take(s, s.begins[1], ring, bytes);
+            if (elected()) x.load(stages + W_BYTES + ring.at, shared_address(&s.full[ring.place]), rank, kb * BK, 0);
         }
     }
     // The last cluster to stop leaves the counter as it found it, for the next launch.
@@ -175,114 +95,130 @@ __device__ __forceinline__ void feed_rows(const Problem& p, const Launch& l, con
 }
 
 // A warp asks for this block's columns of the weights, eight of its lanes for the lines of a residue each.
-__device__ __forceinline__ void feed_weights(const Problem& p, const Launch& l, const Eighths& e, const WeightMaps& maps, Shared& s, Rings& r, u32 stages, u32 rank) {
-    Position<WSTAGES> ring;
-    if (e.copied & 2) wait_for_last_launch();
+__device__ __forceinline__ void feed_weights(const Problem& p, const Launch& l, const Eighths& e, const WeightMaps& maps, Shared& s, u32 stages, u32 rank) {
+    const int residue = threadIdx.x & 31;
+    Ring ring;
+    Room room;
+#pragma unroll 1
+    for (int number = 0;; ++number) {
+        const Tile t = take_tile(s, number, ~0u);
+        if (t.n == STOP) break;
+        const int blocks = k_blocks(t), col = int(first_column(t, rank, 0));
+        const u32 bytes = ring.begin(t, blocks);
+        if (blocks == 0) continue;
+        const Lines lines = lines_of(p, l, e, maps, t);
+        const int line = lines.first + (W_K ? col : 0) + residue;
+        const TensorMap* const map = lines.maps + (line & 7);
+        if (LISTED && residue < 8) refresh_map(map);
+        int x = W_K ? 0 : col, y = line >> 3;
+#pragma unroll 1
+        for (int kb = 0; kb < blocks; ++kb, ring.next(bytes)) {
+            const u32 raw = shared_address(&s.raw[ring.place]);
+            room.take(s, s.begins[0], ring, bytes);
+            if (elected()) barrier_expect(raw, W_BYTES);
+            if (residue < 8) load_box(stages + ring.at + residue * W_BOX, map, raw, x, y, 0, EVICT_NORMAL);
+            if (W_K) x += BK;
+            else y += BK / 8;
+        }
+    }
+}
+
+// ---- From the lines as they came to the places where wgmma looks for them ----
+//
+// A thread takes two pieces of 128 bytes: of two lines along k, or of one across it. Word by word, so that shifts by whole words
+// are no work. Lines of a residue lie 4 banks apart; two residues whose lines begin in the same bank differ by an odd number
+// where the pitch is odd, so that they read lines which are 4 apart. Of eight lanes that are served at once each stores
+// another residue, into banks of its own.
+
+constexpr int PIECE = 32;                       // words
+__device__ __forceinline__ void sync_shifters() { asm volatile("bar.sync 3, %0;" ::"n"(SHIFTING * 32) : "memory"); }
+
+// Two pieces of a stage, from `from` on and shifted by `bits` more, to `to`. CUT: those of a line behind the end become zeros.
+template <bool CUT> __device__ __forceinline__ void shift_pieces(u32 from, u32 to, int residue, int bits, bool exists) {
+    u32 w[2][PIECE + 1];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int i = 0; i <= PIECE; ++i) w[half][i] = load_shared_word(from + half * (W_K ? 8 * W_PITCH : LINE_BYTES) + i * 4);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int i = 0; i < PIECE; ++i) {
+            w[half][i] = __funnelshift_r(w[half][i], w[half][i + 1], bits);
+            if (CUT && !exists) w[half][i] = 0;
+        }
+    sync_shifters();                                // all have read
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int i = 0; i < PIECE; i += 4)
+            store_shared16(to + half * BLOCK + (((i >> 2) ^ residue) << 4), make_uint4(w[half][i], w[half][i + 1], w[half][i + 2], w[half][i + 3]));
+}
+
+__device__ __forceinline__ void shift_weights(const Problem& p, const Launch& l, const Eighths& e, const WeightMaps& maps, Shared& s, u32 stages) {
+    const int tid = threadIdx.x & 63, residue = tid & 7, line = ((tid >> 3) & 3) + (((tid >> 5) ^ residue) & 1) * 4;
+    const u32 from = stages + residue * W_BOX + line * W_PITCH, to = stages + (line * 8 + residue) * LINE_BYTES;
+    Ring ring;
 #pragma unroll 1
     for (int number = 0;; ++number) {
         const Tile t = take_tile(s, number, ~0u);
         if (t.n == STOP) break;
         const int blocks = k_blocks(t);
-        WeightBox w;
-        if (blocks > 0) w.begin(lines_of(p, l, e, maps, t), int(first_column(t, rank, 0)));
+        const u32 bytes = ring.begin(t, blocks);
+        if (blocks == 0) continue;
+        const Lines lines = lines_of(p, l, e, maps, t);
+        const int shift = lines.shift(lines.first + residue), bits = (shift & 1) * 16;
+        const u32 first = from + (shift >> 1) * 4;
 #pragma unroll 1
-        for (int kb = 0; kb < blocks; ++kb, ring.next()) {
-            barrier_wait(shared_address(&r.w_empty[ring.index]), ring.parity ^ 1);
-            w.load(stages + W_AT + ring.index * W_STAGE, shared_address(&r.w_full[ring.index]));
-        }
-    }
-}
-
-// A block's products. Nothing is on its way when it ends: whoever reads the next weights may use the same registers.
-template <int N> __device__ __forceinline__ void multiply_block(float (&d)[ROWS / 2], const u32 (&w)[FRAGMENT], u64 x) {
-    constexpr u32 X_STEP = X_K ? 32 : 2048;             // bytes from one k = 16 to the next
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < 4; ++k) MmaFragment<N>::run(d, w + k * 4, x + k * (X_STEP >> 4));
-    wgmma_commit();
-    wgmma_wait<0>();
-}
-
-// A consumer's places in both rings.
-struct Taker {
-    Position<WSTAGES> w_ring;
-    Position<STAGES> x_ring;
-    bool first = true;
-
-    // All k-blocks of a tile. While one warpgroup takes its weights, the other one multiplies.
-    __device__ __forceinline__ void multiply(Rings& r, const Place& place, u32 stages, const Tile& t, int half, float (&d)[ROWS / 2]) {
-        const int lane = threadIdx.x & 31;
-        if (first && half == 1) wait_for_other(half);
-#pragma unroll 1
-        for (int left = t.k_len; left > 0; left -= BK, w_ring.next(), x_ring.next()) {
-            u32 w[FRAGMENT];
-            barrier_wait(shared_address(&r.w_full[w_ring.index]), w_ring.parity);
-            read_fragment(w, place, stages + W_AT + w_ring.index * W_STAGE, left);
+        for (int left = t.k_len; left > 0; left -= BK, ring.next(bytes)) {
+            barrier_wait(shared_address(&s.raw[ring.place]), ring.parity);
+            // What lies behind the end of k along the lines are zeros already; lines across k are another group's.
+            if (W_K || left >= BK) shift_pieces<false>(first + ring.at, to + ring.at, residue, bits, true);
+            else shift_pieces<true>(first + ring.at, to + ring.at, residue, bits, line * 8 + residue < left);
+            show_to_copy_engine();                  // and to the tensor cores
             __syncwarp();
-            if (lane == 0) barrier_arrive_here(shared_address(&r.w_empty[w_ring.index]));
-            if (first && half == 0 && left == t.k_len) let_other(half);
-            barrier_wait(shared_address(&r.x_full[x_ring.index]), x_ring.parity);
-            const u64 x = smem_descriptor(stages + x_ring.index * X_BYTES, BLOCK, 1024);
-            BY_WIDTH(t.n, multiply_block<WIDTH>(d, w, x));
-            if (lane < CLUSTER) barrier_arrive(shared_address(&r.x_empty[x_ring.index]), lane);
+            if ((tid & 31) == 0) barrier_arrive_here(shared_address(&s.full[ring.place]));
         }
-        first = false;
-    }
-};
-
-__device__ __forceinline__ void consume_shifted(const Problem& p, const Launch& l, const Eighths& e, const WeightMaps& maps, Shared& s, Rings& r, u32 stages, u32 staging, u32 rank, int half) {
-    Taker taker;
-#pragma unroll 1
-    for (int number = 0;; ++number) {
-        const Tile t = take_tile(s, number, ~0u);
-        if (t.n == STOP) break;
-#if BIASED
-        Bias bias;
-        bias.load(p, t, rank, half);
-#endif
-        float d[ROWS / 2];
-        clear(d);
-        if (t.n > 0 && t.k_len > 0) taker.multiply(r, place_of(lines_of(p, l, e, maps, t), int(first_column(t, rank, 0)), half), stages, t, half, d);
-#if BIASED
-        bias.add(p, t, d);
-#endif
-        finish_tile(p, l, t, rank, half, staging, d);
     }
 }
+
+// ---- The kernel ----
+
+// Of a thread; all warpgroups begin with a third of what a block of three has.
+constexpr int CONSUMER_REGISTERS = 200, OTHER_REGISTERS = 104;
+static_assert(CONSUMERS * CONSUMER_REGISTERS + OTHER_REGISTERS <= 3 * 168, "a warpgroup would wait for registers for ever");
+static_assert(SHARED_BYTES <= SHARED, "a launch asks for less shared memory than the layout takes");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 hopper_shift_b(const __grid_constant__ Problem p, const __grid_constant__ Launch l, const __grid_constant__ Maps maps, const __grid_constant__ WeightMaps weights, const __grid_constant__ Eighths e) {
-    extern __shared__ char bytes[];
-    __shared__ Rings r;
-    const u32 stages = (shared_address(bytes) + 1023) & ~1023u;
-    const u32 staging = stages + RINGS_BYTES;
-    Shared& s = *(Shared*)(bytes + (staging - shared_address(bytes)) + CONSUMERS * STAGING_BYTES);
+    extern __shared__ char raw[];
+    const u32 stages = (shared_address(raw) + 1023) & ~1023u;
+    const u32 staging = stages + RING_BYTES;
+    Shared& s = *(Shared*)(raw + (staging - shared_address(raw)) + CONSUMERS * STAGING_BYTES);
     const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
-    const int warpgroup = threadIdx.x >> 7, warp = (threadIdx.x >> 5) & 3;
+    const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), warpgroup = warp >> 2;      // known to be the same for a whole warp
 
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < WSTAGES; ++i) barrier_init(shared_address(&r.w_full[i]), 1), barrier_init(shared_address(&r.w_empty[i]), CONSUMERS * 4);
-        for (int i = 0; i < STAGES; ++i) barrier_init(shared_address(&r.x_full[i]), 1), barrier_init(shared_address(&r.x_empty[i]), CLUSTER * CONSUMERS * 4);
-        for (int i = 0; i < SLOTS; ++i) {
-            barrier_init(shared_address(&s.tile_full[i]), 1);
-            barrier_init(shared_address(&s.tile_empty[i]), CLUSTER * (CONSUMERS * 4 + LOADING_WARPS));
-        }
-        barrier_init_fence();
-    }
+    make_ready(s, maps, warp, 1 + SHIFTING);    // rows, and warps that shift weights
+    __syncwarp();
     start_next_launch();
     if (!e.copied) wait_for_last_launch();      // else the launch before this one is that of the copies, and began when all others were over
-    if (rank == 0) build_schedule(p, s.schedule, l.swapped, ROWS, COLUMNS * CLUSTER, l.busy_rows);
-    if (CLUSTER > 1) cluster_sync();
-    else __syncthreads();
+    if (CLUSTER > 1) cluster_arrive();
+    build_schedule(p, s.schedule, l.swapped, CLUSTER_ROWS, CLUSTER_COLUMNS, l.busy_rows);
+    __syncthreads();
+    if (CLUSTER > 1) cluster_wait();
 
     if (warpgroup == CONSUMERS) {
-        registers_down<72>();
-        if (warp == 0) feed_rows(p, l, maps, s, r, stages, rank, e.copied & 1);
-        if (warp == 1) feed_weights(p, l, e, weights, s, r, stages, rank);
+        registers_down<OTHER_REGISTERS>();
+        const int role = warp - CONSUMERS * 4;
+        if (role < 2 && e.copied & 2 >> role) wait_for_last_launch();
+        if (role == 0) feed_weights(p, l, e, weights, s, stages, rank);
+        else if (role == 1) feed_rows(p, l, maps, s, stages, rank);
+        else shift_weights(p, l, e, weights, s, stages);
+        __syncwarp();
         if (e.copied) wait_for_last_launch();         // whoever waits for this launch relies on the copies' end as well
     } else {
-        registers_up<216>();
-        consume_shifted(p, l, e, weights, s, r, stages, staging + warpgroup * STAGING_BYTES, rank, warpgroup);
+        registers_up<CONSUMER_REGISTERS>();
+        consume(p, l, maps, s, stages, staging + warpgroup * STAGING_BYTES, rank, warpgroup);
     }
     if (CLUSTER > 1) cluster_sync();      // a block must not leave while others still arrive at its barriers
 }

@@ -8,7 +8,7 @@
 #define SEND 0                      // hopper.cu: the copy engine stores the results
 #endif
 #ifndef WIDE_ROWS
-#define WIDE_ROWS 0                 // hopper.cu: rows of results that begin at any address leave by 128 columns (PINGPONG)
+#define WIDE_ROWS 0                 // rows of results that begin at any address leave by 128 columns
 #endif
 #ifndef LATE
 #define LATE (SEND && !PINGPONG && !WORD_RESULTS)      // while the next tile is multiplied: see consume.cuh
@@ -59,6 +59,9 @@
 #ifndef LOADERS
 #define LOADERS (GATHER ? 3 : 2)   // warps that fill the stages
 #endif
+#ifndef SHIFTING
+#define SHIFTING 0                  // hopper_shift_b.cu: warps that shift the weights of each stage into place
+#endif
 #define IN_TWO_BOXES 1
 #define SIDE_BY_SIDE 2
 #if FUSED
@@ -70,7 +73,8 @@ typedef Problem Given;
 
 constexpr int LINE_BYTES = 128;                        // of a stage: the swizzle's width
 constexpr int BK = LINE_BYTES / ELEMENT * DEEP, COLUMNS = TILE_COLUMNS, CONSUMERS = 2, THREADS = 384;
-constexpr int W_BYTES = COLUMNS * W_LINE * W_BOXES, X_BYTES = ROWS * LINE_BYTES * DEEP, STAGE_BYTES = W_BYTES + X_BYTES;
+// Weights that are shifted come with 16 bytes more of each line.
+constexpr int W_BYTES = SHIFTING ? (W_K ? COLUMNS * (BK + 8) : BK * (COLUMNS + 8)) * ELEMENT : COLUMNS * W_LINE * W_BOXES, X_BYTES = ROWS * LINE_BYTES * DEEP, STAGE_BYTES = W_BYTES + X_BYTES;
 constexpr int LOW_ROWS = 32;                           // of a low tile, as config.LOW_ROWS
 enum { CLUSTER_ROWS = LOW ? LOW_ROWS : SPLIT_ROWS ? ROWS * CLUSTER : ROWS, CLUSTER_COLUMNS = SPLIT_ROWS ? COLUMNS : COLUMNS * CLUSTER };      // of a cluster's tile
 constexpr int BLOCK = 64 * LINE_BYTES;                 // 64 lines
@@ -108,6 +112,9 @@ struct Launch {
 struct Shared {
     u64 full[PLACES], empty[PLACES], tile_full[SLOTS], tile_empty[SLOTS];
     u64 ask;                    // the next tile is wanted (hopper.cu)
+#if SHIFTING
+    u64 raw[PLACES];            // the weights are there, and not yet in their places
+#endif
 #if LOW
     u64 rows_full[PLACES], numbers_full[2], numbers_empty[2];
 #endif

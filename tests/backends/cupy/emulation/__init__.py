@@ -127,6 +127,7 @@ BODIES = {
         "u32 shared_address(const void* p)": "return u32((const char*)p - dynamic_shared());",
     },
     "consume.cuh": {
+        "void sync_consumers()": "named_sync(4, 256);",
         "void let_other(int half)": "named_arrive(6 - half, 256);",
         "void wait_for_other(int half)": "named_sync(5 + half, 256);",
         "void clear(float (&d)[COUNT])": "for (float& x : d) x = 0;",
@@ -168,6 +169,9 @@ BODIES = {
             "const float* const of = numbers_of_codes[0];"
             " return f16_of(of[codes & 255]) | f16_of(of[codes >> 8 & 255]) << 16;"
         ),
+    },
+    "hopper_shift_b.cu": {
+        "void sync_shifters()": "named_sync(3, SHIFTING * 32);",
     },
     "hopper_fp8.cu": {
         "void copy_number(u32 to, const void* from)": "memcpy(at(to), from, 4);",
@@ -264,8 +268,6 @@ def compiled(source: Source, folder: Path) -> ctypes.CDLL:
     for name, file in (("tensor_cores.cuh", "mma_sync.h"), ("ptx.cuh", "ptx.h")):
         (folder / name).write_text((HERE / file).read_text())
     text = _rewritten(SOURCES / source.file).replace("extern __shared__ char raw[];", "char* const raw = at(BASE);")
-    text = text.replace("extern __shared__ char bytes[];", "char* const bytes = at(BASE);")
-    text = text.replace("__shared__ Rings r;", "Rings& r = *(Rings*)at(BASE + SIZE - sizeof(Rings));")
     text = text.replace("extern __shared__ __align__(16) char shared[];", "char* const shared = generic_shared;")
     grids = {"hopper_fp8": "SideGrids", "hopper_weights": "WeightGrids"}.get(source.entry)
     shared = "inline char* dynamic_shared() { return shared_memory[local_block()] - BASE; }\n"

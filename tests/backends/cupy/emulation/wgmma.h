@@ -63,7 +63,7 @@ template <int N, int FIRST> struct Mma {
 #endif
     }
 };
-#if WORD_RESULTS || defined(WSTAGES)
+#if WORD_RESULTS
 // Register v of lane l holds line l / 4 + v % 2 * 8, and words l % 4 + v / 2 * 4 of 32 bytes of k. They must not change before
 // the products have been waited for.
 inline void multiply_registers_later(int n, Sum* d, const u32* w, u64 x) {
