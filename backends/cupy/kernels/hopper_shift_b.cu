@@ -50,8 +50,9 @@ __device__ __forceinline__ Lines lines_of(const Problem& p, const Launch& l, con
     return {e.listed + 8 * t.group, u32(__ldg(g + (l.swapped ? T_A : T_B))), 2 * u32(__ldg(g + (l.swapped ? (W_K ? T_A_ROW : T_A_COL) : (W_K ? T_B_COL : T_B_ROW)))), 0};
 }
 
-// A warp takes tiles from the counter, announces them, and asks for their rows.
-__device__ __forceinline__ void feed_rows(const Problem& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank) {
+// A warp takes tiles from the counter, announces them, and asks for their rows. The first tile is announced before the rows'
+// copies are there: weights need not wait for these.
+__device__ __forceinline__ void feed_rows(const Problem& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank, bool copied) {
     constexpr int AHEAD = 4;                    // blocks of k before the end: the next tile is asked for early, and used late
     const int clusters = gridDim.x / CLUSTER, lane = threadIdx.x & 31;
     const bool leads = lane == 0 && rank == 0;
@@ -72,11 +73,12 @@ __device__ __forceinline__ void feed_rows(const Problem& p, const Launch& l, con
         int marks;
         const Tile t = take_tile(s, number, ~0u, &marks);
         if (t.n == STOP) break;
+        if (copied && number == 0) wait_for_last_launch();
         const int blocks = k_blocks(t);
         const u32 bytes = ring.begin(t, blocks);
         RowBoxes x;
         x.begin(p, l, maps, t, rank, marks & HALVES);
-        if (LISTED && blocks > 0 && lane == 0) refresh_map(x.map);
+        if (LISTED && blocks > 0 && elected()) refresh_map(x.map);   // the lane that loads
         if (leads && blocks == 0) next = clusters + atomicAdd(l.counter, 1);
 #pragma unroll 1
         for (int kb = 0; kb < blocks; ++kb, ring.next(bytes)) {
@@ -210,9 +212,9 @@ hopper_shift_b(const __grid_constant__ Problem p, const __grid_constant__ Launch
     if (warpgroup == CONSUMERS) {
         registers_down<OTHER_REGISTERS>();
         const int role = warp - CONSUMERS * 4;
-        if (role < 2 && e.copied & 2 >> role) wait_for_last_launch();
+        if (role == 0 && e.copied & 2) wait_for_last_launch();
         if (role == 0) feed_weights(p, l, e, weights, s, stages, rank);
-        else if (role == 1) feed_rows(p, l, maps, s, stages, rank);
+        else if (role == 1) feed_rows(p, l, maps, s, stages, rank, e.copied & 1);
         else shift_weights(p, l, e, weights, s, stages);
         __syncwarp();
         if (e.copied) wait_for_last_launch();         // whoever waits for this launch relies on the copies' end as well

@@ -606,6 +606,9 @@ def test_shifted_weights_by_wgmma(config: Config, dtype: torch.dtype) -> None:
             forms.add(f"{problem.spec.form} {problem.spec.b.order}")
             sent.add(support.sends(support.shift_b_spec(problem.spec)))
     assert {"jagged_m row", "jagged_m col", "per_group row"} <= forms and sent == {True, False}
+    # Weights that are no whole number of lines apart are copied.
+    b = torch.arange(6400).remainder(13).to(dtype).as_strided((3, 64, 33), (64 * 33 + 1, 33, 1))
+    _is_right(GroupedGemmProblem(torch.ones(3, 16, 64, dtype=dtype), b), config)
 
 
 def narrow_problem(seed: int, dtype: torch.dtype) -> GroupedGemmProblem:

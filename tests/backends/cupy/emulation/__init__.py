@@ -91,8 +91,10 @@ extern "C" void run(
             if (!shared_memory[rank]) shared_memory[rank] = (char*)malloc(SIZE);
             memset(shared_memory[rank], 0xFF, SIZE), memset(counters[rank], 0, sizeof counters[rank]);
         }
+        other_loads = early_loads = 0;
         memset(named_barriers, 0, sizeof named_barriers);       // the last tile lets a warpgroup go on that has none
         run_blocks(b, CLUSTER, threads, [=] { LAUNCH; });
+        if (one_side_is_copied && other_loads && !early_loads) fail("loads that waited for copies of the other side");
         for (auto& some : counters)
             for (auto& c : some)
                 if (c.made && (c.bytes || c.pending != c.expected)) fail("a barrier between two phases at the end");
@@ -100,8 +102,16 @@ extern "C" void run(
 }
 """
 SHIFTED = """
+inline void name_copies(const TensorMap* x, const TensorMap* w, int groups, int copied) {
+    copied_maps[0][0] = x, copied_maps[0][1] = x + (copied & 1 ? LISTED ? 2 * groups : 17 : 0);
+    copied_maps[1][0] = w, copied_maps[1][1] = w + (copied & 2 ? LISTED ? 8 * groups : 8 : 0);
+    one_side_is_copied = copied == 1 || copied == 2;
+}
 #define PARAMETERS const Maps* maps, const WeightMaps* weights,
-#define LAUNCH hopper_shift_b(*p, *l, *maps, *weights, *(const Eighths*)m)
+#define LAUNCH { \\
+    const Eighths& e = *(const Eighths*)m; \\
+    name_copies(LISTED ? l->listed : &maps->w, LISTED ? e.listed : weights->map, p->groups, e.copied); \\
+    hopper_shift_b(*p, *l, *maps, *weights, e); }
 """
 HALVES = "#define PARAMETERS\n#define LAUNCH hopper(*p, *l, *m)\n"
 BODIES = {
@@ -124,6 +134,7 @@ BODIES = {
         "u16 bf16_bits(float x)": "return u16(bf16_of(x));",
         "u32 pack_f16(float low, float high)": "return f16_of(low) | f16_of(high) << 16;",
         "u32 pack_bf16(float low, float high)": "return bf16_of(low) | bf16_of(high) << 16;",
+        "void wait_for_last_launch()": "wait_for_launch_before();",
         "u32 shared_address(const void* p)": "return u32((const char*)p - dynamic_shared());",
     },
     "consume.cuh": {

@@ -139,7 +139,21 @@ inline long move_box(const TensorMap* map, const int (&first)[5], u32 shared, in
     }
 }
 #pragma GCC pop_options
+// Maps of what the launch before copies, from one to another; loads through all others, and those before that launch is over.
+inline const TensorMap* copied_maps[2][2];
+inline bool one_side_is_copied;
+inline long other_loads, early_loads;
+inline void note_load(const TensorMap* map) {
+    for (const auto& some : copied_maps)
+        for (const TensorMap* copied = some[0]; copied < some[1]; ++copied) {
+            if (memcmp(map, copied, sizeof *map)) continue;     // a kernel's arguments are copies of their own
+            if (!self->waited) fail("a load of copies that did not wait for them");
+            return;
+        }
+    ++other_loads, early_loads += !launch_before_over;
+}
 inline void load_later(u32 to, const TensorMap* map, u32 barrier, int rank, int x, int y, int z, int w = 0) {
+    note_load(map);
     on_their_way.push_back([=] { complete(barrier, rank, move_box(map, {x, y, z, w, 0}, to, rank, false)); });
 }
 inline void load_box(u32 to, const TensorMap* map, u32 barrier, int x, int y, int z, u64) { load_later(to, map, barrier, local_block(), x, y, z); }

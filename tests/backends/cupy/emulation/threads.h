@@ -53,12 +53,13 @@ public:
 struct Index { unsigned x; };
 inline Index threadIdx, blockIdx, gridDim, blockDim;
 
-struct Fiber { void* stack_pointer; char* stack; int block, thread; bool done; const int* watched; int seen; };
+struct Fiber { void* stack_pointer; char* stack; int block, thread; bool done; const int* watched; int seen; bool waited; };
 inline std::vector<Fiber> fibers;
 inline Fiber* self;
 inline void* scheduler_stack_pointer;
 inline int first_block;                 // of those that run at once
 inline long progress;                   // whatever lets somebody go on counts
+inline int launch_before_over;          // it is when nobody goes on who does not wait for it
 inline int still_here[8];               // threads of each of these blocks that have not ended
 inline Task body = [] {}, between = [] {};
 inline void fail(const char* why) {
@@ -81,6 +82,7 @@ inline void wait_while(const int& word, int value) {
     for (self->watched = &word, self->seen = value; word == value;) yield();
     self->watched = nullptr;
 }
+inline void wait_for_launch_before() { wait_while(launch_before_over, 0), self->waited = true; }
 inline void run_fiber() {
     body();
     self->done = true, ++progress, --still_here[self->block - first_block];
@@ -91,17 +93,18 @@ inline void run_fiber() {
 inline void run_blocks(int first, int count, int threads, Task kernel) {
     constexpr size_t STACK = 256 << 10;
     const size_t needed = size_t(count) * threads;
-    for (size_t i = fibers.size(); i < needed; ++i) fibers.push_back({nullptr, (char*)malloc(STACK), 0, 0, false, nullptr, 0});
+    for (size_t i = fibers.size(); i < needed; ++i) fibers.push_back({nullptr, (char*)malloc(STACK), 0, 0, false, nullptr, 0, false});
     body = kernel, first_block = first, blockDim.x = threads;
     for (int i = 0; i < count; ++i) still_here[i] = threads;
     for (size_t i = 0; i < needed; ++i) {
         Fiber& f = fibers[i];
-        f.block = first + int(i) / threads, f.thread = int(i) % threads, f.done = false, f.watched = nullptr;
+        f.block = first + int(i) / threads, f.thread = int(i) % threads, f.done = f.waited = false, f.watched = nullptr;
         void** top = (void**)((uint64_t(f.stack) + STACK - 64) & ~15ull);
         *--top = nullptr, *--top = (void*)run_fiber;
         for (int r = 0; r < 6; ++r) *--top = nullptr;
         f.stack_pointer = top;
     }
+    launch_before_over = 0;
     int late = count;                   // a block that falls behind the others of its cluster, or none
     for (int idle = 0, round = 0; idle < 10000; ++idle, ++round) {
         const long before = progress;
@@ -118,6 +121,7 @@ inline void run_blocks(int first, int count, int threads, Task kernel) {
         }
         if (!left) return;
         between();
+        if (idle == 200 && !launch_before_over) launch_before_over = 1, ++progress;
         if (progress != before) idle = 0;
     }
     fail("nobody goes on");
