@@ -18,7 +18,7 @@ from torch import Tensor
 
 from multigemm.backend import Launch
 from multigemm.backends.cupy import arguments
-from multigemm.backends.cupy.arguments import Side, problem_bytes, table_of
+from multigemm.backends.cupy.arguments import problem_bytes, table_of
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import COLUMNS, Config, stages_plain
 from multigemm.backends.cupy.fused import GATE_CODES, problem_argument
@@ -39,6 +39,7 @@ from multigemm.cuda.counters import Words, ready
 from multigemm.cuda.device import processors, to_device
 from multigemm.cuda.driver import on_device
 from multigemm.cuda.launch import BoundKernel, Kernel, LaunchSequence, MovableLaunch, in_turn, without_move
+from multigemm.cuda.operand_maps import Side, plain_map, ragged_map, result_map
 from multigemm.cuda.tensor_map import BLANK
 from multigemm.planning.fused import lending, view_of_tokens
 from multigemm.planning.fused_steps import gather_steps, gathered_spec
@@ -167,7 +168,8 @@ def shared_bytes(spec: ProblemSpec, config: Config) -> int:
     return config.shared_bytes(stages_plain(spec))
 
 
-def _side(view: Strided, step: int, mn: int, k: int, groups: int, k_contiguous: bool, dtype: torch.dtype) -> Side:
+def side_of(view: Strided, step: int, mn: int, k: int, groups: int, k_contiguous: bool, dtype: torch.dtype) -> Side:
+    """An operand of a packed form, given the elements from line to line."""
     group = dtype.itemsize * view.group
     return Side(view.ptr, mn, k, groups if group else 1, dtype.itemsize * step, group, k_contiguous, dtype)
 
@@ -176,15 +178,15 @@ def results_of(view: Packed, swapped: bool, dtype: torch.dtype) -> Side:
     """The output as columns and rows of the weight and the row side."""
     out = view.out
     rows, columns, step = (view.n, view.m, out.col) if swapped else (view.m, view.n, out.row)
-    return _side(out, step, columns, rows, view.groups, False, dtype)
+    return side_of(out, step, columns, rows, view.groups, False, dtype)
 
 
 def sides_of(view: Packed, role: Roles, dtype: torch.dtype) -> tuple[Side, Side]:
     """The row side and the weight side of a packed form."""
     a, b = view.a, view.b
     a_k, b_k = (role.w_k, role.x_k) if role.swapped else (role.x_k, role.w_k)
-    left = _side(a, a.row if a_k else a.col, view.m, view.k, view.groups, a_k, dtype)
-    right = _side(b, b.col if b_k else b.row, view.n, view.k, view.groups, b_k, dtype)
+    left = side_of(a, a.row if a_k else a.col, view.m, view.k, view.groups, a_k, dtype)
+    right = side_of(b, b.col if b_k else b.row, view.n, view.k, view.groups, b_k, dtype)
     return (right, left) if role.swapped else (left, right)
 
 
@@ -282,7 +284,7 @@ class Hopper:
             if fused.gate is not None and self._fused is not None and self._fused.gate == IN_TWO_BOXES:
                 maps[0] = arguments.gate_map(w, fused.gate.layout == "interleaved")
             elif not self._ragged and picks_rows(ops.spec):
-                maps[0] = arguments.plain_map(w, COLUMNS // self._config.cluster)  # blocks load a part for all
+                maps[0] = plain_map(w, COLUMNS // self._config.cluster)  # blocks load a part for all
         return self._clusters.bound(ops, view, [tuple(maps)], columns=w.mn)
 
     def bound(self, ops: Operands, view: Packed, overlap: bool = True) -> BoundKernel:
@@ -298,13 +300,13 @@ class Hopper:
         """One map of the weight side, 16 of the row side, and one of the results if the copy engine stores them."""
         if self._ragged and x.k_contiguous:
             padded = x._replace(k=padded_k(view, tile_side(self._dtype)))
-            maps: tuple[bytes, ...] = (arguments.ragged_map(w), *arguments.row_maps(padded))
+            maps: tuple[bytes, ...] = (ragged_map(w), *arguments.row_maps(padded))
         elif self._ragged:
-            maps = (arguments.ragged_map(w), arguments.ragged_map(x), arguments.BLANK_ROWS)
+            maps = (ragged_map(w), ragged_map(x), arguments.BLANK_ROWS)
         else:
-            maps = (arguments.plain_map(w, COLUMNS), *arguments.row_maps(x))
+            maps = (plain_map(w, COLUMNS), *arguments.row_maps(x))
         if self._sends:
-            return (*maps, arguments.result_map(results_of(view, self._role.swapped, self._results)))
+            return (*maps, result_map(results_of(view, self._role.swapped, self._results)))
         return maps
 
     def _listed_maps(self, ops: Operands) -> Tensor:
@@ -317,7 +319,7 @@ class Hopper:
                 x, w = (w, x) if role.swapped else (x, w)
                 for key in ((w, COLUMNS), (x, arguments.list_box(x.mn, self._config.rows, self._config.cluster))):
                     if key not in made:
-                        made[key] = arguments.plain_map(*key)
+                        made[key] = plain_map(*key)
                     parts.append(made[key])
         return to_device(np.frombuffer(b"".join(parts), dtype=np.int64).reshape(-1, 32), ops.device)
 

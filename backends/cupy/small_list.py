@@ -14,7 +14,6 @@ from torch import Tensor
 
 from multigemm.backend import Launch
 from multigemm.backends.cupy import arguments, hopper
-from multigemm.backends.cupy.arguments import Side
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import BLOCK_K, COLUMNS, SHARED_LIMIT, SMALL_LISTS, Config
 from multigemm.backends.cupy.hopper import Copied
@@ -23,6 +22,7 @@ from multigemm.cuda.arguments import along, fields, slot_of
 from multigemm.cuda.device import processors, to_device
 from multigemm.cuda.driver import on_device
 from multigemm.cuda.launch import NOTHING, MovableLaunch
+from multigemm.cuda.operand_maps import Side
 from multigemm.cuda.tensor_map import SIZE
 from multigemm.planning.operands import Operands, Packed, strides_of, view_of
 from multigemm.problem.spec import ProblemSpec
