@@ -171,12 +171,12 @@ def starts_early(index: int) -> bool:
 
 
 class TritonKernel:
-    """A compiled kernel that is loaded on one device."""
+    """A compiled kernel that is loaded on one device. `names` are those of its arguments, in order."""
 
-    __slots__ = ("_kernel", "code", "index")
+    __slots__ = ("_kernel", "code", "index", "names")
 
-    def __init__(self, code: Cubin, index: int) -> None:
-        self.code, self.index = code, index
+    def __init__(self, code: Cubin, index: int, names: Sequence[str] = ()) -> None:
+        self.code, self.index, self.names = code, index, names
         self._kernel = Kernel(code.code, code.name, index, code.shared)
 
     def bound(
@@ -210,7 +210,8 @@ class TritonKernel:
 @cache
 def load(source: KernelSource, index: int) -> TritonKernel:
     """The kernel loaded on a device, once per process."""
-    return TritonKernel(cubin(source, capability_of(index)), index)
+    names = tuple(name for name, _ in source.signature)
+    return TritonKernel(cubin(source, capability_of(index)), index, names)
 
 
 def compile_all(sources: Mapping[str, KernelSource], index: int) -> None:
