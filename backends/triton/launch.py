@@ -8,8 +8,10 @@ import torch
 
 from multigemm.backend import Recipe
 from multigemm.backends.triton import config as configs
-from multigemm.backends.triton import choice, generic, hopper, hopper_float8, lists, quantised
+from multigemm.backends.triton import generic, hopper, hopper_float8, lists, quantised
 from multigemm.backends.triton.config import Config
+from multigemm.backends.triton.pointer_choice import pointer_candidates
+from multigemm.backends.triton.quantised_choice import portable_quantised
 from multigemm.backends.triton.sum_rows import SumPlan
 from multigemm.cuda.device import index_of
 from multigemm.errors import InvalidSetting
@@ -58,7 +60,7 @@ def _loaded(spec: ProblemSpec, config: Config, index: int, why: str) -> Recipe:
     if spec.quantised and config.kernel == "hopper":
         return hopper_float8.plan_float8(
             spec, config, index, why,
-            lambda: quantised.plan_quantised(spec, choice.portable_quantised(spec)[0], index, why),
+            lambda: quantised.plan_quantised(spec, portable_quantised(spec)[0], index, why),
         )  # fmt: skip
     if spec.quantised:
         return quantised.plan_quantised(spec, config, index, why)
@@ -66,4 +68,4 @@ def _loaded(spec: ProblemSpec, config: Config, index: int, why: str) -> Recipe:
     if config.kernel != "hopper":
         return plan_generic(spec, config, index, why)
     plan_hopper = lists.plan_hopper_list if spec.form == "per_group" else hopper.plan_hopper
-    return plan_hopper(spec, config, index, why, lambda: plan_generic(spec, choice.pointer_candidates(spec)[0], index, why))
+    return plan_hopper(spec, config, index, why, lambda: plan_generic(spec, pointer_candidates(spec)[0], index, why))

@@ -16,9 +16,11 @@ from torch import Tensor
 import multigemm as mg
 from multigemm.backends.triton import BACKEND, Config, generic, hopper
 from multigemm.backends.triton import build as compiled
-from multigemm.backends.triton.choice import hopper_candidates, pointer_candidates, quantised_candidates
 from multigemm.backends.triton.config import problem_with
 from multigemm.backends.triton.hopper import canonical, canonical_shape, map_of_a, map_of_b
+from multigemm.backends.triton.hopper_choice import hopper_candidates
+from multigemm.backends.triton.pointer_choice import pointer_candidates
+from multigemm.backends.triton.quantised_choice import quantised_candidates
 from multigemm.cuda import driver, launch
 from multigemm.cuda.arguments import OPERANDS
 from multigemm.errors import InvalidSetting
