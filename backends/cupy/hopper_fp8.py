@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ from multigemm.backends.cupy.arguments import problem_bytes, row_maps
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import Config
 from multigemm.backends.cupy.hopper import Clusters, Roles, results_of, sides_of
-from multigemm.backends.cupy.quantised import grid_bytes
+from multigemm.backends.cupy.quantised import packed_bytes
 from multigemm.backends.cupy.support import has_block_scales, is_swapped, plain_kind, sends
 from multigemm.cuda.arguments import Argument, Fields, join
 from multigemm.cuda.device import processors
@@ -74,10 +73,9 @@ def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
 
 def side_grids(ops: Operands, columns: int) -> Fields:
     """The scales of the row side and the weight side, and the number of columns of the latter (`SideGrids`)."""
-    given: Any = [("scale_a", ops.scale_a, ops.spec.a.scale), ("scale_b", ops.scale_b, ops.spec.b.scale)]
-    jagged_k, ordered = ops.spec.form == "jagged_k", reversed(given) if is_swapped(ops.spec) else given
-    grids = [grid_bytes(name, grid, of, jagged_k=jagged_k) for name, grid, of in ordered]
-    return join([*grids, columns.to_bytes(8, "little")])
+    of_a, of_b, _ = packed_bytes(ops)
+    sides = (of_b, of_a) if is_swapped(ops.spec) else (of_a, of_b)
+    return join([*sides, columns.to_bytes(8, "little")])
 
 
 COPY_SOURCE = Source("k_major.cu", "k_major", ())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -12,7 +12,7 @@ from multigemm.backends.cupy.arguments import row_maps
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import BLOCK_K, CODE_LINE, COLUMNS, LOW_ROWS, Config
 from multigemm.backends.cupy.hopper import Clusters, results_of, side_of
-from multigemm.backends.cupy.quantised import CODES, grid_bytes
+from multigemm.backends.cupy.quantised import CODES, packed_bytes
 from multigemm.backends.cupy.support import folds_scales, plain_kind, sends
 from multigemm.cuda.arguments import Argument, Fields, join
 from multigemm.cuda.driver import on_device
@@ -145,7 +145,6 @@ class HopperWeights:
             maps = [code_map(view, bool(spec.b.packed), self._box), *row_maps(rows)]
             if self._sends:
                 maps.append(result_map(results_of(view, False, spec.out.dtype)))
-        given: Any = (("scale_b", ops.scale_b), ("zero_b", ops.zero_b))
-        grids = [grid_bytes(name, grid, ops.spec.b.scale) for name, grid in given]
-        more: list[Argument] = [join([*grids, view.n.to_bytes(8, "little")]), tuple(maps)]
+        _, *of_b = packed_bytes(ops)
+        more: list[Argument] = [join([*of_b, view.n.to_bytes(8, "little")]), tuple(maps)]
         return self._clusters.bound(ops, view, more, columns=view.n)

@@ -30,11 +30,11 @@ from multigemm.backends.numba.config import (
     zeroes,
 )
 from multigemm.cuda import tensor_map
-from multigemm.cuda.arguments import ACTIVATION_CODES, JAGGED_CODES, Address
+from multigemm.cuda.arguments import ACTIVATION_CODES, JAGGED_CODES
 from multigemm.cuda.operand_maps import HEIGHTS, Side, plain_map, ragged_map, result_map
 from multigemm.planning.operands import ABSENT, TABLE, Operands, Packed, Strided, address_of, group_table
-from multigemm.problem.scales import covered_in_list
-from multigemm.problem.spec import BYTE_FORMATS, ProblemSpec, ScaleSpec
+from multigemm.planning.scale_grids import NO_GRID, SCALES, listed_grids, packed_grids
+from multigemm.problem.spec import BYTE_FORMATS, ProblemSpec
 
 JAGGED_M, JAGGED_N, JAGGED_K = (JAGGED_CODES[axis] for axis in ("m", "n", "k"))
 KIND = {"f16": 1, "bf16": 2, "f32": 3, "f64": 4, "i8": 5, "i32": 6}
@@ -195,16 +195,13 @@ CODES = {
 """Formats of 8 bits by name: those of elements, of scales and of zero points."""
 TABLE_A, TABLE_B, TABLE_SCALE_A, TABLE_SCALE_B, TABLE_ZERO, TABLE_WORDS = range(0, 6 * 256, 256)
 """Where the kernel's tables begin: the float32 of each code of both operands, their scales and zero points."""
-WHOLE_K = 40
-"""The shift of a k to its entry where one entry covers all of K."""
-GRIDS, GRID_WORDS = 3, 6
+GRIDS, GRID_WORDS = len(SCALES), len(NO_GRID)
 _FORMATS = {dtype: name for name, dtype in CODES.items() if name != "int8"} | NAMES
 
 
 class Grids(NamedTuple):
-    """The scales as the kernel's words: address, strides in elements of groups, lines and blocks of k, and shifts.
+    """The scales as the kernel's words, each as a `ScaleGrid`.
 
-    A line's entry is the line shifted down by `line_shift`, times `line`; that of a k likewise.
     `listed`: the table [G, GRIDS, GRID_WORDS] of a list; `tables`: the floats of all codes.
     """
 
@@ -228,10 +225,6 @@ class Grids(NamedTuple):
     zero_b_k_shift: int
     listed: int
     tables: int
-
-
-Words = tuple[int, int, int, int, int, int]
-NO_GRID: Words = (0, 0, 0, 0, 0, WHOLE_K)
 
 
 def quantised_signature_of(spec: ProblemSpec) -> QuantisedSignature:
@@ -265,41 +258,11 @@ def _floats(name: str | None) -> npt.NDArray[np.float32]:
     return found.numpy()
 
 
-def grids_of(ops: Operands) -> tuple[list[int], npt.NDArray[np.int64] | None]:
+def grids_of(ops: Operands) -> tuple[list[int], Table | None]:
     """The words of all grids, and the table of those of a list."""
-    of_a, of_b = ops.spec.a.scale, ops.spec.b.scale
-    given = (("scale_a", ops.scale_a, of_a), ("scale_b", ops.scale_b, of_b), ("zero_b", ops.zero_b, of_b))
     if ops.spec.form != "per_group":
-        words = list[int]()
-        for name, grid, of in given:
-            words += NO_GRID if not isinstance(grid, Tensor) or of is None else _packed(grid, of, name)
-        return words, None
+        return [word for grid in packed_grids(ops) for word in grid], None
     table = np.zeros((ops.spec.groups, GRIDS, GRID_WORDS), dtype=np.int64)
-    for which, (name, grids, _) in enumerate(given):
-        for g, (a, b) in enumerate(zip(ops.a, ops.b, strict=True)):
-            lines = a.shape[0] if name == "scale_a" else b.shape[1]
-            table[g, which] = NO_GRID if grids is None else _listed(grids[g], name, lines, a.shape[1])
-    return [x for _ in given for x in NO_GRID], table
-
-
-def _packed(grid: Tensor, of: ScaleSpec, name: str) -> Words:
-    """A grid [groups or 1, lines, K] (of b: [.., K, columns]) of a packed form."""
-    line, k = (1, 2) if name == "scale_a" else (2, 1)
-    return (
-        Address(grid.data_ptr(), name),
-        grid.stride(0) if of.by_group else 0,
-        grid.stride(line) if of.rows else 0,
-        grid.stride(k) if of.k else 0,
-        max(of.rows, 1).bit_length() - 1,
-        of.k.bit_length() - 1 if of.k else WHOLE_K,
-    )
-
-
-def _listed(grid: Tensor, name: str, lines: int, k: int) -> Words:
-    """The grid of one matrix of a list. Its shape says what an entry covers, which may differ by matrix."""
-    matrix = grid if name == "scale_a" else grid.mT
-    (rows, block), (line, deep) = covered_in_list(matrix, lines, k), matrix.stride()
-    return (
-        grid.data_ptr(), 0, line if rows else 0, deep if block else 0, max(rows, 1).bit_length() - 1,
-        block.bit_length() - 1 if block else WHOLE_K,
-    )  # fmt: skip
+    for g, grids in enumerate(listed_grids(ops)):
+        table[g] = [grid for grid, _ in grids]
+    return [*NO_GRID] * GRIDS, table

@@ -38,7 +38,6 @@ from multigemm.backends.triton.generic import (
 )
 from multigemm.backends.triton.lists import few_groups, few_slots, few_source, few_values, list_chunk, tile_table
 from multigemm.backends.triton.quantised import (
-    SCALES,
     quantised_numbers,
     quantised_source,
     scale_strides,
@@ -47,6 +46,7 @@ from multigemm.backends.triton.quantised import (
 from multigemm.backends.triton.sum_rows import sum_grid, sum_numbers, sum_operands, sum_source
 from multigemm.planning.fused import bind_sums
 from multigemm.planning.operands import ABSENT, Operands, group_table, view_of
+from multigemm.planning.scale_grids import SCALES
 
 Given = dict[str, Tensor | None]
 """Operands by argument name."""

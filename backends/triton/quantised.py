@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from multigemm.backend import Launch, Recipe
 from multigemm.backends.triton.build import KernelSource, capability_of, compile_all, load
@@ -40,13 +39,12 @@ from multigemm.backends.triton.generic import (
 from multigemm.backends.triton.lists import extents_multiple
 from multigemm.cuda.device import processors, to_device
 from multigemm.cuda.launch import without_move
-from multigemm.planning.operands import ABSENT, Operands, Packed, Strided, group_table, strides_of, view_of
+from multigemm.planning.operands import ABSENT, Operands, Packed, Strided, group_table, view_of
+from multigemm.planning.scale_grids import SCALES, WHOLE_K, listed_grids, packed_grids
 from multigemm.planning.tiles import most_tiles_by_rows
-from multigemm.problem.scales import covered_in_list
 from multigemm.problem.spec import FLOAT8, ProblemSpec, ScaleSpec
 
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
-SCALES = ("scale_a", "scale_b", "zero_b")
 SCALE_COLUMNS = 15
 """Of a list's scales: address, distance of lines and of blocks along K, and shifts to both, for each of SCALES."""
 STRIDES = tuple(f"{part}_{along}" for part in ("sa", "sb", "zb") for along in ("group", "line", "deep"))
@@ -147,28 +145,15 @@ def quantised_sources(spec: ProblemSpec, config: Config, capability: int) -> dic
 
 def scale_strides(ops: Operands) -> list[Strided]:
     """Address and distances of each scale in SCALES: between groups, between lines, and (`col`) between blocks of K."""
-    found = []
-    for name in SCALES:
-        grid = getattr(ops, name)
-        if not isinstance(grid, Tensor):
-            found.append(ABSENT)
-            continue
-        at, group, row, col = strides_of(grid, name)
-        found.append(Strided(at, group, *((row, col) if name == "scale_a" else (col, row))))
-    return found
+    return [Strided(*grid[:4]) for grid in packed_grids(ops)]
 
 
 def scale_table(ops: Operands) -> npt.NDArray[np.int64]:
     """[G, SCALE_COLUMNS] for lists, whose matrices may each have another coverage."""
-    table = np.zeros((ops.spec.groups, SCALE_COLUMNS), dtype=np.int64)
-    for part, name in enumerate(SCALES):
-        for g, grid in enumerate(getattr(ops, name) or ()):
-            lines, k = ops.a[g].shape if name == "scale_a" else (ops.b[g].shape[1], ops.a[g].shape[1])
-            matrix = grid if name == "scale_a" else grid.mT
-            at, _, line, deep = strides_of(matrix)
-            shifts = (max(covered, 1).bit_length() - 1 for covered in covered_in_list(matrix, lines, k))
-            table[g, 5 * part : 5 * part + 5] = (at, line, deep, *shifts)
-    return table
+    table = np.zeros((ops.spec.groups, len(SCALES), SCALE_COLUMNS // len(SCALES)), dtype=np.int64)
+    for g, grids in enumerate(listed_grids(ops)):
+        table[g] = [(x.ptr, x.line, x.deep, x.line_shift, x.k_shift % WHOLE_K) for x, _ in grids]
+    return table.reshape(-1, SCALE_COLUMNS)
 
 
 def quantised_numbers(ops: Operands, shape: Packed, scales: Sequence[Strided]) -> dict[str, int]:
