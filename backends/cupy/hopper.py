@@ -84,7 +84,7 @@ def source(spec: ProblemSpec, config: Config, copied: int = 0) -> Source:
 
 @lru_cache(maxsize=1024)
 def _source(layout: Layout, sent: bool, config: Config, more: tuple[tuple[str, int], ...]) -> Source:
-    more = (*defines(layout, config), ("SEND", int(sent)), *_fused_defines(layout.fused), *more)
+    more = (*defines(layout, config), ("SEND", int(sent)), *layout.fused, *more)
     return Source("hopper.cu", "hopper", more, config.shared_bytes(layout.staged))
 
 
@@ -92,38 +92,24 @@ IN_TWO_BOXES, SIDE_BY_SIDE = 1, 2
 """How a gate's columns come (kernels/gated.cuh)."""
 
 
-class FusedLayout(NamedTuple):
-    """The compile-time facts of a fused problem."""
-
-    gathers: bool
-    of_w: bool
-    """Whether the picked rows are those of the weight side."""
-    gate: int
-    act: int
-    preact: bool
-    row_scaled: bool
-    """Whether results are plain except for a number for each row."""
+def gate_kind(spec: ProblemSpec) -> int:
+    """How a gate's columns come; 0 without a gate."""
+    if spec.fused is None or not spec.fused.layout:
+        return 0
+    return SIDE_BY_SIDE if spec.b.order == "row" and spec.fused.layout == "interleaved" else IN_TWO_BOXES
 
 
-def fused_layout_of(spec: ProblemSpec) -> FusedLayout | None:
-    """The compile-time facts of a fused problem, in addition to its `Layout`."""
+def fused_defines(spec: ProblemSpec) -> tuple[tuple[str, int], ...]:
+    """The definitions of a fused problem: whether rows are picked, and those of the weight side; the gate; and whether
+    results are plain except for a number for each row."""
     if (fused := spec.fused) is None:
-        return None
-    apart = spec.b.order == "row" and fused.layout == "interleaved"
-    gate = 0 if not fused.layout else SIDE_BY_SIDE if apart else IN_TWO_BOXES
-    act = GATE_CODES[spec.activation] if gate and spec.activation else 0
-    return FusedLayout(
-        picks_rows(spec), picks_weights(spec), gate, act, bool(gate) and fused.preact is not None,
-        hopper_plain_kind(spec) > 0 and fused.row_scale is not None,
-    )  # fmt: skip
-
-
-def _fused_defines(fused: FusedLayout | None) -> tuple[tuple[str, int], ...]:
-    if fused is None:
         return ()
+    gate = gate_kind(spec)
+    act = GATE_CODES[spec.activation] if gate and spec.activation else 0
+    row_scaled = hopper_plain_kind(spec) > 0 and fused.row_scale is not None
     return (
-        ("FUSED", 1), ("GATHER", int(fused.gathers)), ("PICKS_W", int(fused.of_w)), ("GATE", fused.gate),
-        ("ACT", fused.act), ("PREACT", int(fused.preact)), ("ROW_SCALED", int(fused.row_scaled)),
+        ("FUSED", 1), ("GATHER", int(picks_rows(spec))), ("PICKS_W", int(picks_weights(spec))), ("GATE", gate),
+        ("ACT", act), ("PREACT", int(bool(gate) and fused.preact is not None)), ("ROW_SCALED", int(row_scaled)),
     )  # fmt: skip
 
 
@@ -138,7 +124,7 @@ class Layout(NamedTuple):
     plain: int
     staged: bool
     """Whether results lie in the staging as they are stored."""
-    fused: FusedLayout | None = None
+    fused: tuple[tuple[str, int], ...] = ()
     biased: bool = False
 
 
@@ -147,7 +133,7 @@ def layout_of(spec: ProblemSpec) -> Layout:
     element = words_of(spec) or {torch.bfloat16: "BFLOAT", torch.float64: "DOUBLE"}.get(spec.compute, "")
     ragged, listed = spec.form == "jagged_k", spec.form == "per_group"
     plain, staged = hopper_plain_kind(spec), stages_plain(spec)
-    return Layout(element, roles(spec), ragged, listed, plain, staged, fused_layout_of(spec), is_biased(spec))
+    return Layout(element, roles(spec), ragged, listed, plain, staged, fused_defines(spec), is_biased(spec))
 
 
 def defines(layout: Layout, config: Config) -> tuple[tuple[str, int], ...]:
@@ -261,11 +247,11 @@ class Hopper:
         self._clusters, self._config, self._index = Clusters(kernel, spec, config), config, index
         self._role, self._dtype, self._results, self._sends = roles(spec), spec.compute, spec.out.dtype, sends(spec)
         self._listed, self._ragged = spec.form == "per_group", spec.form == "jagged_k"
-        self._fused = fused_layout_of(spec)
+        self._gate = gate_kind(spec)
 
     def bind(self, ops: Operands) -> Launch:
         """Lays out the arguments of one problem."""
-        if self._fused is not None:
+        if ops.fused is not None:
             return self._bound_fused(ops)
         bound = self.bound(ops, view_of(ops))
         return without_move(bound) if self._listed else bound
@@ -281,7 +267,7 @@ class Hopper:
         x, w = sides_of(view, self._role, self._dtype)
         with on_device(self._index):
             maps = list(self._maps(view, x, w))
-            if fused.gate is not None and self._fused is not None and self._fused.gate == IN_TWO_BOXES:
+            if fused.gate is not None and self._gate == IN_TWO_BOXES:
                 maps[0] = arguments.gate_map(w, fused.gate.layout == "interleaved")
             elif not self._ragged and picks_rows(ops.spec):
                 maps[0] = plain_map(w, COLUMNS // self._config.cluster)  # blocks load a part for all

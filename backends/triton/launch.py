@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from multigemm.backend import Recipe
+from multigemm.backend import Recipe, cannot_run
 from multigemm.backends.triton import config as configs
 from multigemm.backends.triton import generic, hopper, hopper_float8, lists, quantised
 from multigemm.backends.triton.config import Config
@@ -23,9 +23,7 @@ from multigemm.problem.spec import ProblemSpec
 def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
     """Compiles (or loads) the kernels of a spec; binding a problem then only lays out arguments."""
     if problem := configs.problem_with(config, spec):
-        raise InvalidSetting(
-            f"{config} cannot run this problem: {problem}; leave config out for the backend's own choice"
-        )
+        raise cannot_run(config, problem)
     why = f"batch invariant: {configs.summation_of(config, spec)}" if spec.batch_invariant else ""
     if device.type == "cpu":
         return _emulated(spec, config, why)
