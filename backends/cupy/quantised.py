@@ -33,8 +33,8 @@ def grid_bytes(place: ScaleGrid, grid: Tensor | None, jagged_k: bool = False) ->
     """A grid as bytes of `Grid` (kernels/scales.cuh)."""
     if grid is None:
         return NO_BYTES
-    raw = GRID.pack(*place[:4], CODES[grid.dtype], place.line_shift, place.k_shift, jagged_k)
-    return fields(raw, slot_of(place.ptr, 0))
+    raw = GRID.pack(*place[:4], CODES[grid.dtype], *place[4:], jagged_k)
+    return fields(raw, slot_of(place[0], 0))
 
 
 def packed_bytes(ops: Operands) -> list[Fields]:

@@ -8,6 +8,7 @@ buffer and no argument is inspected. `table` (for lists) or the packed formula g
 from __future__ import annotations
 
 from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -200,7 +201,7 @@ _FORMATS = {dtype: name for name, dtype in CODES.items() if name != "int8"} | NA
 
 
 class Grids(NamedTuple):
-    """The scales as the kernel's words, each as a `ScaleGrid`.
+    """The scales as the kernel's words, each as `ScaleGrid` has them.
 
     `listed`: the table [G, GRIDS, GRID_WORDS] of a list; `tables`: the floats of all codes.
     """
@@ -261,7 +262,7 @@ def _floats(name: str | None) -> npt.NDArray[np.float32]:
 def grids_of(ops: Operands) -> tuple[list[int], Table | None]:
     """The words of all grids, and the table of those of a list."""
     if ops.spec.form != "per_group":
-        return [word for grid in packed_grids(ops) for word in grid], None
+        return [*chain.from_iterable(packed_grids(ops))], None
     table = np.zeros((ops.spec.groups, GRIDS, GRID_WORDS), dtype=np.int64)
     for g, grids in enumerate(listed_grids(ops)):
         table[g] = [grid for grid, _ in grids]

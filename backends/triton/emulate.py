@@ -40,13 +40,12 @@ from multigemm.backends.triton.lists import few_groups, few_slots, few_source, f
 from multigemm.backends.triton.quantised import (
     quantised_numbers,
     quantised_source,
-    scale_strides,
     scale_table,
 )
 from multigemm.backends.triton.sum_rows import sum_grid, sum_numbers, sum_operands, sum_source
 from multigemm.planning.fused import bind_sums
-from multigemm.planning.operands import ABSENT, Operands, group_table, view_of
-from multigemm.planning.scale_grids import SCALES
+from multigemm.planning.operands import Operands, group_table, view_of
+from multigemm.planning.scale_grids import NO_GRID, SCALES, packed_grids
 
 Given = dict[str, Tensor | None]
 """Operands by argument name."""
@@ -170,8 +169,8 @@ def _bind_quantised(ops: Operands, config: Config) -> Launch:
     given = _operands(ops, group_table(ops) if listed else None)
     given |= {"scales": torch.from_numpy(scale_table(ops))} if listed else {x: getattr(ops, x) for x in SCALES}
     given |= {name: _bytes(given.get(name)) for name in ("a", "b", "scale_a", "scale_b")}
-    strides = [ABSENT] * len(SCALES) if listed else scale_strides(ops)
-    values, source = quantised_numbers(ops, shape, strides), quantised_source(spec, config, 0, chunk_of(spec, config))
+    grids = [NO_GRID] * len(SCALES) if listed else packed_grids(ops)
+    values, source = quantised_numbers(ops, shape, grids), quantised_source(spec, config, 0, chunk_of(spec, config))
     launch = _interpreted(source, given, values, programs(tiles_by_rows(ops, shape, config)(shape.m), config, 1))
     return _behind_a_count(launch, ops, config, given, values)
 

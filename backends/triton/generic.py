@@ -76,6 +76,7 @@ FUSED_STRIDES = ("preact_group", "preact_row", "preact_col", "scale_group", "gat
 FUSED_ARGUMENTS = ("preact", "row_scale", "a_rows", "b_rows", "a_extent", "b_extent", *FUSED_STRIDES)
 PLAIN_ARGUMENTS = ("partials", "arrived", "places")
 """What the pointer kernel takes for fused problems only, and for others only."""
+NOT_FUSED, NO_PREACT = FusedSpec(), OperandSpec(torch.float32)
 PREACT, PREACT_ROW = 17, 18
 """Columns of a list's table that its products leave free."""
 UNIFORM = ("batched", "jagged_k")
@@ -114,16 +115,12 @@ def signature(
     return tuple((types | dict.fromkeys((*STRIDES, *strides), "i64")).items())
 
 
-def _preact_of(spec: ProblemSpec) -> OperandSpec:
-    return (spec.fused and spec.fused.preact) or OperandSpec(spec.out.dtype)
-
-
 def _signature(spec: ProblemSpec) -> tuple[tuple[str, str], ...]:
     """The types of the pointer kernel's arguments."""
     if (fused := spec.fused) is None:
         return signature(spec, {"partials": "*" + TYPES[spec.acc], "arrived": "*i32"}, ("places",), ())
     more = {
-        "preact": _preact_of(spec).dtype,
+        "preact": (fused.preact or spec.out).dtype,
         "row_scale": fused.row_scale or torch.float32,
         "a_rows": fused.a_rows or torch.int32,
         "b_rows": fused.b_rows or torch.int32,
@@ -135,8 +132,11 @@ def _signature(spec: ProblemSpec) -> tuple[tuple[str, str], ...]:
 def hints(spec: ProblemSpec) -> tuple[tuple[str, int], ...]:
     """What the compiler may assume of addresses and strides, by the spec's alignment classes."""
     found: list[tuple[str, int]] = []
-    for name, operand in (("a", spec.a), ("b", spec.b), ("out", spec.out), ("preact", _preact_of(spec))):
-        if spec.form != "per_group" and (name != "preact" or spec.fused is not None):
+    operands = {"a": spec.a, "b": spec.b, "out": spec.out}
+    if spec.fused is not None:
+        operands["preact"] = spec.fused.preact or OperandSpec(spec.out.dtype)
+    for name, operand in operands.items():
+        if spec.form != "per_group":
             found.append((name, operand.align))
             each = operand.align // operand.dtype.itemsize
             found += [(f"{name}_{part}", each) for part in ("group", "row", "col")]
@@ -181,7 +181,7 @@ def constants(spec: ProblemSpec, config: Config, multiple: int = 1, chunk: int =
         "A_BYTES": spec.a.align,
         "B_BYTES": spec.b.align,
         "OUT_BYTES": spec.out.align,
-        "WIDE": spec.a.wide or spec.b.wide or spec.out.wide or _preact_of(spec).wide,
+        "WIDE": spec.a.wide or spec.b.wide or spec.out.wide,
         "EVEN_K": even_k(spec, config),
         "MULTIPLE": multiple,
         "HAS_C": spec.c is not None,
@@ -202,11 +202,13 @@ def pointer_constants(
 
     `early`: the kernel is launched before its predecessor is over, and waits for it.
     """
-    fused, preact = spec.fused or FusedSpec(), _preact_of(spec)
+    fused = spec.fused or NOT_FUSED
+    preact, found = fused.preact or NO_PREACT, constants(spec, config, multiple, chunk)
     absent = FUSED_ARGUMENTS if spec.fused is None else PLAIN_ARGUMENTS
     return {
-        **constants(spec, config, multiple, chunk),
+        **found,
         **dict.fromkeys(absent),
+        "WIDE": found["WIDE"] or preact.wide,
         "PRECISION": "tf32" if spec.precision == "tf32" else "ieee",
         "ACC": ACCUMULATORS[spec.acc],
         "SPLITS": config.splits,
@@ -258,14 +260,9 @@ def generic_sources(spec: ProblemSpec, config: Config, early: bool = False) -> d
     return found if uniform(spec) else {**found, "prefix": prefix_source(spec, config)}
 
 
-def bits(value: float) -> int:
-    """The bits of a number as a float64."""
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
 def bits_of(value: float, spec: ProblemSpec) -> int:
-    """alpha and beta as 64 bits: of a float64, or of an integer for int8."""
-    return int(value) if spec.acc == torch.int32 else bits(value)
+    """alpha and beta as 64 bits: of a float64, or of an integer for int8, which has no gate."""
+    return int(value if spec.acc == torch.int32 else struct.unpack("<q", struct.pack("<d", value))[0])
 
 
 def group_sizes(ops: Operands, sums: bool) -> Tensor | None:
@@ -309,7 +306,7 @@ def _fused_numbers(ops: Operands, fused: Fused) -> dict[str, int]:
             found[f"{name[0]}_extent"] = cast(Tensor, x).shape[PICKED[name][cast(str, ops.spec.jagged)]]
     preact = strides_of(fused.preact) if isinstance(fused.preact, Tensor) else ABSENT
     by_group = scale.shape[1] if scale is not None and scale.dim() == 2 else 0
-    of_gate = [0, 0, 0] if gate is None else [bits(x) for x in (gate.alpha, gate.beta, gate.limit or 0.0)]
+    of_gate = [0, 0, 0] if gate is None else [bits_of(x, ops.spec) for x in (gate.alpha, gate.beta, gate.limit or 0.0)]
     return found | dict(zip(FUSED_STRIDES, (*preact[1:], by_group, *of_gate), strict=True))
 
 
@@ -341,7 +338,8 @@ def table_of(ops: Operands) -> npt.NDArray[np.int64]:
 
 def tiles_by_rows(ops: Operands, shape: Packed, config: Config) -> Callable[[int], int]:
     """A function from the rows of a problem to an upper bound on its tiles, without knowing sizes on the device."""
-    return most_tiles_by_rows(ops, shape, config.block_m, columns_of(ops.spec, config.block_n))
+    columns = config.block_n if ops.fused is None else columns_of(ops.spec, config.block_n)
+    return most_tiles_by_rows(ops, shape, config.block_m, columns)
 
 
 def programs(tiles: int, config: Config, available: int) -> int:
@@ -366,7 +364,7 @@ def bind_pointer(
     so that such a launch serves no other number of them.
     """
     sizes, at = (sizes_address(ops, sums_sizes(ops.spec)), 0) if table is None else (0, table.data_ptr())
-    prefix, groups = prefix_of(ops, count), ops.spec.groups if table is None else len(table)
+    prefix, groups = None if count is None else prefix_of(ops), ops.spec.groups if table is None else len(table)
     tiles, keep = tiles_by_rows(ops, shape, config), (table, prefix)
 
     def grid_for(tokens: int) -> int:
@@ -376,27 +374,26 @@ def bind_pointer(
     values = pointers(shape, sizes, at, prefix) | numbers(ops, shape, groups, places)
     if ops.fused is not None:
         values |= {name: address_of(x, name) for name, x in fused_tensors(ops).items()}
-        launch = main.bound([values[name] for name in main.names], grid_for(shape.m), keep, overlap=overlap)
+        launch = main.bound(main.ordered(values), grid_for(shape.m), keep, overlap=overlap)
     elif places == 0:
         values |= {"partials": 0, "arrived": 0}
-        launch = main.bound([values[name] for name in main.names], grid_for(shape.m), keep, grid_for=grid_for)
+        launch = main.bound(main.ordered(values), grid_for(shape.m), keep, grid_for=grid_for)
     else:
         arrived, parts = Words(main.index, places), parts_of(ops, places, config)
         values |= {"partials": parts.data_ptr(), "arrived": arrived.address}
         held = (*keep, arrived, parts)
-        launch = main.bound([values[name] for name in main.names], grid_for(shape.m), held, arrived.pin)
+        launch = main.bound(main.ordered(values), grid_for(shape.m), held, arrived.pin)
     return launch if count is None else counted(count, launch, values)
 
 
-def prefix_of(ops: Operands, count: TritonKernel | None) -> Tensor | None:
-    """Memory for the counts of tiles, if a launch counts them."""
-    return None if count is None else torch.empty(ops.spec.groups, dtype=torch.int32, device=ops.device)
+def prefix_of(ops: Operands) -> Tensor:
+    """Memory for the counts of tiles."""
+    return torch.empty(ops.spec.groups, dtype=torch.int32, device=ops.device)
 
 
 def counted(count: TritonKernel, launch: BoundKernel, values: dict[str, int]) -> LaunchSequence:
     """A launch with these arguments after the one that counts tiles, for more groups than a kernel counts at once."""
-    arguments = [values[name] for name in count.names]
-    return LaunchSequence([count.bound(arguments, 1, grid_for=lambda tokens: 1), launch])
+    return LaunchSequence([count.bound(count.ordered(values), 1, grid_for=lambda tokens: 1), launch])
 
 
 def counting_kernel(sources: dict[str, KernelSource], spec: ProblemSpec, index: int) -> TritonKernel | None:

@@ -7,6 +7,7 @@ are bytes and become float16, which holds each of them exactly.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -39,8 +40,8 @@ from multigemm.backends.triton.generic import (
 from multigemm.backends.triton.lists import extents_multiple
 from multigemm.cuda.device import processors, to_device
 from multigemm.cuda.launch import without_move
-from multigemm.planning.operands import ABSENT, Operands, Packed, Strided, group_table, view_of
-from multigemm.planning.scale_grids import SCALES, WHOLE_K, listed_grids, packed_grids
+from multigemm.planning.operands import Operands, Packed, group_table, view_of
+from multigemm.planning.scale_grids import NO_GRID, SCALES, WHOLE_K, ScaleGrid, listed_grids, packed_grids
 from multigemm.planning.tiles import most_tiles_by_rows
 from multigemm.problem.spec import FLOAT8, ProblemSpec, ScaleSpec
 
@@ -143,22 +144,19 @@ def quantised_sources(spec: ProblemSpec, config: Config, capability: int) -> dic
     return found if uniform(spec) else {**found, "prefix": prefix_source(spec, config)}
 
 
-def scale_strides(ops: Operands) -> list[Strided]:
-    """Address and distances of each scale in SCALES: between groups, between lines, and (`col`) between blocks of K."""
-    return [Strided(*grid[:4]) for grid in packed_grids(ops)]
-
-
 def scale_table(ops: Operands) -> npt.NDArray[np.int64]:
     """[G, SCALE_COLUMNS] for lists, whose matrices may each have another coverage."""
     table = np.zeros((ops.spec.groups, len(SCALES), SCALE_COLUMNS // len(SCALES)), dtype=np.int64)
     for g, grids in enumerate(listed_grids(ops)):
-        table[g] = [(x.ptr, x.line, x.deep, x.line_shift, x.k_shift % WHOLE_K) for x, _ in grids]
+        table[g] = [(at, line, deep, down, along % WHOLE_K) for (at, _, line, deep, down, along), _ in grids]
     return table.reshape(-1, SCALE_COLUMNS)
 
 
-def quantised_numbers(ops: Operands, shape: Packed, scales: Sequence[Strided]) -> dict[str, int]:
+def quantised_numbers(ops: Operands, shape: Packed, scales: Sequence[ScaleGrid]) -> dict[str, int]:
     """The arguments after the pointers."""
-    return numbers(ops, shape, ops.spec.groups) | dict(zip(STRIDES, (x for s in scales for x in s[1:]), strict=True))
+    return numbers(ops, shape, ops.spec.groups) | dict(
+        zip(STRIDES, chain.from_iterable(scale[1:4] for scale in scales), strict=True)
+    )
 
 
 class QuantisedPlan:
@@ -188,14 +186,13 @@ class QuantisedPlan:
         listed = ops.spec.form == "per_group"
         tables = [to_device(rows, ops.device) for rows in (group_table(ops), scale_table(ops))] if listed else []
         table, scales = (x.data_ptr() for x in tables) if listed else (0, 0)
-        of_scales = [ABSENT] * len(SCALES) if listed else scale_strides(ops)
+        of_scales = [NO_GRID] * len(SCALES) if listed else packed_grids(ops)
         sizes = 0 if listed else sizes_address(ops, sums_sizes(ops.spec))
-        prefix = prefix_of(ops, self._count)
+        prefix = None if self._count is None else prefix_of(ops)
         values = pointers(shape, sizes, table, prefix) | quantised_numbers(ops, shape, of_scales)
-        values |= {name: x.ptr for name, x in zip(SCALES, of_scales, strict=True)} | {"scales": scales}
+        values |= dict(zip(SCALES, (x for x, *_ in of_scales), strict=True)) | {"scales": scales}
         main = self._main[extents_multiple(ops) if len(self._main) > 1 else 1]
-        arguments = [values[name] for name in main.names]
-        bound = main.bound(arguments, grid_for(shape.m), (prefix, *tables), grid_for=grid_for)
+        bound = main.bound(main.ordered(values), grid_for(shape.m), (prefix, *tables), grid_for=grid_for)
         launch = bound if self._count is None else counted(self._count, bound, values)
         return without_move(launch) if listed else launch
 

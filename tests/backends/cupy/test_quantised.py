@@ -298,13 +298,13 @@ def test_a_grid_is_laid_out_as_the_struct() -> None:
     spec = problem.spec
     assert spec.a.scale is not None and spec.b.scale is not None
     grid = cast(Tensor, problem.quantisation.a.grid)  # type: ignore[union-attr]
-    raw = quantised.grid_bytes(grid_of("scale_a", grid, spec.a.scale), grid)
+    raw = quantised.grid_bytes(grid_of("scale_a", grid, spec.a.scale.rows, spec.a.scale.k), grid)
     assert _words(raw)[:4] == [grid.data_ptr(), 0, 4, 1]
     assert np.frombuffer(raw[32:], dtype=np.int32).tolist() == [0, 0, 7, 0]
     (slot,) = raw.slots
     assert slot.offset == 0 and slot.operand == Address(0, "scale_a").operand
     grid = cast(Tensor, problem.quantisation.b.grid)  # type: ignore[union-attr]
-    raw = quantised.grid_bytes(grid_of("scale_b", grid, spec.b.scale), grid)
+    raw = quantised.grid_bytes(grid_of("scale_b", grid, spec.b.scale.rows, spec.b.scale.k), grid)
     assert _words(raw)[:4] == [grid.data_ptr(), 20, 1, 5]
     assert np.frombuffer(raw[32:], dtype=np.int32).tolist() == [0, 7, 7, 0]
 
@@ -451,8 +451,9 @@ def test_every_element_finds_its_scale(host: ctypes.CDLL, side: str, form: str, 
             options |= {"offsets": cut, "jagged": form[-1]}
         problem = GroupedGemmProblem(float8(*a_shape), float8(*b_shape), **options)
         scale = cast(Scale, getattr(problem.quantisation, side))
-        grid = cast(Tensor, scale.grid)
-        raw = quantised.grid_bytes(grid_of(f"scale_{side}", grid, scale.spec), grid, form == "jagged_k")
+        grid, covers = cast(Tensor, scale.grid), scale.spec
+        place = grid_of(f"scale_{side}", grid, covers.rows, covers.k)
+        raw = quantised.grid_bytes(place, grid, form == "jagged_k")
         for g in range(4):
             start = 0 if form == "batched" else cut[g]
             span = slice(cut[g], cut[g + 1])
