@@ -5,6 +5,10 @@ It masks both operands along K, so that what lies beyond a group never meets an 
 addresses with 64 bits across tiles (and inside a tile where the operand is `WIDE`). Operand order,
 divisibility and the epilogue are compile-time classes; sizes, strides and counts are not.
 
+Of fused problems, an index that means no row becomes an address within the operand, which a mask keeps from being read:
+the element is 0. A gate joins two columns of the products: g and u of a column have a sum each, or, where they lie side
+by side, come apart after the products.
+
 Beside it: copies of operands that no tensor map can express into aligned rows (odd leading dimensions, unaligned
 bases, zero or non-unit strides). One pass over memory costs less than element-wise loads in every tile wherever an
 operand is used by more than a few tiles.
