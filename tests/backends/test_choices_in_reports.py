@@ -25,7 +25,8 @@ from multigemm.backends.numba import choice as numba_choice
 from multigemm.backends.numba import config as numba
 from multigemm.backends.numba import support as numba_support
 from multigemm.backends.triton import Config
-from multigemm.backends.triton.choice import candidates_of, hopper_candidates
+from multigemm.backends.triton.choice import candidates_of
+from multigemm.backends.triton.hopper_choice import hopper_candidates
 from multigemm.bench.workloads import geomean
 from multigemm.problem.spec import OperandSpec, ProblemSpec, bucket
 

@@ -16,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("numba_cuda", reason="pip install 'multigemm[numba]'")
 
 from multigemm.backends.numba import choice, launch, support
-from multigemm.backends.numba.arguments import JAGGED_M, JAGGED_N, WHOLE_K, Grids
+from multigemm.backends.numba.arguments import JAGGED_M, JAGGED_N, Grids
 from multigemm.backends.numba.config import (
     FLOAT8_LOW,
     FLOAT8_MEDIUM,
@@ -32,6 +32,7 @@ from multigemm.backends.numba.config import (
     Layout,
     float8_signature_of,
 )
+from multigemm.planning.scale_grids import WHOLE_K
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.settings import settings
 from tests.support import numba_world

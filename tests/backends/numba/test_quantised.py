@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("numba_cuda", reason="pip install 'multigemm[numba]'")
 
-from multigemm.backends.numba import arguments, choice, launch, support
+from multigemm.backends.numba import choice, launch, support
 from multigemm.backends.numba.arguments import Grids, code_tables, grids_of
 from multigemm.backends.numba.config import (
     GENERIC,
@@ -26,6 +26,7 @@ from multigemm.backends.numba.config import (
     QuantisedConfig,
     QuantisedSignature,
 )
+from multigemm.planning.scale_grids import NO_GRID
 from multigemm.problem.problem import GroupedGemmProblem
 from tests.backends.numba.test_simulator import run
 from tests.support import numba_world
@@ -119,7 +120,7 @@ def test_matrices_of_a_list_have_their_own_blocks() -> None:
     scales = [torch.ones(2, 2), torch.ones(3, 40)]
     _, table = grids_of(staged(GroupedGemmProblem(a, b, scale_b=scales)))
     assert table is not None
-    assert table[:, 0].tolist() == [list(arguments.NO_GRID)] * 2
+    assert table[:, 0].tolist() == [list(NO_GRID)] * 2
     assert table[:, 1, 1:].tolist() == [[0, 1, 2, 7, 7], [0, 1, 40, 0, 5]]
     assert table[:, 1, 0].tolist() == [x.data_ptr() for x in scales]
 

@@ -34,7 +34,7 @@ from tests.support.triton_interpreted import module_with, solved
 pytestmark = pytest.mark.usefixtures("interpreter")
 
 CPU = torch.device("cpu")
-KERNEL = Path(choice.__file__).parent / "kernels" / "fused.py"
+KERNELS = [Path(choice.__file__).parent / "kernels" / f"{name}.py" for name in ("generic", "sum_rows")]
 INTERPRETED = replace(FUSED_HUNTING, work=1 << 11, groups=5, longest=33)
 FLOATS = replace(INTERPRETED, dtypes=("bfloat16", "float16", "float32", "float64"))
 """int8 takes none of the small tiles."""
@@ -424,15 +424,15 @@ FIRST_SEEDS = {
 }  # fmt: skip
 """Problems before show nothing of these faults: from which seed to look on, if not from 2."""
 
+KERNEL_OF = {"generic": "pointer_kernel", "sum_rows": "sum_rows_kernel"}
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = module_with(KERNEL, *FAULTS[fault], tmp_path)
-    from multigemm.backends.triton.kernels import fused as device_code
-
-    for name in ("fused_kernel", "sum_rows_kernel"):
-        monkeypatch.setattr(device_code, name, getattr(module, name))
+    source = next(path for path in KERNELS if FAULTS[fault][0] in path.read_text())
+    module, name = module_with(source, *FAULTS[fault], tmp_path), KERNEL_OF[source.stem]
+    monkeypatch.setattr(f"multigemm.backends.triton.kernels.{source.stem}.{name}", getattr(module, name))
     few = replace(FLOATS, work=1 << 9, groups=4, longest=17)
     limits, first = replace(few, **NARROWED.get(fault, {})), FIRST_SEEDS.get(fault, 2)
     hunted = findings(with_tile(TILES[0]), 300, first=first, limits=limits)
