@@ -23,6 +23,7 @@ from multigemm.backends.numba.kernels.memory import loader, storer
 from multigemm.backends.numba.kernels.runtime import cuda, kernel
 from multigemm.cuda.arguments import ACTIVATION_CODES
 from multigemm.quantize import quantize
+from tests.support import activation_cases
 
 NAMED = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64}
 ALPHA, BETA = np.float32(2), np.float32(-1)
@@ -50,6 +51,11 @@ def test_simulated_stores_of_every_type_are_the_compiled_ones() -> None:
         storer(name, "f32")(one.data_ptr(), 2, 1.2345678)
         make_any_store("f32")(two.data_ptr(), 2, 1.2345678, KIND[name])
         assert torch.equal(one, two) and float(loader(name)(one.data_ptr(), 2)) != 0, name
+
+
+@activation_cases.EACH
+def test_simulated_activations_down_to_where_they_underflow(activation: str, dtype: torch.dtype) -> None:
+    activation_cases.check_emulated("numba", activation, dtype)
 
 
 # --- quantised operands -------------------------------------------------------------------------------
@@ -98,7 +104,8 @@ def test_simulated_scales_of_a_jagged_k(scale: Any) -> None:
 
 
 def test_simulated_threads_share_an_array_that_all_ask_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, shared, found = np.empty, FakeCUDAShared(0), list[Any]()
+    real, found = np.empty, list[Any]()
+    shared: Any = FakeCUDAShared(0)  # type: ignore[no-untyped-call]
 
     def slowly(*arguments: Any, **keywords: Any) -> Any:
         time.sleep(0.05)
