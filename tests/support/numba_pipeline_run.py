@@ -277,7 +277,7 @@ class Run:
         init = plain(hopper.make_barriers(config, signature))
         for block in machine.blocks:
             block.shared[BASE + self.layout.counts :][: len(counts[1])] = np.frombuffer(counts[1], np.uint8)
-            machine.here.warp = Warp(block, 11, lambda: None)
+            machine.outside = Warp(block, 11, lambda: None)
             init(BASE)
             rank, base = np.int32(block.rank), np.int32(BASE)
             roles: list[tuple[int, Any, tuple[Any, ...]]] = [
