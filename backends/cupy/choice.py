@@ -86,7 +86,7 @@ from multigemm.backends.cupy.support import (
     trades_sides,
     words_of,
 )
-from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
+from multigemm.cuda.device import usual_processors
 from multigemm.planning.fused import products_spec
 from multigemm.planning.tiles import Number, TileCost, longest_time, typical_extent
 from multigemm.problem.spec import HALVES, ProblemSpec
@@ -134,9 +134,9 @@ CROWDED_ROWS = 100
 """Rows per group from which some groups of a random routing have more than 128, and tiles are higher."""
 PICKED_ROWS = 48
 """Rows per group up to which picked rows are read where they lie, and not copied first."""
-ONE_ROUND = 3 * PROCESSORS // 2
-"""Lowest tiles up to which they are taken. Tokens are rounded up to powers of two, by 1.5 on average: so many counted
-tiles are some 132 real ones, one round.
+ONE_ROUND = 1.5
+"""Lowest tiles for each multiprocessor up to which they are taken. Tokens are rounded up to powers of two, by 1.5 on
+average: so many counted tiles are one real round.
 
 Time over that of tiles of 128 rows, H200, 2026-11-25: 0.77 to 0.95 in one round (seven problems; 1.02 for one of few
 blocks of k), 0.96 to 1.14 in two (five; benchmarks/results/h200-low-tiles).
@@ -183,8 +183,9 @@ on an H200, bfloat16, 2026-11-23 (benchmarks/results/h200/weight-gradients.json)
 0.22 % and 4.7 %; shared tiles for all 4.1 % and 34 %, turns for all 1.1 % and 12 %. Results below 384 rows were not
 measured.
 """
-AT_ONCE = 3 * PROCESSORS
-"""Tiles of 64, or of 32 with eight blocks of k in flight, that run at once, for which there is shared memory."""
+AT_ONCE = 3
+"""Tiles of 64, or of 32 with eight blocks of k in flight, that a multiprocessor runs at once: it has the shared memory
+for so many."""
 ODD_US = (7.0, 1.0)
 """Microseconds (H100) of a launch of the small kernel where lines begin anywhere, and of a block of k of one of a
 processor's tiles of 32."""
@@ -217,6 +218,7 @@ class Layout(NamedTuple):
     """The blocks of columns of a result."""
     k: int
     """The inner extent; 0 if it differs by group and none is known."""
+    processors: int
 
 
 class Counts(NamedTuple):
@@ -233,7 +235,7 @@ def _layout(spec: ProblemSpec) -> Layout:
     columns = max(-(-((spec.m if is_swapped(spec) else spec.n) or spec.largest) // COLUMNS), 1)
     return Layout(
         spec, not small_reasons(spec), not small_list_reasons(spec), not hopper_reasons(spec), has_odd_lines(spec),
-        sends(spec), hopper_plain_kind(spec) > 0, columns, spec.k or spec.largest,
+        sends(spec), hopper_plain_kind(spec) > 0, columns, spec.k or spec.largest, usual_processors(),
     )  # fmt: skip
 
 
@@ -413,7 +415,7 @@ def _words_rules(layout: Layout, counts: Counts) -> list[Rule]:
     work = counts.total * layout.columns * COLUMNS * depth
     odd = layout.columns % 2 == 1 and layout.columns <= FEW_COLUMNS
     turns, wide = ((TURNS_ALONE, TURNS), (ALONE, WIDE)) if odd else ((TURNS, TURNS_ALONE), (WIDE, ALONE))
-    low, middle = (-(-height // side) * counts.groups * layout.columns <= PROCESSORS for side in (64, 128))
+    low, middle = (-(-height // side) * counts.groups * layout.columns <= layout.processors for side in (64, 128))
     found, left = list[Rule](), True
     for holds, some in (
         (low, (SLIM, SINGLE)),
@@ -431,7 +433,7 @@ def _words_rules(layout: Layout, counts: Counts) -> list[Rule]:
 def _double_rules(layout: Layout, counts: Counts) -> list[Rule]:
     """The rules for float64 that TMA can read: low tiles if each multiprocessor gets at most one."""
     height = _height(layout) if layout.spec.form == "jagged_k" else _rows(layout, counts)
-    low, middle = (-(-height // side) * counts.groups * layout.columns <= PROCESSORS for side in (64, 128))
+    low, middle = (-(-height // side) * counts.groups * layout.columns <= layout.processors for side in (64, 128))
     odd = layout.columns % 2 == 1 and layout.columns <= FEW_COLUMNS
     tall = (SINGLE, MIDDLE) if odd else (MIDDLE, SINGLE)
     return [(low, (SLIM, SINGLE)), (middle, (SINGLE, SLIM)), (True, (*tall, SLIM, NARROW))]
@@ -462,7 +464,7 @@ def _generic_rules(layout: Layout, counts: Counts) -> Iterator[Rule]:
     here = [c for c in (GENERIC if alone else GENERIC_PAIR, GENERIC_64, GENERIC_32) if c.tile in tiles]
     rows, columns = (_most(typical_extent(layout.spec, direction, counts.mean), 1) for direction in ("m", "n"))
     costs = [TileCost(c.tile, c.tile, tiles[c.tile].cost) for c in here]
-    times = [longest_time(cost, _most(counts.groups, 1), rows, columns, 1, PROCESSORS) for cost in costs]
+    times = [longest_time(cost, _most(counts.groups, 1), rows, columns, 1, layout.processors) for cost in costs]
     # How many tiles are faster than each, those before it where they are equal.
     ranks = [
         sum((other < time) | ((other == time) & (j < i)) for j, other in enumerate(times) if j != i)
@@ -530,8 +532,8 @@ def _few_tiles_rules(layout: Layout, counts: Counts) -> list[Rule]:
     if spec.form == "jagged_k" and layout.hopper:
         few, one = (_result_tiles(spec, counts, side) for side in (SMALL_64.tile, SINGLE.rows))
         other = other & (k <= FEW_K) & (counts.groups <= MAX_GROUPS)
-        rules.append((other & (k <= BLOCK_K) & (few > 0) & (few <= AT_ONCE), (SMALL_64,)))
-        rules.append((other & (one > 0) & (one <= PROCESSORS), (SINGLE,)))
+        rules.append((other & (k <= BLOCK_K) & (few > 0) & (few <= AT_ONCE * layout.processors), (SMALL_64,)))
+        rules.append((other & (one > 0) & (one <= layout.processors), (SINGLE,)))
     return rules
 
 
@@ -549,9 +551,9 @@ def _odd_rules(layout: Layout, counts: Counts) -> list[Rule]:
         _most(-(-typical_extent(layout.spec, "k", counts.mean) // BLOCK_K), 1),
         _most_tiles(layout, counts, SMALL_32.tile),
     )
-    small = ODD_US[0] + ODD_US[1] * blocks * _most(tiles / PROCESSORS, 1)
+    small = ODD_US[0] + ODD_US[1] * blocks * _most(tiles / layout.processors, 1)
     wins = (tiles > 0) & (small <= CLEARLY * (GENERIC_US[0] + GENERIC_US[1] * blocks)) & _fits_small(layout, counts)
-    deep = (blocks > SMALL_STAGES) & (tiles <= AT_ONCE)
+    deep = (blocks > SMALL_STAGES) & (tiles <= AT_ONCE * layout.processors)
     return [(wins & deep, (SMALL_DEEP, SMALL_32)), (wins & (deep ^ True), (SMALL_32, SMALL_DEEP))]
 
 
@@ -590,12 +592,12 @@ def _other_rules(layout: Layout, counts: Counts, ladders: list[tuple[Condition, 
     heavy = total * (spec.n or 256) * (spec.k or 256) >= WORTH_COPYING
     # Groups of many rows that are two rounds of tall tiles at most, with a short k.
     brief = (spec.form != "jagged_k" and layout.k <= BRIEF_K) & (counts.mean > BRIEF_ROWS)
-    brief = brief & (-(-counts.mean // WIDE.rows) * counts.groups * layout.columns <= 2 * PROCESSORS)
+    brief = brief & (-(-counts.mean // WIDE.rows) * counts.groups * layout.columns <= 2 * layout.processors)
     # So few rows that a copy of the weights takes longer than to shift them in every tile.
     blocks = layout.columns * COLUMNS
     filled = (spec.n or blocks) / blocks if spec.out.order == "row" else 1.0
     few = (counts.mean <= REPAID_ROWS * filled) & (brief ^ True)
-    low = (rows <= SHIFTED_LOW_ROWS) | (-(-rows // COLUMNS) * counts.groups * layout.columns <= PROCESSORS)
+    low = (rows <= SHIFTED_LOW_ROWS) | (-(-rows // COLUMNS) * counts.groups * layout.columns <= layout.processors)
     shifted = [(heavy & low, (SHIFT_B_MIDDLE,)), (heavy & (low ^ True), (SHIFT_B,))]
     copied = _copied(layout, counts, brief, ladders)
     light, aligned = heavy ^ True, not layout.odd_lines and shapes_of(spec) is COPIED_SHAPES
@@ -623,7 +625,7 @@ def _shifted_rows(layout: Layout, counts: Counts) -> list[Rule]:
         return []
     copy = ROWS_COPY_COLUMNS * layout.k / (layout.k + ROWS_COPY_K) * rows
     chosen = (rows >= (spec.n or 0)) & (copy > columns * (SHIFTING_ROWS * rows + SHIFTED_TILE_ROWS))
-    low = (-(-rows // (2 * COLUMNS)) * counts.groups * layout.columns <= PROCESSORS // 2) | (layout.columns == 1)
+    low = (-(-rows // (2 * COLUMNS)) * counts.groups * layout.columns <= layout.processors // 2) | (layout.columns == 1)
     return [(chosen & low, (SHIFT_A_MIDDLE, SHIFT_A)), (chosen & (low ^ True), (SHIFT_A, SHIFT_A_MIDDLE))]
 
 
@@ -660,7 +662,7 @@ def _turns_take_less(layout: Layout, counts: Counts) -> Condition:
     Pairs of multiprocessors take tiles of two blocks of columns each, of which low ones cost as much as full ones.
     """
     height = (layout.spec.n if is_swapped(layout.spec) else layout.spec.m) or 0
-    pairs, processors = counts.groups * -(-layout.columns // 2), PROCESSORS // 2
+    pairs, processors = counts.groups * -(-layout.columns // 2), layout.processors // 2
     shared, turns = (
         min(height, config.rows) * (-(-pairs * -(-height // config.rows) // processors) + LAUNCH_ROUNDS)
         for config in (WIDE, TURNS)
@@ -677,9 +679,9 @@ def _hopper_rules(layout: Layout, counts: Counts) -> list[tuple[Condition, Ladde
     highest = -(-rows // WIDE.rows) * counts.groups * layout.columns
     little = (total <= SMALL_ROWS) & ((spec.n or 0) <= SMALL_COLUMNS) & (not jagged_k)
     for holds, ladder in (
-        ((rows > SLIM.rows) & (lowest <= ONE_ROUND) & (not jagged_k), LOWEST),
+        ((rows > SLIM.rows) & (lowest <= ONE_ROUND * layout.processors) & (not jagged_k), LOWEST),
         (little & (total <= 1024) & (spec.form != "per_group"), LOWEST),
-        (little | ((rows > 32) & (highest <= PROCESSORS) & (not jagged_k)), LOW),
+        (little | ((rows > 32) & (highest <= layout.processors) & (not jagged_k)), LOW),
         (rows <= 32, SPARSE),
         ((rows <= 64) & (layout.k < LONG_K), BETWEEN),
     ):

@@ -38,7 +38,7 @@ from multigemm.backends.triton.config import (
     variance,
     wide_tails_problem,
 )
-from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
+from multigemm.cuda.device import usual_processors
 from multigemm.planning.fused import products_spec
 from multigemm.planning.fused_steps import product_spec, steps_reasons
 from multigemm.problem.spec import MIXED, FusedSpec, ProblemSpec
@@ -157,7 +157,7 @@ def hopper_us(config: Config, spec: ProblemSpec) -> float:
     """The estimated microseconds of the warp-specialised kernel."""
     shape = shape_of(spec)
     steps = -(-shape.deep // depth_of(spec))
-    turns = max(1.0, _tiles(config, shape) / PROCESSORS)
+    turns = max(1.0, _tiles(config, shape) / usual_processors())
     along = turns * steps * STEP_US[min(256, config.block_m), config.block_n]
     work = _work_us(HOPPER, shape, spec.compute.itemsize, along)
     return HOPPER.launch_us + work * (SHIFTED if config.shift_b else 1.0) + (COPY_US if config.pack else 0.0)
@@ -169,14 +169,14 @@ def rounds_us(config: Config, spec: ProblemSpec) -> float:
     tiles, steps = _tiles(config, shape), -(-shape.deep // depth_of(spec))
     strips = min(config.block_m, -(-shape.rows // STRIP) * STRIP)
     read = tiles * steps * (strips + config.block_n) * 128 / 6e6
-    return max(-(-tiles // PROCESSORS) * steps * STEP_US[min(256, config.block_m), config.block_n], read)
+    return max(-(-tiles // usual_processors()) * steps * STEP_US[min(256, config.block_m), config.block_n], read)
 
 
 def pointer_us(config: Config, spec: ProblemSpec) -> float:
     """The estimated microseconds of the pointer kernel, which loads of single elements instead of 16 bytes slow
     down."""
     shape = shape_of(spec)
-    turns = max(1.0, _tiles(config, shape) * config.splits / (POINTER_PROGRAMS * PROCESSORS))
+    turns = max(1.0, _tiles(config, shape) * config.splits / (POINTER_PROGRAMS * usual_processors()))
     along = turns * -(-shape.deep // (POINTER_DEPTH * config.splits)) * POINTER_STEP_US
     return POINTER.launch_us + _work_us(POINTER, shape, spec.compute.itemsize, along) * _slowness(config, spec)
 
@@ -265,7 +265,7 @@ TURNED_COPY, TURNED_BYTES_PER_US = 5.0, 3.5e6
 def busiest_us(timed: Timed, spec: ProblemSpec) -> float:
     """How long the multiprocessor with most tiles takes."""
     config = shared_out(timed.config, spec)
-    most = -(-tiles_in(config, spec) * config.splits // PROCESSORS)
+    most = -(-tiles_in(config, spec) * config.splits // usual_processors())
     steps = -(-shape_of(spec).deep // (config.block_k * config.splits))
     rounds = -(-most // config.programs) if config.programs else 1
     return steps * max(rounds * timed.alone, most * timed.busy)
@@ -329,8 +329,8 @@ def _sixteen_bit(spec: ProblemSpec, capability: tuple[int, int]) -> list[Config]
     # lists of many small products fill a GPU with larger tiles
     tiny = rows * columns <= 160 * 160 and not (spec.form == "per_group" and min(rows, columns) >= 64)
     thin = Config(block_m=_lowest_tile(rows), block_n=128, block_k=64, warps=4, stages=5, programs=2)
-    fills = capability[0] < 9 and rows <= 32 and tiles_in(thin, spec) >= PROCESSORS
-    if (tiny and not fills) or spec.groups * rows * columns <= PROCESSORS * 32 * 32:
+    fills = capability[0] < 9 and rows <= 32 and tiles_in(thin, spec) >= usual_processors()
+    if (tiny and not fills) or spec.groups * rows * columns <= usual_processors() * 32 * 32:
         small = Config(block_m=32, block_n=32, block_k=64, warps=4, stages=3, programs=0)
         if shape_of(spec).deep > 512:
             small = replace(small, block_k=128, stages=4)
@@ -352,7 +352,7 @@ def _sixteen_bit(spec: ProblemSpec, capability: tuple[int, int]) -> list[Config]
         return _before_hopper(spec, low, square, big, mid)
     sizes = [low, square, big, mid] if rows <= 96 else [big, square, mid, low]
     # too few large tiles leave multiprocessors idle
-    return sizes if tiles_in(sizes[0], spec) >= PROCESSORS else [square, *(x for x in sizes if x is not square)]
+    return sizes if tiles_in(sizes[0], spec) >= usual_processors() else [square, *(x for x in sizes if x is not square)]
 
 
 def _before_hopper(spec: ProblemSpec, low: Config, square: Config, big: Config, mid: Config) -> list[Config]:
@@ -368,7 +368,7 @@ def _before_hopper(spec: ProblemSpec, low: Config, square: Config, big: Config, 
         sizes = [replace(big, block_n=256, programs=1), *sizes]
     if typical_rows(spec) <= 96:
         sizes = [low, *(x for x in sizes if x is not low)]
-    filling = [x for x in sizes if tiles_in(x, spec) >= PROCESSORS] or [square]
+    filling = [x for x in sizes if tiles_in(x, spec) >= usual_processors()] or [square]
     return [*filling, *(x for x in sizes if x not in filling)]
 
 
@@ -402,7 +402,7 @@ def _mostly_written(large: Config, spec: ProblemSpec) -> bool:
     plain = spec.c is None and spec.bias is None and spec.activation is None and spec.out.order == "row"
     whole = all(mappable(x) and x.dtype.itemsize == 2 for x in (spec.a, spec.b, spec.out))
     short = spec.form == "jagged_k" and large.block_k < shape_of(spec).deep <= WRITTEN_K
-    return plain and whole and short and tiles_in(large, spec) >= WRITTEN_ROUNDS * PROCESSORS
+    return plain and whole and short and tiles_in(large, spec) >= WRITTEN_ROUNDS * usual_processors()
 
 
 def _ranked(spec: ProblemSpec, large: Config, wide: Config, tall: Config, flat: Config) -> tuple[Config, ...]:
@@ -443,7 +443,7 @@ def _narrow_first(ranked: tuple[Config, ...], spec: ProblemSpec) -> tuple[Config
 def _brief_first(ranked: tuple[Config, ...], spec: ProblemSpec) -> tuple[Config, ...]:
     """Puts small tiles first if programs take few tiles each: an incomplete last round then costs more than a large
     tile gains."""
-    if tiles_in(ranked[0], spec) > 4 * PROCESSORS:
+    if tiles_in(ranked[0], spec) > 4 * usual_processors():
         return ranked
     brief = min(ranked, key=lambda config: rounds_us(config, spec))
     if rounds_us(brief, spec) > 0.95 * rounds_us(ranked[0], spec):
@@ -465,7 +465,7 @@ def hopper_candidates(spec: ProblemSpec) -> list[Config]:
     tall = replace(tall, wide_tails="b" not in pack and _has_wide_tails(tall, spec))
     ranked = _brief_first(_ranked(spec, large, wide, tall, flat), spec)
     if "b" in pack:
-        idle = spec.form == "jagged_m" and tiles_in(tall, spec) < PROCESSORS
+        idle = spec.form == "jagged_m" and tiles_in(tall, spec) < usual_processors()
         ranked = (flat, wide, tall) if idle else _narrow_first(ranked, spec)
     found = [replace(config, pack=pack, block_k=depth_of(spec)) for config in ranked]
     if "b" in pack:
@@ -484,7 +484,7 @@ def _lists(spec: ProblemSpec) -> list[Config]:
     dealt = replace(wide, programs=1)
     found = [low, wide, flat, dealt]
     if _fills(wide, spec):
-        found = [dealt, wide, low, flat] if tiles_in(wide, spec) >= 3 * PROCESSORS else [wide, dealt, low, flat]
+        found = [dealt, wide, low, flat] if tiles_in(wide, spec) >= 3 * usual_processors() else [wide, dealt, low, flat]
     return [config for config in found if not problem_with(config, spec)]
 
 
@@ -499,7 +499,7 @@ def _fills(wide: Config, spec: ProblemSpec) -> bool:
 def _maps_first(spec: ProblemSpec, best: Config) -> bool:
     """Whether to use tensor maps: for lists that large tiles fill, or small tiles of a few groups. With fewer tiles,
     reading the maps takes longer than the work."""
-    some = MANY_TILES <= tiles_in(best, spec) <= 2 * PROCESSORS and spec.groups <= 8
+    some = MANY_TILES <= tiles_in(best, spec) <= 2 * usual_processors() and spec.groups <= 8
     return best.block_m > 64 or some
 
 
@@ -507,7 +507,7 @@ def _uncopied(spec: ProblemSpec, tall: Config, flat: Config, pack: tuple[str, ..
     """Configs that pass unaligned weights through registers. The tall tile reads them less often; the low one takes
     three quarters of the time for half of the rows, which helps if one round of low tiles is enough."""
     tiles = (tall, replace(flat, stages=6))
-    if tiles_in(tall, spec) < PROCESSORS and tiles_in(flat, spec) <= PROCESSORS:
+    if tiles_in(tall, spec) < usual_processors() and tiles_in(flat, spec) <= usual_processors():
         tiles = tiles[::-1]
     found = [replace(config, shift_b=True, wide_tails=False, pack=pack, block_k=depth_of(spec)) for config in tiles]
     return [config for config in found if not problem_with(config, spec)]
@@ -570,7 +570,7 @@ def fused_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) ->
     plain = [*steps, *plain] if many else [*plain, *steps[:1]]
     if spec.compute.itemsize == 2 and capability[0] == 9 and typical_rows(spec) > 96 and _roomy(spec):
         large = Config(block_m=128, block_n=256, block_k=64, warps=8, stages=3, programs=1)
-        plain = [large, *plain] if tiles_in(large, spec) >= PROCESSORS else [*plain, large]
+        plain = [large, *plain] if tiles_in(large, spec) >= usual_processors() else [*plain, large]
     return [config for config in dict.fromkeys(plain) if not problem_with(config, spec)]
 
 
@@ -585,7 +585,7 @@ def quantised_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)
 
 def _brief(config: Config, spec: ProblemSpec) -> bool:
     """Whether the busiest multiprocessor has few blocks of 128 of K in all."""
-    rounds, blocks = -(-tiles_in(config, spec) // PROCESSORS), -(-shape_of(spec).deep // PROMOTION)
+    rounds, blocks = -(-tiles_in(config, spec) // usual_processors()), -(-shape_of(spec).deep // PROMOTION)
     return rounds * blocks <= BRIEF_BLOCKS
 
 
@@ -644,7 +644,7 @@ def portable_quantised(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) 
     if single:
         low = replace(low, block_k=short)
     sizes = [low, small, mid] if rows <= 32 else [mid, small, high] if rows <= 96 else [high, mid, small]
-    if rows > 32 and tiles_in(sizes[0], spec) < PROCESSORS:
+    if rows > 32 and tiles_in(sizes[0], spec) < usual_processors():
         sizes = [small, *(config for config in sizes if config is not small)]
     return [config for config in dict.fromkeys(sizes) if not problem_with(config, spec)]
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from multigemm.backends import registry
-from multigemm.cuda.device import FITTED_PROCESSORS
+from multigemm.cuda.device import usual_processors
 from multigemm.problem.spec import OperandSpec, ProblemSpec
 from multigemm.select import table
 from multigemm.select.measure_once import WORTH, fastest, forbidden, measure_once
@@ -178,7 +178,7 @@ def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
     few = c.form in ("jagged_m", "masked", "batched") and c.rows <= FEW_ROWS
     found = ("cupy", "triton") if (long or few) and not c.unaligned else ("triton", "cupy")
     tiles = c.groups * math.ceil(c.rows / TILE_ROWS) * math.ceil((c.n or c.rows) / TILE_COLUMNS)
-    return (*found, "numba") if long and tiles <= FITTED_PROCESSORS else found
+    return (*found, "numba") if long and tiles <= usual_processors() else found
 
 
 def _portable_kernels(c: ProblemClass) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import torch
 from multigemm.backends.cupy import BACKEND, choice, hopper, small_list, support
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
+from multigemm.cuda.device import FITTED_PROCESSORS, usual_processors
 from multigemm.errors import InvalidSetting
 from multigemm.problem.spec import OperandSpec, ProblemSpec
 from multigemm.testing import Limits
@@ -81,6 +82,18 @@ def test_the_best_config_of_other_classes(problem: ProblemSpec, best: Config) ->
     assert choice.heuristic(problem) == best
     if problem.form == "jagged_k":
         assert choice.heuristic(replace(problem, **ODD)) not in (configs.SINGLE, configs.SMALL_64)  # type: ignore[arg-type]
+
+
+def test_rounds_are_those_of_the_gpu_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """96 low tiles are one round on an H100, and on a GPU of 78 multiprocessors more than one."""
+    problem, found = spec(**JAGGED_K, groups=12, total=4096, m=512, n=192), list[Config]()
+    for count in (78, FITTED_PROCESSORS):
+        monkeypatch.setattr(choice, "usual_processors", lambda count=count: count)
+        for kept in (choice.ranked, choice._layout):
+            kept.cache_clear()
+        found.append(choice.heuristic(problem))
+    assert usual_processors() == FITTED_PROCESSORS or torch.cuda.is_available()
+    assert found[1] == configs.SINGLE != found[0]
 
 
 def test_each_kind_has_a_tile_that_fits_everywhere() -> None:
