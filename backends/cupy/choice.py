@@ -111,6 +111,10 @@ LIST_LEAST_K = 128
 """k up to which the small kernel is tried before the kernel for small lists."""
 FEW_K = 1024
 """k per group up to which results of jagged k that one round of low tiles covers are not cut into tall ones."""
+MANY_GRADIENTS, SHORT_K, LOW_ROUNDS = 32, 256, 8
+"""Groups of jagged k from which, and k per group and rounds of low tiles up to which low ones take less than tall ones:
+0.77 to 0.84 of the time of the faster of ALONE and WIDE, with half of the groups idle 0.96 (64 to 900 groups, 40 to 101
+k, results of 64 x 128 to 256 x 512, H200, 2026-11-25); 1.05 in 9 rounds of 192 rows, 1.00 in 15."""
 SMALL_ROWS = 2048
 """Rows, and SMALL_COLUMNS, up to which a result has fewer tiles than the GPU has multiprocessors: low tiles, no
 clusters."""
@@ -118,6 +122,10 @@ SMALL_COLUMNS = 1024
 """Columns: see SMALL_ROWS."""
 WORTH_COPYING = 1 << 24
 """Products (rows x columns x k) from which a copy costs less than the generic kernel."""
+BLOCKS_WORTH_COPYING = 7.5
+"""Blocks of 64 k of tiles of 64, for each multiprocessor, from which the same holds: of groups with few tokens, whose
+tiles are mostly empty. Time over that of the generic or small kernel, H200, 2026-11-25: 0.42 to 0.79 (six problems, m
+or n jagged), 0.97 against `small` for 64 groups of a row, 500 columns and k = 101."""
 WORDS_WORK, COPIED_WORDS_WORK = 1 << 25, 1 << 30
 """Products (rows x columns x k) of tf32 or int8 from which the Hopper kernel is taken, and after copies.
 
@@ -497,9 +505,9 @@ def _most_tiles(layout: Layout, counts: Counts, side: int) -> Number:
     spec = layout.spec
     if spec.form != "jagged_k" and spec.k is None:
         return 0 * counts.total
-    rows = counts.total if spec.form not in ("jagged_n", "jagged_k") else (spec.m or 0) * counts.groups
-    columns = counts.total if spec.form == "jagged_n" else spec.n or 0
-    return (rows // side + counts.groups) * -(-columns // side) * (rows > 0)
+    rows = (spec.m or 0) * counts.groups if spec.form == "jagged_k" else counts.total
+    columns = spec.m if spec.form == "jagged_n" else spec.n
+    return (rows // side + counts.groups) * -(-(columns or 0) // side) * (rows > 0)
 
 
 def _fits_small(layout: Layout, counts: Counts) -> Condition:
@@ -589,7 +597,10 @@ COPIED_WIDE, COPIED_SINGLE, COPIED_TURNS = (replace(config, kernel="packed") for
 def _other_rules(layout: Layout, counts: Counts, ladders: list[tuple[Condition, Ladder]]) -> list[Rule]:
     """The rules for operands that TMA cannot read: the kernels that shift or copy them, or the generic one."""
     spec, total, rows = layout.spec, counts.total, _rows(layout, counts)
-    heavy = total * (spec.n or 256) * (spec.k or 256) >= WORTH_COPYING
+    across = spec.m if spec.form == "jagged_n" else spec.n
+    blocks = -(-typical_extent(spec, "k", counts.mean) // BLOCK_K) * _most_tiles(layout, counts, GENERIC_64.tile)
+    heavy = total * (across or 256) * (spec.k or 256) >= WORTH_COPYING
+    heavy = heavy | (blocks >= BLOCKS_WORTH_COPYING * layout.processors)
     # Groups of many rows that are two rounds of tall tiles at most, with a short k.
     brief = (spec.form != "jagged_k" and layout.k <= BRIEF_K) & (counts.mean > BRIEF_ROWS)
     brief = brief & (-(-counts.mean // WIDE.rows) * counts.groups * layout.columns <= 2 * layout.processors)
@@ -678,7 +689,9 @@ def _hopper_rules(layout: Layout, counts: Counts) -> list[tuple[Condition, Ladde
     lowest = -(-rows // SLIM.rows) * counts.groups * layout.columns
     highest = -(-rows // WIDE.rows) * counts.groups * layout.columns
     little = (total <= SMALL_ROWS) & ((spec.n or 0) <= SMALL_COLUMNS) & (not jagged_k)
+    many = jagged_k & (counts.groups >= MANY_GRADIENTS) & (counts.mean <= SHORT_K)
     for holds, ladder in (
+        (many & (_result_tiles(spec, counts, SINGLE.rows) <= LOW_ROUNDS * layout.processors), LOW),
         ((rows > SLIM.rows) & (lowest <= ONE_ROUND * layout.processors) & (not jagged_k), LOWEST),
         (little & (total <= 1024) & (spec.form != "per_group"), LOWEST),
         (little | ((rows > 32) & (highest <= layout.processors) & (not jagged_k)), LOW),

@@ -26,6 +26,7 @@ STRIDED = replace(BF16, order="strided")
 ODD_B = {"b": ODD["b"]}
 LIST = {"form": "per_group", "n": None, "k": None}
 JAGGED_K = {"form": "jagged_k", "k": None, "a": COLUMNS}
+COLUMNS_OF_12: Change = {"form": "jagged_n", "groups": 12, "m": 7136, "n": None, "k": 104, "b": replace(BF16, align=8)}
 TF32: Change = {"compute": torch.float32, "precision": "tf32", **dict.fromkeys("ab", OperandSpec(torch.float32))}
 INT8: Change = {"compute": torch.int8, **dict.fromkeys("ab", OperandSpec(torch.int8))}
 TF32["out"], INT8["out"] = OperandSpec(torch.float32), OperandSpec(torch.int32)
@@ -61,6 +62,13 @@ def test_odd_weights_are_copied_for_many_rows_and_shifted_for_few(groups: int, k
         (spec(**JAGGED_K, groups=12, total=4096, m=512, n=192), configs.SINGLE),
         (spec(**JAGGED_K, m=5632, n=2048, total=32 * 128), configs.ALONE),
         (spec(**JAGGED_K, m=5632, n=2048, total=32 * 256), configs.WIDE),
+        # Many results of little k: low tiles, while they are few rounds.
+        (spec(**JAGGED_K, groups=256, total=16384, m=128, n=256), configs.SINGLE),
+        (spec(**JAGGED_K, groups=256, total=32768, m=256, n=512), configs.ALONE),
+        # Few columns of a jagged n, whose tiles are mostly empty: the columns are copied.
+        (spec(**COLUMNS_OF_12, total=16), replace(configs.SLIM, kernel="packed")),
+        (spec(**{**COLUMNS_OF_12, "m": 512}, total=16), configs.SMALL_32),
+        (spec(**ODD, groups=64, n=500, k=101, total=64), configs.SHIFT_B_MIDDLE),
         # Few columns of many rows: the rows are shifted.
         (spec(**ODD, groups=14, n=66, k=7378, total=32768), configs.SHIFT_A_MIDDLE),
         (spec(**ODD, groups=19, n=453, k=4130, total=32768), configs.SHIFT_A),
