@@ -220,7 +220,7 @@ inline float __double2float_rz(double x) {
 inline int atomicAdd(int* p, int v) {
     const int old = *p;
     *p += v;
-    for (unsigned rounds = random_number() % 4 ? 0 : random_number() % 4096; rounds > 0; --rounds) yield();     // some answers take long
+    for (unsigned rounds = random_number() % 1024; rounds > 0; --rounds, ++progress) yield();   // some answers take long
     return old;
 }
 inline unsigned f16_of(float x) { const _Float16 y = _Float16(x); unsigned short bits; memcpy(&bits, &y, 2); return bits; }
