@@ -48,7 +48,7 @@ CHOOSE: dict[str, Callable[[ProblemSpec], Any]] = {
 }
 REGRET = 1.04
 """How many times slower than the fastest config a choice may be."""
-UNJUDGED = {"cupy": 0.12, "triton": 0.25, "numba": 0.13}
+UNJUDGED = {"cupy": 0.13, "triton": 0.25, "numba": 0.13}
 """The part of the workloads that may have a choice that no report measured."""
 Fields = frozenset[tuple[str, str]]
 
