@@ -243,6 +243,12 @@ def completed(given: Any, valid: Sequence[Any]) -> Any:
     return given
 
 
+def cannot_run(config: Any, reason: str) -> InvalidSetting:
+    """The error for a config, which a user gave, that cannot run a problem. `reason` may be unknown."""
+    text = f"{config} cannot run this problem{reason and ': '}{reason}"
+    return InvalidSetting(f"{text}; leave config out for the backend's own choice")
+
+
 def _package(kind: type) -> str:
     """The package of a config's class. A backend may define several config classes in neighbouring modules."""
     return kind.__module__.rpartition(".")[0]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multigemm.backends.cublas.run import MovableStep
+from multigemm.backends.cublas.run import MovableStep, Steps
 from multigemm.cuda import nvrtc
 from multigemm.cuda.arguments import ACTIVATION_CODES, JAGGED_CODES, OPERANDS, Addresses
 from multigemm.cuda.device import to_device
@@ -100,6 +100,11 @@ class Finish(MovableStep):
         """Sets other addresses. The driver copies the argument at each launch, so its fields may change between two."""
         for part, name, operand in self._fields:
             setattr(part, name, addresses[operand])
+
+
+def without_products(ops: Operands) -> Steps:
+    """The launch of a problem that multiplies nothing."""
+    return Steps(ops.device, [Finish(ops, Need(unowned=ops.spec.zero_unowned))])
 
 
 def _blocks(task: _Task) -> int:

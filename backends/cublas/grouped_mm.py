@@ -20,7 +20,7 @@ from torch import Tensor
 
 from multigemm import torch_internals
 from multigemm.backend import Launch
-from multigemm.backends.cublas.epilogue import ClampedEnds, Finish, Need
+from multigemm.backends.cublas.epilogue import ClampedEnds, Finish, Need, without_products
 from multigemm.backends.cublas.products import Ints, countable
 from multigemm.backends.cublas.run import Steps, zero_lines
 from multigemm.backends.cublas.staging import Copies, compact, readable, stage_side
@@ -150,9 +150,7 @@ def bind_grouped_mm(ops: Operands, offsets: Ints | None) -> Launch:
     numbers: Tensor | None = None
     call: Call
     if offsets is None:
-        numbers = cast(Tensor, ops.ends)
-        if ops.head:
-            numbers = numbers.as_strided((spec.groups + 1,), (1,), numbers.storage_offset() - 1)
+        numbers = ends_with_head(ops)
         pair = (
             compact(out[:1].expand(2, -1, -1), out.dtype, out.device, rows=True)
             if ops.head and out.dim() == 3
@@ -162,7 +160,7 @@ def bind_grouped_mm(ops: Operands, offsets: Ints | None) -> Launch:
     else:
         bounds = np.maximum.accumulate(np.clip(offsets, 0, a.shape[0] if spec.form == "jagged_m" else a.shape[1]))
         if bounds[-1] <= bounds[0]:
-            return Steps(ops.device, [Finish(ops, Need(unowned=spec.zero_unowned))])
+            return without_products(ops)
         start, ends = int(bounds[0]), cast(Tensor, ops.ends)
         ends = (ends - start if start else ends).to(torch.int32)
         call = FromHost(spec, ends, start, int(bounds[-1]), clears=spec.zero_unowned and not aside)
@@ -173,6 +171,12 @@ def bind_grouped_mm(ops: Operands, offsets: Ints | None) -> Launch:
     if aside:
         steps.append(Finish(ops, Need(acc=out, unowned=spec.zero_unowned)))
     return Steps(ops.device, steps, [out] if aside else [])
+
+
+def ends_with_head(ops: Operands) -> Tensor:
+    """The ends of a jagged form on the device, after the first group's start where there is one."""
+    ends = cast(Tensor, ops.ends)
+    return ends.as_strided((ops.spec.groups + 1,), (1,), ends.storage_offset() - 1) if ops.head else ends
 
 
 def _counted(given: tuple[Tensor, Tensor, Tensor], copies: Copies) -> tuple[Tensor, Tensor, Tensor]:
@@ -301,11 +305,9 @@ def _guarded(ops: Operands, a: Tensor, b: Tensor, out: Tensor, aside: bool, step
     between two calls: in place if there are no such rows, else to scratch memory; the other call gets no rows at all. A
     result that grouped_mm cannot write in place always goes to scratch memory.
     """
-    apart, numbers = not aside and out.numel() > LARGEST_COPY, cast(Tensor, ops.ends)
+    apart, numbers = not aside and out.numel() > LARGEST_COPY, ends_with_head(ops)
     target = out if aside else compact(out, out.dtype, out.device, rows=True)
     cut = ClampedEnds(numbers, ops.spec.groups, head=ops.head, apart=apart)
-    if ops.head:
-        numbers = numbers.as_strided((ops.spec.groups + 1,), (1,), numbers.storage_offset() - 1)
 
     def multiply(stream: int) -> None:
         cut.before(stream, numbers, a.shape[0])

@@ -27,8 +27,8 @@ from multigemm.backends.cublas.config import (
     reads_sizes,
     result_type,
 )
-from multigemm.backends.cublas.epilogue import Finish, Need
-from multigemm.backends.cublas.grouped_mm import bind_grouped_mm
+from multigemm.backends.cublas.epilogue import Finish, Need, without_products
+from multigemm.backends.cublas.grouped_mm import bind_grouped_mm, ends_with_head
 from multigemm.backends.cublas.host_sizes import bind_sizes
 from multigemm.backends.cublas.library import Origins
 from multigemm.backends.cublas.products import (
@@ -154,10 +154,7 @@ def fetched(ops: Operands) -> tuple[Ints | None, Ints | None]:
     """Offsets or valid rows, read back from the device."""
     if ops.spec.form == "masked":
         return None, cast(Tensor, ops.valid_rows).to("cpu", torch.int64).numpy()
-    ends = cast(Tensor, ops.ends)
-    if ops.head:
-        ends = ends.as_strided((ops.spec.groups + 1,), (1,), ends.storage_offset() - 1)
-    read = ends.to("cpu", torch.int64).numpy()
+    read = ends_with_head(ops).to("cpu", torch.int64).numpy()
     return read if ops.head else np.concatenate([np.zeros(1, np.int64), read]), None
 
 
@@ -166,7 +163,7 @@ def bound(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) 
     knows them, or nothing is cut."""
     spec, a, b = ops.spec, ops.a, ops.b
     if spec.alpha == "zero" or not (isinstance(a, list) or isinstance(b, list) or (a.numel() and b.numel())):
-        return Steps(ops.device, [Finish(ops, Need(unowned=spec.zero_unowned))])
+        return without_products(ops)
     if how.grouped_mm and (offsets is None or how.config.variant == "grouped_mm"):
         return bind_grouped_mm(ops, offsets)
     return _general(ops, how, offsets, valid)

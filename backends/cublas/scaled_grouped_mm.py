@@ -18,8 +18,8 @@ from torch import Tensor
 from multigemm import torch_internals
 from multigemm.backend import Launch, Recipe
 from multigemm.backends.cublas.config import Config
-from multigemm.backends.cublas.epilogue import ClampedEnds, Finish, Need
-from multigemm.backends.cublas.grouped_mm import call_into, copy_result, legal
+from multigemm.backends.cublas.epilogue import ClampedEnds, Finish, Need, without_products
+from multigemm.backends.cublas.grouped_mm import call_into, copy_result, ends_with_head, legal
 from multigemm.backends.cublas.run import Steps
 from multigemm.backends.cublas.staging import Copies, compact
 from multigemm.backends.cublas.support import FLOAT8_STEP
@@ -57,7 +57,7 @@ def _bind(ops: Operands) -> Launch:
             return _bind(ops)
     spec, a, b = ops.spec, cast(Tensor, ops.a), cast(Tensor, ops.b)
     if spec.alpha == "zero" or not (a.numel() and b.numel()):
-        return Steps(ops.device, [Finish(ops, Need(unowned=spec.zero_unowned))])
+        return without_products(ops)
     return _jagged_m(ops, a, b) if spec.form == "jagged_m" else _jagged_k(ops, a, b)
 
 
@@ -70,9 +70,7 @@ def _jagged_m(ops: Operands, a: Tensor, b: Tensor) -> Steps:
         _spread(_lines(ops.scale_b, "b"), (spec.groups, b.shape[-1]), ops.device, copies),
     )
     a, b = legal(a, by_rows=True), legal(b.expand(spec.groups, -1, -1) if b.dim() == 2 else b, by_rows=False)
-    numbers, clears = cast(Tensor, ops.ends), spec.zero_unowned
-    if ops.head:
-        numbers = numbers.as_strided((spec.groups + 1,), (1,), numbers.storage_offset() - 1)
+    numbers, clears = ends_with_head(ops), spec.zero_unowned
     copied = redispatched_scaled_grouped_mm is None  # with all rows of torch's result, also those of no group
     aside = not clears and (ops.head or copied)
     target = legal(compact(out, out.dtype, out.device, rows=True) if aside else out, by_rows=True)
@@ -95,7 +93,7 @@ def _jagged_k(ops: Operands, a: Tensor, b: Tensor) -> Steps:
     assert ops.host_offsets is not None
     bounds = np.maximum.accumulate(np.clip(ops.host_offsets, 0, total))
     if bounds[-1] <= bounds[0]:
-        return Steps(ops.device, [Finish(ops, Need(unowned=spec.zero_unowned))])
+        return without_products(ops)
     rows, columns = (spec.groups, a.shape[0]), (spec.groups, b.shape[1])
     scales = tuple(
         _spread(_lines(scale, side), shape, ops.device, copies).reshape(-1)

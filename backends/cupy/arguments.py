@@ -3,24 +3,13 @@
 Whatever a kernel must know at run time is in the first, so that extents, strides, addresses and epilogue never cause a
 compilation. The maps tell the copy engine (TMA) where an operand lies; the host encodes them when a problem is bound.
 
-A box is 128 bytes (the swizzle's width), so 64 elements of 16 bits, along the contiguous direction, but for the last of
-five kinds:
-
-* an operand with k contiguous: dims (k, mn, group), boxes of 64 k by some rows of mn;
-* an operand with mn contiguous: dims (mn, k, group), boxes of 64 mn by 64 k (of 4 bytes 32 by 32, of 8 bytes 16 by 16);
-* the same for jagged k: dims (mn, k', end, wrap). A group's last block of k must end in zeros although
-  the next group's rows follow in memory, so k' counts back from the group's end: k' = FAR - left lies
-  inside the extent FAR while `left` > 0 and outside after it, where TMA fills in zeros. The address,
-  base + wrap * FAR + (k' + end) * step, is brought back by `wrap`, whose stride times FAR is
-  -FAR * step modulo 2^64;
-* results, which the copy engine stores: the same for their rows, since a piece ends at any row;
-* lines that begin anywhere, by eight maps: see `weight_maps`.
+Beside those of `multigemm.cuda.operand_maps` there are maps of weights with a gate, and of lines that begin anywhere
+(`weight_maps`).
 """
 
 from __future__ import annotations
 
 import struct
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -38,6 +27,7 @@ from multigemm.cuda.arguments import (
     tokens_at,
 )
 from multigemm.cuda.device import to_device
+from multigemm.cuda.operand_maps import HEIGHTS, Side, plain_map
 from multigemm.cuda.tensor_map import BLANK, NO_SWIZZLE, PROMOTION_128B, SIZE, encode_together, repeat
 from multigemm.planning.operands import ABSENT, Operands, Packed, group_table
 
@@ -78,27 +68,8 @@ def _sizes(tensor: Tensor | None, operand: str) -> tuple[int, int]:
 
 # Tensor maps.
 
-FAR = 1 << 30
-EDGE = 0x7FFF0000
-LINE_BYTES = 128
-"""Bytes of a line of a box."""
-HEIGHTS = tuple(8 * (i + 1) for i in range(16))
-"""Rows of the boxes that the row side comes in."""
 BLANK_ROWS = bytes(SIZE * 15)
 """The placeholder for the maps of the other heights, if one map serves all."""
-
-
-class Side(NamedTuple):
-    """One operand in its role: `mn` is its row or column extent; strides are in bytes."""
-
-    ptr: int
-    mn: int
-    k: int
-    groups: int
-    step: int
-    group: int
-    k_contiguous: bool
-    dtype: torch.dtype
 
 
 class Lines(NamedTuple):
@@ -111,28 +82,6 @@ class Lines(NamedTuple):
     dtype: torch.dtype
 
 
-@cache
-def _boxes(line: int, heights: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    return tuple((line, height, 1) for height in heights)
-
-
-def plain_map(side: Side, rows: int) -> Fields:
-    """A map with boxes of `rows` of mn if k is contiguous, else boxes of one line of mn by as many k."""
-    return _plain_maps(side, (rows,))
-
-
-def _plain_maps(side: Side, heights: tuple[int, ...]) -> Fields:
-    """One map per box height if k is contiguous, else a single map with boxes of one line of mn by as many k."""
-    if side.mn == 0 or side.k == 0 or side.groups == 0:
-        return join([BLANK] * (len(heights) if side.k_contiguous else 1))  # nothing will ever be loaded through it
-    strides = side.step if side.step > 16 else 16, side.group if side.group > 16 else 16
-    line = LINE_BYTES // side.dtype.itemsize
-    if side.k_contiguous:
-        return encode_together(side.dtype, side.ptr, (side.k, side.mn, side.groups), strides, _boxes(line, heights))
-    across = (side.mn, side.k, side.groups), strides, _boxes(line, (line,))
-    return encode_together(side.dtype, side.ptr, *across, promotion=PROMOTION_128B)
-
-
 def stacked_maps(side: Side, height: int, count: int) -> Fields:
     """The maps of `count` matrices of a stack, each of a single matrix, with the boxes of `plain_map`."""
     alone = plain_map(side._replace(groups=1, group=0), height)
@@ -143,7 +92,8 @@ def stacked_maps(side: Side, height: int, count: int) -> Fields:
 
 def row_maps(side: Side) -> tuple[bytes, ...]:
     """The 16 maps of the row side: one per box height, or one and 15 blank ones if mn is contiguous."""
-    return (_plain_maps(side, HEIGHTS),) if side.k_contiguous else (_plain_maps(side, HEIGHTS), BLANK_ROWS)
+    maps = plain_map(side, *HEIGHTS)
+    return (maps,) if side.k_contiguous else (maps, BLANK_ROWS)
 
 
 def gate_map(side: Side, interleaved: bool) -> Fields:
@@ -160,29 +110,6 @@ def gate_map(side: Side, interleaved: bool) -> Fields:
         return encode_together(side.dtype, side.ptr, extents, (*apart, group), (box,))
     extents, strides = (features, side.k, 2, side.groups), (step, features * side.dtype.itemsize, group)
     return encode_together(side.dtype, side.ptr, extents, strides, ((64, 64, 1, 1),), promotion=PROMOTION_128B)
-
-
-def ragged_map(side: Side) -> Fields:
-    """A map for jagged k with mn contiguous (see the module docstring)."""
-    if side.mn == 0 or side.k == 0:
-        return BLANK
-    step, line = max(side.step, 16), LINE_BYTES // side.dtype.itemsize
-    extents, strides = (side.mn, FAR, EDGE, EDGE), (step, step, 2**35 - step)
-    return encode_together(side.dtype, side.ptr, extents, strides, ((line, line, 1, 1),))
-
-
-def result_map(side: Side) -> Fields:
-    """A map for stores that stop at any row, in boxes of 64 rows by 64 columns (`mn`), or 32 by 32 of 4 bytes.
-
-    Dims (mn, rows', end, wrap, group); as in `ragged_map`, rows' = FAR - left lies inside the extent while rows are
-    left.
-    """
-    if side.mn == 0 or side.k == 0 or side.groups == 0:
-        return BLANK
-    step = max(side.step, 16)
-    extents, strides = (side.mn, FAR, EDGE, EDGE, side.groups), (step, step, 2**35 - step, max(side.group, 16))
-    line = LINE_BYTES // side.dtype.itemsize
-    return encode_together(side.dtype, side.ptr, extents, strides, ((line, line, 1, 1, 1),))
 
 
 def weight_maps(lines: Lines, inner: int, height: int) -> tuple[Fields, ...]:

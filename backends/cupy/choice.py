@@ -86,7 +86,7 @@ from multigemm.backends.cupy.support import (
     trades_sides,
     words_of,
 )
-from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
+from multigemm.cuda.device import usual_processors
 from multigemm.planning.fused import products_spec
 from multigemm.planning.tiles import Number, TileCost, longest_time, typical_extent
 from multigemm.problem.spec import HALVES, ProblemSpec
@@ -111,6 +111,10 @@ LIST_LEAST_K = 128
 """k up to which the small kernel is tried before the kernel for small lists."""
 FEW_K = 1024
 """k per group up to which results of jagged k that one round of low tiles covers are not cut into tall ones."""
+MANY_GRADIENTS, SHORT_K, LOW_ROUNDS = 32, 256, 8
+"""Groups of jagged k from which, and k per group and rounds of low tiles up to which low ones take less than tall ones:
+0.77 to 0.84 of the time of the faster of ALONE and WIDE, with half of the groups idle 0.96 (64 to 900 groups, 40 to 101
+k, results of 64 x 128 to 256 x 512, H200, 2026-11-25); 1.05 in 9 rounds of 192 rows, 1.00 in 15."""
 SMALL_ROWS = 2048
 """Rows, and SMALL_COLUMNS, up to which a result has fewer tiles than the GPU has multiprocessors: low tiles, no
 clusters."""
@@ -118,6 +122,10 @@ SMALL_COLUMNS = 1024
 """Columns: see SMALL_ROWS."""
 WORTH_COPYING = 1 << 24
 """Products (rows x columns x k) from which a copy costs less than the generic kernel."""
+BLOCKS_WORTH_COPYING = 7.5
+"""Blocks of 64 k of tiles of 64, for each multiprocessor, from which the same holds: of groups with few tokens, whose
+tiles are mostly empty. Time over that of the generic or small kernel, H200, 2026-11-25: 0.42 to 0.79 (five problems, m
+or n jagged), 0.97 against `small` for 64 groups of a row, 500 columns and k = 101."""
 WORDS_WORK, COPIED_WORDS_WORK = 1 << 25, 1 << 30
 """Products (rows x columns x k) of tf32 or int8 from which the Hopper kernel is taken, and after copies.
 
@@ -135,9 +143,9 @@ CROWDED_ROWS = 100
 """Rows per group from which some groups of a random routing have more than 128, and tiles are higher."""
 PICKED_ROWS = 48
 """Rows per group up to which picked rows are read where they lie, and not copied first."""
-ONE_ROUND = 3 * PROCESSORS // 2
-"""Lowest tiles up to which they are taken. Tokens are rounded up to powers of two, by 1.5 on average: so many counted
-tiles are some 132 real ones, one round.
+ONE_ROUND = 1.5
+"""Lowest tiles for each multiprocessor up to which they are taken. Tokens are rounded up to powers of two, by 1.5 on
+average: so many counted tiles are one real round.
 
 Time over that of tiles of 128 rows, H200, 2026-11-25: 0.77 to 0.95 in one round (seven problems; 1.02 for one of few
 blocks of k), 0.96 to 1.14 in two (five; benchmarks/results/h200-low-tiles). Of 33 to 64 rows per group 0.94 to 1.00 for
@@ -189,8 +197,9 @@ on an H200, bfloat16, 2026-11-23 (benchmarks/results/h200/weight-gradients.json)
 0.22 % and 4.7 %; shared tiles for all 4.1 % and 34 %, turns for all 1.1 % and 12 %. Results below 384 rows were not
 measured.
 """
-AT_ONCE = 3 * PROCESSORS
-"""Tiles of 64, or of 32 with eight blocks of k in flight, that run at once, for which there is shared memory."""
+AT_ONCE = 3
+"""Tiles of 64, or of 32 with eight blocks of k in flight, that a multiprocessor runs at once: it has the shared memory
+for so many."""
 ODD_US = (7.0, 1.0)
 """Microseconds (H100) of a launch of the small kernel where lines begin anywhere, and of a block of k of one of a
 processor's tiles of 32."""
@@ -223,6 +232,7 @@ class Layout(NamedTuple):
     """The blocks of columns of a result."""
     k: int
     """The inner extent; 0 if it differs by group and none is known."""
+    processors: int
 
 
 class Counts(NamedTuple):
@@ -239,7 +249,7 @@ def _layout(spec: ProblemSpec) -> Layout:
     columns = max(-(-((spec.m if is_swapped(spec) else spec.n) or spec.largest) // COLUMNS), 1)
     return Layout(
         spec, not small_reasons(spec), not small_list_reasons(spec), not hopper_reasons(spec), has_odd_lines(spec),
-        sends(spec), hopper_plain_kind(spec) > 0, columns, spec.k or spec.largest,
+        sends(spec), hopper_plain_kind(spec) > 0, columns, spec.k or spec.largest, usual_processors(),
     )  # fmt: skip
 
 
@@ -419,7 +429,7 @@ def _words_rules(layout: Layout, counts: Counts) -> list[Rule]:
     work = counts.total * layout.columns * COLUMNS * depth
     odd = layout.columns % 2 == 1 and layout.columns <= FEW_COLUMNS
     turns, wide = ((TURNS_ALONE, TURNS), (ALONE, WIDE)) if odd else ((TURNS, TURNS_ALONE), (WIDE, ALONE))
-    low, middle = (-(-height // side) * counts.groups * layout.columns <= PROCESSORS for side in (64, 128))
+    low, middle = (-(-height // side) * counts.groups * layout.columns <= layout.processors for side in (64, 128))
     found, left = list[Rule](), True
     for holds, some in (
         (low, (SLIM, SINGLE)),
@@ -437,7 +447,7 @@ def _words_rules(layout: Layout, counts: Counts) -> list[Rule]:
 def _double_rules(layout: Layout, counts: Counts) -> list[Rule]:
     """The rules for float64 that TMA can read: low tiles if each multiprocessor gets at most one."""
     height = _height(layout) if layout.spec.form == "jagged_k" else _rows(layout, counts)
-    low, middle = (-(-height // side) * counts.groups * layout.columns <= PROCESSORS for side in (64, 128))
+    low, middle = (-(-height // side) * counts.groups * layout.columns <= layout.processors for side in (64, 128))
     odd = layout.columns % 2 == 1 and layout.columns <= FEW_COLUMNS
     tall = (SINGLE, MIDDLE) if odd else (MIDDLE, SINGLE)
     return [(low, (SLIM, SINGLE)), (middle, (SINGLE, SLIM)), (True, (*tall, SLIM, NARROW))]
@@ -468,7 +478,7 @@ def _generic_rules(layout: Layout, counts: Counts) -> Iterator[Rule]:
     here = [c for c in (GENERIC if alone else GENERIC_PAIR, GENERIC_64, GENERIC_32) if c.tile in tiles]
     rows, columns = (_most(typical_extent(layout.spec, direction, counts.mean), 1) for direction in ("m", "n"))
     costs = [TileCost(c.tile, c.tile, tiles[c.tile].cost) for c in here]
-    times = [longest_time(cost, _most(counts.groups, 1), rows, columns, 1, PROCESSORS) for cost in costs]
+    times = [longest_time(cost, _most(counts.groups, 1), rows, columns, 1, layout.processors) for cost in costs]
     # How many tiles are faster than each, those before it where they are equal.
     ranks = [
         sum((other < time) | ((other == time) & (j < i)) for j, other in enumerate(times) if j != i)
@@ -501,9 +511,9 @@ def _most_tiles(layout: Layout, counts: Counts, side: int) -> Number:
     spec = layout.spec
     if spec.form != "jagged_k" and spec.k is None:
         return 0 * counts.total
-    rows = counts.total if spec.form not in ("jagged_n", "jagged_k") else (spec.m or 0) * counts.groups
-    columns = counts.total if spec.form == "jagged_n" else spec.n or 0
-    return (rows // side + counts.groups) * -(-columns // side) * (rows > 0)
+    rows = (spec.m or 0) * counts.groups if spec.form == "jagged_k" else counts.total
+    columns = spec.m if spec.form == "jagged_n" else spec.n
+    return (rows // side + counts.groups) * -(-(columns or 0) // side) * (rows > 0)
 
 
 def _fits_small(layout: Layout, counts: Counts) -> Condition:
@@ -536,8 +546,8 @@ def _few_tiles_rules(layout: Layout, counts: Counts) -> list[Rule]:
     if spec.form == "jagged_k" and layout.hopper:
         few, one = (_result_tiles(spec, counts, side) for side in (SMALL_64.tile, SINGLE.rows))
         other = other & (k <= FEW_K) & (counts.groups <= MAX_GROUPS)
-        rules.append((other & (k <= BLOCK_K) & (few > 0) & (few <= AT_ONCE), (SMALL_64,)))
-        rules.append((other & (one > 0) & (one <= PROCESSORS), (SINGLE,)))
+        rules.append((other & (k <= BLOCK_K) & (few > 0) & (few <= AT_ONCE * layout.processors), (SMALL_64,)))
+        rules.append((other & (one > 0) & (one <= layout.processors), (SINGLE,)))
     return rules
 
 
@@ -555,9 +565,9 @@ def _odd_rules(layout: Layout, counts: Counts) -> list[Rule]:
         _most(-(-typical_extent(layout.spec, "k", counts.mean) // BLOCK_K), 1),
         _most_tiles(layout, counts, SMALL_32.tile),
     )
-    small = ODD_US[0] + ODD_US[1] * blocks * _most(tiles / PROCESSORS, 1)
+    small = ODD_US[0] + ODD_US[1] * blocks * _most(tiles / layout.processors, 1)
     wins = (tiles > 0) & (small <= CLEARLY * (GENERIC_US[0] + GENERIC_US[1] * blocks)) & _fits_small(layout, counts)
-    deep = (blocks > SMALL_STAGES) & (tiles <= AT_ONCE)
+    deep = (blocks > SMALL_STAGES) & (tiles <= AT_ONCE * layout.processors)
     return [(wins & deep, (SMALL_DEEP, SMALL_32)), (wins & (deep ^ True), (SMALL_32, SMALL_DEEP))]
 
 
@@ -593,10 +603,13 @@ COPIED_WIDE, COPIED_SINGLE, COPIED_TURNS = (replace(config, kernel="packed") for
 def _other_rules(layout: Layout, counts: Counts, ladders: list[tuple[Condition, Ladder]]) -> list[Rule]:
     """The rules for operands that TMA cannot read: the kernels that shift or copy them, or the generic one."""
     spec, total, rows = layout.spec, counts.total, _rows(layout, counts)
-    heavy = total * (spec.n or 256) * (spec.k or 256) >= WORTH_COPYING
+    across = spec.m if spec.form == "jagged_n" else spec.n
+    blocks = -(-typical_extent(spec, "k", counts.mean) // BLOCK_K) * _most_tiles(layout, counts, GENERIC_64.tile)
+    heavy = total * (across or 256) * (spec.k or 256) >= WORTH_COPYING
+    heavy = heavy | (blocks >= BLOCKS_WORTH_COPYING * layout.processors)
     # Groups of many rows that are two rounds of tall tiles at most, with a short k.
     brief = (spec.form != "jagged_k" and layout.k <= BRIEF_K) & (counts.mean > BRIEF_ROWS)
-    brief = brief & (-(-counts.mean // WIDE.rows) * counts.groups * layout.columns <= 2 * PROCESSORS)
+    brief = brief & (-(-counts.mean // WIDE.rows) * counts.groups * layout.columns <= 2 * layout.processors)
     # So few rows that a copy of the weights takes longer than to shift them in every tile.
     blocks = layout.columns * COLUMNS
     filled = (spec.n or blocks) / blocks if spec.out.order == "row" else 1.0
@@ -629,7 +642,7 @@ def _shifted_rows(layout: Layout, counts: Counts) -> list[Rule]:
         return []
     copy = ROWS_COPY_COLUMNS * layout.k / (layout.k + ROWS_COPY_K) * rows
     chosen = (rows >= (spec.n or 0)) & (copy > columns * (SHIFTING_ROWS * rows + SHIFTED_TILE_ROWS))
-    low = (-(-rows // (2 * COLUMNS)) * counts.groups * layout.columns <= PROCESSORS // 2) | (layout.columns == 1)
+    low = (-(-rows // (2 * COLUMNS)) * counts.groups * layout.columns <= layout.processors // 2) | (layout.columns == 1)
     low = low | (layout.k <= BRIEF_K)
     return [(chosen & low, (SHIFT_A_MIDDLE, SHIFT_A)), (chosen & (low ^ True), (SHIFT_A, SHIFT_A_MIDDLE))]
 
@@ -667,7 +680,7 @@ def _turns_take_less(layout: Layout, counts: Counts) -> Condition:
     Pairs of multiprocessors take tiles of two blocks of columns each, of which low ones cost as much as full ones.
     """
     height = (layout.spec.n if is_swapped(layout.spec) else layout.spec.m) or 0
-    pairs, processors = counts.groups * -(-layout.columns // 2), PROCESSORS // 2
+    pairs, processors = counts.groups * -(-layout.columns // 2), layout.processors // 2
     shared, turns = (
         min(height, config.rows) * (-(-pairs * -(-height // config.rows) // processors) + LAUNCH_ROUNDS)
         for config in (WIDE, TURNS)
@@ -683,11 +696,13 @@ def _hopper_rules(layout: Layout, counts: Counts) -> list[tuple[Condition, Ladde
     lowest = -(-rows // SLIM.rows) * counts.groups * layout.columns
     highest = -(-rows // WIDE.rows) * counts.groups * layout.columns
     little = (total <= SMALL_ROWS) & ((spec.n or 0) <= SMALL_COLUMNS) & (not jagged_k)
-    idle = (rows > 32) & (lowest <= PROCESSORS) & (not jagged_k)
+    idle = (rows > 32) & (lowest <= layout.processors) & (not jagged_k)
+    many = jagged_k & (counts.groups >= MANY_GRADIENTS) & (counts.mean <= SHORT_K)
     for holds, ladder in (
-        ((rows > SLIM.rows) & (lowest <= ONE_ROUND) & (not jagged_k), LOWEST),
+        (many & (_result_tiles(spec, counts, SINGLE.rows) <= LOW_ROUNDS * layout.processors), LOW),
+        ((rows > SLIM.rows) & (lowest <= ONE_ROUND * layout.processors) & (not jagged_k), LOWEST),
         (((little & (total <= 1024)) | idle) & (spec.form != "per_group"), LOWEST),
-        (little | ((rows > 32) & (highest <= PROCESSORS) & (not jagged_k)), LOW),
+        (little | ((rows > 32) & (highest <= layout.processors) & (not jagged_k)), LOW),
         (rows <= 32, SPARSE),
         ((rows <= 64) & ((layout.k < LONG_K) | (spec.form in ("batched", "masked"))), BETWEEN),  # none is larger
     ):

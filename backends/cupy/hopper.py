@@ -18,7 +18,7 @@ from torch import Tensor
 
 from multigemm.backend import Launch
 from multigemm.backends.cupy import arguments
-from multigemm.backends.cupy.arguments import Side, problem_bytes, table_of
+from multigemm.backends.cupy.arguments import problem_bytes, table_of
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import COLUMNS, Config, stages_plain
 from multigemm.backends.cupy.fused import GATE_CODES, problem_argument
@@ -39,6 +39,7 @@ from multigemm.cuda.counters import Words, ready
 from multigemm.cuda.device import processors, to_device
 from multigemm.cuda.driver import on_device
 from multigemm.cuda.launch import BoundKernel, Kernel, LaunchSequence, MovableLaunch, in_turn, without_move
+from multigemm.cuda.operand_maps import Side, plain_map, ragged_map, result_map
 from multigemm.cuda.tensor_map import BLANK
 from multigemm.planning.fused import lending, view_of_tokens
 from multigemm.planning.fused_steps import gather_steps, gathered_spec
@@ -83,7 +84,7 @@ def source(spec: ProblemSpec, config: Config, copied: int = 0) -> Source:
 
 @lru_cache(maxsize=1024)
 def _source(layout: Layout, sent: bool, config: Config, more: tuple[tuple[str, int], ...]) -> Source:
-    more = (*defines(layout, config), ("SEND", int(sent)), *_fused_defines(layout.fused), *more)
+    more = (*defines(layout, config), ("SEND", int(sent)), *layout.fused, *more)
     return Source("hopper.cu", "hopper", more, config.shared_bytes(layout.staged))
 
 
@@ -91,38 +92,24 @@ IN_TWO_BOXES, SIDE_BY_SIDE = 1, 2
 """How a gate's columns come (kernels/gated.cuh)."""
 
 
-class FusedLayout(NamedTuple):
-    """The compile-time facts of a fused problem."""
-
-    gathers: bool
-    of_w: bool
-    """Whether the picked rows are those of the weight side."""
-    gate: int
-    act: int
-    preact: bool
-    row_scaled: bool
-    """Whether results are plain except for a number for each row."""
+def gate_kind(spec: ProblemSpec) -> int:
+    """How a gate's columns come; 0 without a gate."""
+    if spec.fused is None or not spec.fused.layout:
+        return 0
+    return SIDE_BY_SIDE if spec.b.order == "row" and spec.fused.layout == "interleaved" else IN_TWO_BOXES
 
 
-def fused_layout_of(spec: ProblemSpec) -> FusedLayout | None:
-    """The compile-time facts of a fused problem, in addition to its `Layout`."""
+def fused_defines(spec: ProblemSpec) -> tuple[tuple[str, int], ...]:
+    """The definitions of a fused problem: whether rows are picked, and those of the weight side; the gate; and whether
+    results are plain except for a number for each row."""
     if (fused := spec.fused) is None:
-        return None
-    apart = spec.b.order == "row" and fused.layout == "interleaved"
-    gate = 0 if not fused.layout else SIDE_BY_SIDE if apart else IN_TWO_BOXES
-    act = GATE_CODES[spec.activation] if gate and spec.activation else 0
-    return FusedLayout(
-        picks_rows(spec), picks_weights(spec), gate, act, bool(gate) and fused.preact is not None,
-        hopper_plain_kind(spec) > 0 and fused.row_scale is not None,
-    )  # fmt: skip
-
-
-def _fused_defines(fused: FusedLayout | None) -> tuple[tuple[str, int], ...]:
-    if fused is None:
         return ()
+    gate = gate_kind(spec)
+    act = GATE_CODES[spec.activation] if gate and spec.activation else 0
+    row_scaled = hopper_plain_kind(spec) > 0 and fused.row_scale is not None
     return (
-        ("FUSED", 1), ("GATHER", int(fused.gathers)), ("PICKS_W", int(fused.of_w)), ("GATE", fused.gate),
-        ("ACT", fused.act), ("PREACT", int(fused.preact)), ("ROW_SCALED", int(fused.row_scaled)),
+        ("FUSED", 1), ("GATHER", int(picks_rows(spec))), ("PICKS_W", int(picks_weights(spec))), ("GATE", gate),
+        ("ACT", act), ("PREACT", int(bool(gate) and fused.preact is not None)), ("ROW_SCALED", int(row_scaled)),
     )  # fmt: skip
 
 
@@ -137,7 +124,7 @@ class Layout(NamedTuple):
     plain: int
     staged: bool
     """Whether results lie in the staging as they are stored."""
-    fused: FusedLayout | None = None
+    fused: tuple[tuple[str, int], ...] = ()
     biased: bool = False
 
 
@@ -146,7 +133,7 @@ def layout_of(spec: ProblemSpec) -> Layout:
     element = words_of(spec) or {torch.bfloat16: "BFLOAT", torch.float64: "DOUBLE"}.get(spec.compute, "")
     ragged, listed = spec.form == "jagged_k", spec.form == "per_group"
     plain, staged = hopper_plain_kind(spec), stages_plain(spec)
-    return Layout(element, roles(spec), ragged, listed, plain, staged, fused_layout_of(spec), is_biased(spec))
+    return Layout(element, roles(spec), ragged, listed, plain, staged, fused_defines(spec), is_biased(spec))
 
 
 def defines(layout: Layout, config: Config) -> tuple[tuple[str, int], ...]:
@@ -167,7 +154,8 @@ def shared_bytes(spec: ProblemSpec, config: Config) -> int:
     return config.shared_bytes(stages_plain(spec))
 
 
-def _side(view: Strided, step: int, mn: int, k: int, groups: int, k_contiguous: bool, dtype: torch.dtype) -> Side:
+def side_of(view: Strided, step: int, mn: int, k: int, groups: int, k_contiguous: bool, dtype: torch.dtype) -> Side:
+    """An operand of a packed form, given the elements from line to line."""
     group = dtype.itemsize * view.group
     return Side(view.ptr, mn, k, groups if group else 1, dtype.itemsize * step, group, k_contiguous, dtype)
 
@@ -176,15 +164,15 @@ def results_of(view: Packed, swapped: bool, dtype: torch.dtype) -> Side:
     """The output as columns and rows of the weight and the row side."""
     out = view.out
     rows, columns, step = (view.n, view.m, out.col) if swapped else (view.m, view.n, out.row)
-    return _side(out, step, columns, rows, view.groups, False, dtype)
+    return side_of(out, step, columns, rows, view.groups, False, dtype)
 
 
 def sides_of(view: Packed, role: Roles, dtype: torch.dtype) -> tuple[Side, Side]:
     """The row side and the weight side of a packed form."""
     a, b = view.a, view.b
     a_k, b_k = (role.w_k, role.x_k) if role.swapped else (role.x_k, role.w_k)
-    left = _side(a, a.row if a_k else a.col, view.m, view.k, view.groups, a_k, dtype)
-    right = _side(b, b.col if b_k else b.row, view.n, view.k, view.groups, b_k, dtype)
+    left = side_of(a, a.row if a_k else a.col, view.m, view.k, view.groups, a_k, dtype)
+    right = side_of(b, b.col if b_k else b.row, view.n, view.k, view.groups, b_k, dtype)
     return (right, left) if role.swapped else (left, right)
 
 
@@ -259,11 +247,11 @@ class Hopper:
         self._clusters, self._config, self._index = Clusters(kernel, spec, config), config, index
         self._role, self._dtype, self._results, self._sends = roles(spec), spec.compute, spec.out.dtype, sends(spec)
         self._listed, self._ragged = spec.form == "per_group", spec.form == "jagged_k"
-        self._fused = fused_layout_of(spec)
+        self._gate = gate_kind(spec)
 
     def bind(self, ops: Operands) -> Launch:
         """Lays out the arguments of one problem."""
-        if self._fused is not None:
+        if ops.fused is not None:
             return self._bound_fused(ops)
         bound = self.bound(ops, view_of(ops))
         return without_move(bound) if self._listed else bound
@@ -279,10 +267,10 @@ class Hopper:
         x, w = sides_of(view, self._role, self._dtype)
         with on_device(self._index):
             maps = list(self._maps(view, x, w))
-            if fused.gate is not None and self._fused is not None and self._fused.gate == IN_TWO_BOXES:
+            if fused.gate is not None and self._gate == IN_TWO_BOXES:
                 maps[0] = arguments.gate_map(w, fused.gate.layout == "interleaved")
             elif not self._ragged and picks_rows(ops.spec):
-                maps[0] = arguments.plain_map(w, COLUMNS // self._config.cluster)  # blocks load a part for all
+                maps[0] = plain_map(w, COLUMNS // self._config.cluster)  # blocks load a part for all
         return self._clusters.bound(ops, view, [tuple(maps)], columns=w.mn)
 
     def bound(self, ops: Operands, view: Packed, overlap: bool = True) -> BoundKernel:
@@ -298,13 +286,13 @@ class Hopper:
         """One map of the weight side, 16 of the row side, and one of the results if the copy engine stores them."""
         if self._ragged and x.k_contiguous:
             padded = x._replace(k=padded_k(view, tile_side(self._dtype)))
-            maps: tuple[bytes, ...] = (arguments.ragged_map(w), *arguments.row_maps(padded))
+            maps: tuple[bytes, ...] = (ragged_map(w), *arguments.row_maps(padded))
         elif self._ragged:
-            maps = (arguments.ragged_map(w), arguments.ragged_map(x), arguments.BLANK_ROWS)
+            maps = (ragged_map(w), ragged_map(x), arguments.BLANK_ROWS)
         else:
-            maps = (arguments.plain_map(w, COLUMNS), *arguments.row_maps(x))
+            maps = (plain_map(w, COLUMNS), *arguments.row_maps(x))
         if self._sends:
-            return (*maps, arguments.result_map(results_of(view, self._role.swapped, self._results)))
+            return (*maps, result_map(results_of(view, self._role.swapped, self._results)))
         return maps
 
     def _listed_maps(self, ops: Operands) -> Tensor:
@@ -317,7 +305,7 @@ class Hopper:
                 x, w = (w, x) if role.swapped else (x, w)
                 for key in ((w, COLUMNS), (x, arguments.list_box(x.mn, self._config.rows, self._config.cluster))):
                     if key not in made:
-                        made[key] = arguments.plain_map(*key)
+                        made[key] = plain_map(*key)
                     parts.append(made[key])
         return to_device(np.frombuffer(b"".join(parts), dtype=np.int64).reshape(-1, 32), ops.device)
 

@@ -8,27 +8,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 
 from multigemm.backend import Launch
-from multigemm.backends.cupy.arguments import HEIGHTS, Side, problem_bytes, result_map
+from multigemm.backends.cupy.arguments import problem_bytes, row_maps
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import Config
-from multigemm.backends.cupy.hopper import Clusters, results_of
-from multigemm.backends.cupy.quantised import grid_bytes
+from multigemm.backends.cupy.hopper import Clusters, Roles, results_of, sides_of
+from multigemm.backends.cupy.quantised import packed_bytes
 from multigemm.backends.cupy.support import has_block_scales, is_swapped, plain_kind, sends
 from multigemm.cuda.arguments import Argument, Fields, join
 from multigemm.cuda.device import processors
 from multigemm.cuda.driver import on_device
 from multigemm.cuda.launch import Kernel, in_turn
-from multigemm.cuda.tensor_map import BLANK, encode_together
+from multigemm.cuda.operand_maps import plain_map, result_map
 from multigemm.planning.operands import Operands, Packed, Strided, view_of
 from multigemm.problem.spec import OperandSpec, ProblemSpec
 
 LINE = 128
-"""Bytes, so numbers, of k in a line of a stage."""
+"""k of a block: a group's copy begins at a multiple of it."""
 
 
 def sides(spec: ProblemSpec) -> tuple[OperandSpec, OperandSpec]:
@@ -72,32 +71,11 @@ def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
     return (source(spec, config), *([COPY_SOURCE] if spec.form == "jagged_k" else []))
 
 
-def _side(view: Strided, step: int, mn: int, k: int, groups: int) -> Side:
-    return Side(view.ptr, mn, k, groups if view.group else 1, step, view.group, True, torch.uint8)
-
-
-def sides_of(view: Packed, swapped: bool) -> tuple[Side, Side]:
-    """The row side and the weight side of a packed form."""
-    left = _side(view.a, view.a.row, view.m, view.k, view.groups)
-    right = _side(view.b, view.b.col, view.n, view.k, view.groups)
-    return (right, left) if swapped else (left, right)
-
-
-def line_maps(side: Side, heights: tuple[int, ...]) -> Fields:
-    """Maps with boxes of 128 of k by this many lines."""
-    if side.mn == 0 or side.k == 0 or side.groups == 0:
-        return join([BLANK] * len(heights))
-    boxes = tuple((LINE, height, 1) for height in heights)
-    strides = max(side.step, 16), max(side.group, 16)
-    return encode_together(side.dtype, side.ptr, (side.k, side.mn, side.groups), strides, boxes)
-
-
 def side_grids(ops: Operands, columns: int) -> Fields:
     """The scales of the row side and the weight side, and the number of columns of the latter (`SideGrids`)."""
-    given: Any = [("scale_a", ops.scale_a, ops.spec.a.scale), ("scale_b", ops.scale_b, ops.spec.b.scale)]
-    jagged_k, ordered = ops.spec.form == "jagged_k", reversed(given) if is_swapped(ops.spec) else given
-    grids = [grid_bytes(name, grid, of, jagged_k=jagged_k) for name, grid, of in ordered]
-    return join([*grids, columns.to_bytes(8, "little")])
+    of_a, of_b, _ = packed_bytes(ops)
+    sides = (of_b, of_a) if is_swapped(ops.spec) else (of_a, of_b)
+    return join([*sides, columns.to_bytes(8, "little")])
 
 
 COPY_SOURCE = Source("k_major.cu", "k_major", ())
@@ -142,9 +120,9 @@ class HopperFp8:
 
     def _product(self, ops: Operands, view: Packed, read: Packed) -> Launch:
         """The launch of the products, which reads the operands `read`."""
-        x, w = sides_of(read, self._swapped)
+        x, w = sides_of(read, Roles(self._swapped, True, True), torch.uint8)
         with on_device(self._index):
-            maps = [line_maps(w, (self._columns,)), line_maps(x, HEIGHTS)]
+            maps = [plain_map(w, self._columns), *row_maps(x)]
             if self._sends:
                 maps.append(result_map(results_of(view, self._swapped, self._out)))
         more: list[Argument] = [side_grids(ops, w.mn), tuple(maps)]

@@ -30,6 +30,7 @@ from multigemm.cuda.arguments import Fields, join
 from multigemm.cuda.device import to_device
 from multigemm.cuda.driver import on_device
 from multigemm.cuda.launch import BoundKernel
+from multigemm.cuda.operand_maps import plain_map, result_map
 from multigemm.cuda.tensor_map import BLANK, SIZE
 from multigemm.planning.operands import Operands, Packed, strides_of, view_of
 from multigemm.problem.spec import ProblemSpec
@@ -156,7 +157,7 @@ class HopperShiftB:
         where = EIGHTHS.pack(0, lines.ptr % 16, lines.pitch & 0xFFFFFFFF, per_group, copied)
         maps = (BLANK, *arguments.row_maps(x))  # the weight side's map, which nobody reads, and the row side's
         if self._sent:
-            maps = (*maps, arguments.result_map(hopper.results_of(view, self._role.swapped, ops.spec.out.dtype)))
+            maps = (*maps, result_map(hopper.results_of(view, self._role.swapped, ops.spec.out.dtype)))
         return self._clusters.bound(ops, view, [maps, _weight_maps(lines, self._role), where], columns=w.mn)
 
     def _listed_rows(self, ops: Operands) -> Tensor:
@@ -165,7 +166,7 @@ class HopperShiftB:
         for x in ops.b if self._role.swapped else ops.a:
             side = hopper.matrix_side(x, int(self._role.swapped), self._role.x_k)
             height = arguments.list_box(side.mn, self._config.rows, self._config.cluster)
-            parts += [BLANK, arguments.plain_map(side, height)]
+            parts += [BLANK, plain_map(side, height)]
         return to_device(np.frombuffer(b"".join(parts), dtype=np.int64).reshape(-1, 32), ops.device)
 
     def _listed_weights(self, ops: Operands) -> Tensor:

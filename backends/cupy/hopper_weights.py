@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from multigemm.backend import Launch
-from multigemm.backends.cupy.arguments import Side, result_map, row_maps
+from multigemm.backends.cupy.arguments import row_maps
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import BLOCK_K, CODE_LINE, COLUMNS, LOW_ROWS, Config
-from multigemm.backends.cupy.hopper import Clusters, results_of
-from multigemm.backends.cupy.quantised import CODES, grid_bytes
+from multigemm.backends.cupy.hopper import Clusters, results_of, side_of
+from multigemm.backends.cupy.quantised import CODES, packed_bytes
 from multigemm.backends.cupy.support import folds_scales, plain_kind, sends
 from multigemm.cuda.arguments import Argument, Fields, join
 from multigemm.cuda.driver import on_device
+from multigemm.cuda.operand_maps import result_map
 from multigemm.cuda.tensor_map import (
     BLANK,
     NO_SWIZZLE,
@@ -128,12 +129,6 @@ def code_map(view: Packed, packed: bool, deep: int) -> Fields:
     return encode_together(torch.uint8, b.ptr, (k, view.n, groups), strides, (box,), **modes)
 
 
-def row_side(view: Packed, dtype: torch.dtype) -> Side:
-    """The activations as a `Side`, for maps of rows."""
-    a, size = view.a, dtype.itemsize
-    return Side(a.ptr, view.m, view.k, view.groups if a.group else 1, a.row * size, a.group * size, True, dtype)
-
-
 class HopperWeights:
     """The Hopper kernel for quantised weights, loaded for the problems of one spec."""
 
@@ -146,10 +141,10 @@ class HopperWeights:
         """Lays out the arguments of one problem."""
         view, spec = view_of(ops), self._spec
         with on_device(self._index):
-            maps = [code_map(view, bool(spec.b.packed), self._box), *row_maps(row_side(view, spec.compute))]
+            rows = side_of(view.a, view.a.row, view.m, view.k, view.groups, True, spec.compute)
+            maps = [code_map(view, bool(spec.b.packed), self._box), *row_maps(rows)]
             if self._sends:
                 maps.append(result_map(results_of(view, False, spec.out.dtype)))
-        given: Any = (("scale_b", ops.scale_b), ("zero_b", ops.zero_b))
-        grids = [grid_bytes(name, grid, ops.spec.b.scale) for name, grid in given]
-        more: list[Argument] = [join([*grids, view.n.to_bytes(8, "little")]), tuple(maps)]
+        _, *of_b = packed_bytes(ops)
+        more: list[Argument] = [join([*of_b, view.n.to_bytes(8, "little")]), tuple(maps)]
         return self._clusters.bound(ops, view, more, columns=view.n)

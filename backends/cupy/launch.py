@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from multigemm.backend import Launch, Recipe
+from multigemm.backend import Launch, Recipe, cannot_run
 from multigemm.backends.cupy import (
     choice,
     fused,
@@ -27,7 +27,6 @@ from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import Source, load_all
 from multigemm.backends.cupy.config import Config
 from multigemm.cuda.device import index_of
-from multigemm.errors import InvalidSetting
 from multigemm.planning.fused import kernel_text, products_spec
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
@@ -79,10 +78,7 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
     if config == choice.heuristic(spec, capability):
         _load_layout(replace(spec, total=0, groups=1, largest=0), capability, index)
     elif not configs.is_valid(config, spec, capability):
-        raise InvalidSetting(
-            f"{config} cannot run this problem{_obstacle(config, spec, capability)}; leave config out for the "
-            "backend's own choice"
-        )
+        raise cannot_run(config, _obstacle(config, spec, capability))
     load_all(KERNELS[config.kernel].sources(spec, config), index)
     name = {"packed": "packed+hopper", "gathered": "gather, then hopper"}.get(config.kernel, config.kernel)
     bind = fused.summed(given, KERNELS[config.kernel].loaded(spec, config, index).bind, index)
@@ -90,11 +86,11 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
 
 
 def _obstacle(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> str:
-    """Why the config's kernel, or batch invariance, rules the config out; the end of a sentence."""
+    """Why the config's kernel, or batch invariance, rules the config out; "" where it is not known."""
     reasons = configs.reasons_against(config.kernel, spec)
     if not reasons and (config.kernel != "generic" or config.tile in configs.shapes_of(spec)):
         reasons = [configs.variance(config, spec, capability)]
-    return f": {'; '.join(reasons)}" if any(reasons) else ""
+    return "; ".join(reasons)
 
 
 @lru_cache(maxsize=1024)

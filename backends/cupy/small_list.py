@@ -14,7 +14,6 @@ from torch import Tensor
 
 from multigemm.backend import Launch
 from multigemm.backends.cupy import arguments, hopper
-from multigemm.backends.cupy.arguments import Side
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import BLOCK_K, COLUMNS, SHARED_LIMIT, SMALL_LISTS, Config
 from multigemm.backends.cupy.hopper import Copied
@@ -23,6 +22,7 @@ from multigemm.cuda.arguments import along, fields, slot_of
 from multigemm.cuda.device import processors, to_device
 from multigemm.cuda.driver import on_device
 from multigemm.cuda.launch import NOTHING, MovableLaunch
+from multigemm.cuda.operand_maps import Side
 from multigemm.cuda.tensor_map import SIZE
 from multigemm.planning.operands import Operands, Packed, strides_of, view_of
 from multigemm.problem.spec import ProblemSpec
@@ -183,16 +183,9 @@ def groups_of(ops: Operands, view: Packed) -> Groups:
     return groups_of_list(ops) if ops.spec.form == "per_group" else groups_of_batch(ops.spec, view)
 
 
-class Argument(NamedTuple):
-    """The kernel's argument, the number of tiles, and the tiles that do not fit into the argument."""
-
-    raw: tuple[bytes, ...]
-    tiles: int
-    more: Tensor | None
-
-
-def layout(ops: Operands, groups: Groups, config: Config, slots: int) -> Argument:
-    """Lays out maps, places and shapes of all groups."""
+def layout(ops: Operands, groups: Groups, config: Config, slots: int) -> tuple[tuple[bytes, ...], int, Tensor | None]:
+    """The kernel's argument (maps, places and shapes of all groups), the number of tiles, and those that do not fit
+    into the argument."""
     blank = bytes(SIZE * (slots - len(groups.shapes)))
     read = ops.spec.alpha != "zero"
     tiles = places(tuple((m, k if read else 0, n) for m, k, n in groups.shapes), config.rows)
@@ -209,7 +202,7 @@ def layout(ops: Operands, groups: Groups, config: Config, slots: int) -> Argumen
             *shapes, bytes(SHAPE.size * (slots - len(shapes))),
             TAIL.pack(others, float(ops.alpha), ops.spec.out.align == 16, len(tiles)),
     )  # fmt: skip
-    return Argument(raw, len(tiles), more)
+    return raw, len(tiles), more
 
 
 class SmallList:
@@ -238,12 +231,12 @@ class SmallList:
         config = self._config if self._config.rows else height_for(groups.shapes, self._processors)
         slots = SLOTS[len(groups.shapes) > SLOTS[0]]
         with on_device(self._index):
-            argument = layout(ops, groups, config, slots)
+            argument, tiles, more = layout(ops, groups, config, slots)
         return self._kernels[config, slots].bound(
-            [argument.raw],
-            grid=min(argument.tiles, self._processors),
+            [argument],
+            grid=min(tiles, self._processors),
             threads=THREADS,
             shared=shared_bytes(self._x_k, config),
             overlap=True,
-            keep=(argument.more,),
+            keep=(more,),
         )

@@ -8,6 +8,7 @@ buffer and no argument is inspected. `table` (for lists) or the packed formula g
 from __future__ import annotations
 
 from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -19,13 +20,9 @@ from multigemm import quantize
 from multigemm.backends.numba.config import (
     BOX_STEP,
     COLUMNS,
-    FAR,
     LISTED_MAPS,
     MAPS,
-    MOST_BOX_ROWS,
     NAMES,
-    ROW_BYTES,
-    SIZE,
     HopperConfig,
     QuantisedSignature,
     Signature,
@@ -34,10 +31,11 @@ from multigemm.backends.numba.config import (
     zeroes,
 )
 from multigemm.cuda import tensor_map
-from multigemm.cuda.arguments import ACTIVATION_CODES, JAGGED_CODES, Address, Fields
+from multigemm.cuda.arguments import ACTIVATION_CODES, JAGGED_CODES
+from multigemm.cuda.operand_maps import HEIGHTS, Side, plain_map, ragged_map, result_map
 from multigemm.planning.operands import ABSENT, TABLE, Operands, Packed, Strided, address_of, group_table
-from multigemm.problem.scales import covered_in_list
-from multigemm.problem.spec import BYTE_FORMATS, ProblemSpec, ScaleSpec
+from multigemm.planning.scale_grids import NO_GRID, SCALES, listed_grids, packed_grids
+from multigemm.problem.spec import BYTE_FORMATS, ProblemSpec
 
 JAGGED_M, JAGGED_N, JAGGED_K = (JAGGED_CODES[axis] for axis in ("m", "n", "k"))
 KIND = {"f16": 1, "bf16": 2, "f32": 3, "f64": 4, "i8": 5, "i32": 6}
@@ -89,12 +87,6 @@ class Call(NamedTuple):
 
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 Table = npt.NDArray[np.int64]
-ACROSS = 64
-"""Elements of one box across k: 128 bytes of a 16-bit type."""
-GRANULE = 16
-"""Bytes that a stride of a tensor map is a multiple of."""
-EDGE = 0x7FFF0000
-"""The extent of a dimension of a map in which nothing ends."""
 
 
 def _wide(index: Tensor | None) -> int:
@@ -148,32 +140,20 @@ def list_box(rows: int, config: HopperConfig) -> int:
 
 
 class MapEncoder:
-    """Encodes the tensor maps of a packed form, or of each product of a list: B, the results, and A.
-
-    A box is 128 bytes along the contiguous direction. An operand that is contiguous along k has dims (k, rows, group)
-    and boxes of 128 columns, or of rows of every height; one that lies across k (rows, k, group) and boxes of 64 by a
-    stage's k.
-
-    Two kinds of maps count back from an end, in dims (elements of a line, back, end, wrap): back = FAR - left lies
-    inside the extent FAR while `left` > 0, and outside after it. There nothing is stored, and zeros are loaded: so a
-    jagged k ends in zeros although the next group's elements follow in memory, and results end at any row. The address,
-    base + (back + end) * step + FAR * (stride of `wrap`), is brought back by that stride: FAR times it is -FAR * step
-    modulo 2^64.
-    """
+    """Encodes the tensor maps of a packed form, or of each product of a list: B, the results, and A, in the boxes of
+    `multigemm.cuda.operand_maps`. B's have 128 columns, A's come in every height, or in one where A lies across k."""
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
-        self._dtype, self._size = _DTYPES[signature.compute], SIZE[signature.compute]
-        self._config, self._sent, self._ragged = config, signature.sent, signature.ragged_k
-        self._a_across, self._b_across = signature.a_order == "col", signature.b_order == "row"
-        self._bk = ROW_BYTES // self._size
-        self._heights = tuple(range(BOX_STEP, MOST_BOX_ROWS + 1, BOX_STEP))
+        self._dtype, self._config = _DTYPES[signature.compute], config
+        self._sent, self._ragged = signature.sent, signature.ragged_k
+        self._a_along, self._b_along = signature.a_order != "col", signature.b_order != "row"
 
     def of_call(self, call: Call) -> list[bytes]:
         """The maps of the operands of a packed form, in parts."""
         a = Strided(call.a, call.a_group, call.a_row, call.a_col)
         b = Strided(call.b, call.b_group, call.b_row, call.b_col)
         out = Strided(call.out, call.out_group, call.out_row, call.out_col)
-        parts = self._maps(call.m, call.n, call.k, call.groups, a, b, out, self._heights)
+        parts = self._maps(call.m, call.n, call.k, call.groups, a, b, out, HEIGHTS)
         return [*parts, bytes(MAPS * tensor_map.SIZE - sum(map(len, parts)))]
 
     def of_list(self, table: Table) -> list[bytes]:
@@ -192,55 +172,19 @@ class MapEncoder:
         self, m: int, n: int, k: int, groups: int, a: Strided, b: Strided, out: Strided, heights: tuple[int, ...]
     ) -> list[bytes]:
         """The maps of one A, B and result; blank ones through which nothing will go."""
-        results = self._results(n, groups, out) if self._sent and min(m, n, groups) > 0 else tensor_map.BLANK
+        results = result_map(self._side(out, out.row, n, m, groups, False)) if self._sent else tensor_map.BLANK
         if min(m, n, k, groups) <= 0:
             return [tensor_map.BLANK, results]
-        b_pitch, a_pitch = (b.row if self._b_across else b.col), (a.col if self._a_across else a.row)
+        right = self._side(b, b.col if self._b_along else b.row, n, k, groups, self._b_along)
+        left = self._side(a, a.row if self._a_along else a.col, m, k, groups, self._a_along)
         if self._ragged:
-            return [self._counted(b, n, b_pitch), results, self._counted(a, m, a_pitch)]
-        across = ((ACROSS, self._bk, 1),)
-        b_boxes = across if self._b_across else ((self._bk, COLUMNS, 1),)
-        a_boxes = across if self._a_across else tuple((self._bk, height, 1) for height in heights)
-        return [
-            self._encode(b, n, k, groups, b_pitch, b_boxes, self._b_across),
-            results,
-            self._encode(a, m, k, groups, a_pitch, a_boxes, self._a_across),
-        ]
+            return [ragged_map(right), results, ragged_map(left)]
+        return [plain_map(right, COLUMNS), results, plain_map(left, *heights)]
 
-    def _encode(
-        self,
-        x: Strided,
-        mn: int,
-        k: int,
-        groups: int,
-        pitch: int,
-        boxes: tuple[tuple[int, int, int], ...],
-        across: bool,
-    ) -> Fields:
-        """Maps of groups of lines along k, or `across` k, one for each box. `pitch` is elements from line to line.
-
-        A dimension of one element gets a stride that TMA accepts, since it is never multiplied.
-        """
-        size, groups = self._size, groups if x.group else 1
-        inner, outer = (mn, k) if across else (k, mn)
-        step = pitch * size if outer > 1 else GRANULE
-        group = x.group * size if groups > 1 else GRANULE
-        promotion = tensor_map.PROMOTION_128B if across else tensor_map.PROMOTION_256B
-        layout = (inner, outer, groups), (step, group), boxes
-        return tensor_map.encode_together(self._dtype, x.ptr, *layout, promotion=promotion)
-
-    def _counted(self, x: Strided, mn: int, pitch: int) -> Fields:
-        """A map of a jagged k, which counts it back from a group's end."""
-        step = max(pitch * self._size, GRANULE)
-        extents, strides = (mn, FAR, EDGE, EDGE), (step, step, 2**35 - step)
-        return tensor_map.encode_together(self._dtype, x.ptr, extents, strides, ((ACROSS, self._bk, 1, 1),))
-
-    def _results(self, n: int, groups: int, out: Strided) -> Fields:
-        """A map of results, which counts rows back from a tile's end."""
-        step, groups = max(out.row * self._size, GRANULE), groups if out.group else 1
-        group = out.group * self._size if groups > 1 else GRANULE
-        extents, strides = (n, FAR, EDGE, EDGE, groups), (step, step, 2**35 - step, group)
-        return tensor_map.encode_together(self._dtype, out.ptr, extents, strides, ((ACROSS, ACROSS, 1, 1, 1),))
+    def _side(self, x: Strided, pitch: int, mn: int, k: int, groups: int, along: bool) -> Side:
+        """An operand whose lines along k, or across it, are `pitch` elements apart."""
+        size = self._dtype.itemsize
+        return Side(x.ptr, mn, k, groups if x.group else 1, pitch * size, x.group * size, along, self._dtype)
 
 
 # --- scales and codes -----------------------------------------------------------------------------------
@@ -252,16 +196,13 @@ CODES = {
 """Formats of 8 bits by name: those of elements, of scales and of zero points."""
 TABLE_A, TABLE_B, TABLE_SCALE_A, TABLE_SCALE_B, TABLE_ZERO, TABLE_WORDS = range(0, 6 * 256, 256)
 """Where the kernel's tables begin: the float32 of each code of both operands, their scales and zero points."""
-WHOLE_K = 40
-"""The shift of a k to its entry where one entry covers all of K."""
-GRIDS, GRID_WORDS = 3, 6
+GRIDS, GRID_WORDS = len(SCALES), len(NO_GRID)
 _FORMATS = {dtype: name for name, dtype in CODES.items() if name != "int8"} | NAMES
 
 
 class Grids(NamedTuple):
-    """The scales as the kernel's words: address, strides in elements of groups, lines and blocks of k, and shifts.
+    """The scales as the kernel's words, each as `ScaleGrid` has them.
 
-    A line's entry is the line shifted down by `line_shift`, times `line`; that of a k likewise.
     `listed`: the table [G, GRIDS, GRID_WORDS] of a list; `tables`: the floats of all codes.
     """
 
@@ -285,10 +226,6 @@ class Grids(NamedTuple):
     zero_b_k_shift: int
     listed: int
     tables: int
-
-
-Words = tuple[int, int, int, int, int, int]
-NO_GRID: Words = (0, 0, 0, 0, 0, WHOLE_K)
 
 
 def quantised_signature_of(spec: ProblemSpec) -> QuantisedSignature:
@@ -322,41 +259,11 @@ def _floats(name: str | None) -> npt.NDArray[np.float32]:
     return found.numpy()
 
 
-def grids_of(ops: Operands) -> tuple[list[int], npt.NDArray[np.int64] | None]:
+def grids_of(ops: Operands) -> tuple[list[int], Table | None]:
     """The words of all grids, and the table of those of a list."""
-    of_a, of_b = ops.spec.a.scale, ops.spec.b.scale
-    given = (("scale_a", ops.scale_a, of_a), ("scale_b", ops.scale_b, of_b), ("zero_b", ops.zero_b, of_b))
     if ops.spec.form != "per_group":
-        words = list[int]()
-        for name, grid, of in given:
-            words += NO_GRID if not isinstance(grid, Tensor) or of is None else _packed(grid, of, name)
-        return words, None
+        return [*chain.from_iterable(packed_grids(ops))], None
     table = np.zeros((ops.spec.groups, GRIDS, GRID_WORDS), dtype=np.int64)
-    for which, (name, grids, _) in enumerate(given):
-        for g, (a, b) in enumerate(zip(ops.a, ops.b, strict=True)):
-            lines = a.shape[0] if name == "scale_a" else b.shape[1]
-            table[g, which] = NO_GRID if grids is None else _listed(grids[g], name, lines, a.shape[1])
-    return [x for _ in given for x in NO_GRID], table
-
-
-def _packed(grid: Tensor, of: ScaleSpec, name: str) -> Words:
-    """A grid [groups or 1, lines, K] (of b: [.., K, columns]) of a packed form."""
-    line, k = (1, 2) if name == "scale_a" else (2, 1)
-    return (
-        Address(grid.data_ptr(), name),
-        grid.stride(0) if of.by_group else 0,
-        grid.stride(line) if of.rows else 0,
-        grid.stride(k) if of.k else 0,
-        max(of.rows, 1).bit_length() - 1,
-        of.k.bit_length() - 1 if of.k else WHOLE_K,
-    )
-
-
-def _listed(grid: Tensor, name: str, lines: int, k: int) -> Words:
-    """The grid of one matrix of a list. Its shape says what an entry covers, which may differ by matrix."""
-    matrix = grid if name == "scale_a" else grid.mT
-    (rows, block), (line, deep) = covered_in_list(matrix, lines, k), matrix.stride()
-    return (
-        grid.data_ptr(), 0, line if rows else 0, deep if block else 0, max(rows, 1).bit_length() - 1,
-        block.bit_length() - 1 if block else WHOLE_K,
-    )  # fmt: skip
+    for g, grids in enumerate(listed_grids(ops)):
+        table[g] = [grid for grid, _ in grids]
+    return [*NO_GRID] * GRIDS, table

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from multigemm.cuda.operand_maps import FAR
 from multigemm.cuda.summation import INTEGERS, Summation
 from multigemm.problem.spec import OperandSpec, ProblemSpec
 
@@ -354,9 +355,6 @@ B_MAP, OUT_MAP, A_MAP = 0, 1, 2
 MAPS = A_MAP + MOST_BOX_ROWS // BOX_STEP
 """The maps of a packed form. A group of a list has LISTED_MAPS: all of its tiles take boxes of one height."""
 LISTED_MAPS = 3
-FAR = 1 << 30
-"""In maps that count back from an end: the position of the end, behind which nothing is read or written. So no group
-has more of a jagged k."""
 MOST_GROUPS = 1 << 29
 """Groups that a tile's record can number, since the two bits above are marks (`kernels/hopper_tiles.py`)."""
 FAST_MEMORY = 4e12

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from multigemm.backend import Bind, Launch, Recipe
+from multigemm.backend import Bind, Launch, Recipe, cannot_run
 from multigemm.backends.numba.arguments import (
     GRID_WORDS,
     Call,
@@ -53,7 +53,6 @@ from multigemm.cuda import driver
 from multigemm.cuda.arguments import DeviceFields, Fields, join, words
 from multigemm.cuda.device import index_of, memory_rate, processors, to_device
 from multigemm.cuda.launch import NOTHING, Kernel, without_move
-from multigemm.errors import InvalidSetting
 from multigemm.planning.fused_steps import plan_in_steps, product_spec, taken_in_steps
 from multigemm.planning.operands import Operands, view_of
 from multigemm.planning.tiles import most_tiles_by_rows
@@ -95,9 +94,7 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
     if taken_in_steps(spec):
         return plan_in_steps(spec, plan(product_spec(spec), config, device), index_of(device))
     if reason := problem_with(config, spec, device):
-        raise InvalidSetting(
-            f"{config} cannot run this problem: {reason}; leave config out for the backend's own choice"
-        )
+        raise cannot_run(config, reason)
     if device.type == "cuda":
         bind = bind_for(config, spec, index_of(device))
     else:

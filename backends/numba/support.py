@@ -11,7 +11,8 @@ from functools import cache
 import torch
 
 from multigemm.backend import Availability, installed_version, quantised_reasons
-from multigemm.backends.numba.config import FAR, MOST_GROUPS, a_inner_jagged, b_inner_jagged
+from multigemm.backends.numba.config import MOST_GROUPS, a_inner_jagged, b_inner_jagged
+from multigemm.cuda.operand_maps import FAR
 from multigemm.planning.fused_steps import fused_reasons_in_steps, product_spec, taken_in_steps
 from multigemm.problem.spec import HALVES, ProblemSpec, ScaleSpec
 from multigemm.settings import settings

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import import_module
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -171,12 +172,13 @@ def starts_early(index: int) -> bool:
 
 
 class TritonKernel:
-    """A compiled kernel that is loaded on one device."""
+    """A compiled kernel that is loaded on one device. `ordered` gives the values of a mapping from its arguments' names
+    in their order."""
 
-    __slots__ = ("_kernel", "code", "index")
+    __slots__ = ("_kernel", "code", "index", "ordered")
 
-    def __init__(self, code: Cubin, index: int) -> None:
-        self.code, self.index = code, index
+    def __init__(self, code: Cubin, index: int, names: Sequence[str] = ("", "")) -> None:
+        self.code, self.index, self.ordered = code, index, itemgetter(*names)
         self._kernel = Kernel(code.code, code.name, index, code.shared)
 
     def bound(
@@ -210,7 +212,7 @@ class TritonKernel:
 @cache
 def load(source: KernelSource, index: int) -> TritonKernel:
     """The kernel loaded on a device, once per process."""
-    return TritonKernel(cubin(source, capability_of(index)), index)
+    return TritonKernel(cubin(source, capability_of(index)), index, [name for name, _ in source.signature])
 
 
 def compile_all(sources: Mapping[str, KernelSource], index: int) -> None:

@@ -18,53 +18,34 @@ from torch import Tensor
 from multigemm.backend import Launch
 from multigemm.backends.triton.build import KernelSource, constants_of
 from multigemm.backends.triton.config import Config
-from multigemm.backends.triton.fused import (
-    fused_numbers,
-    fused_source,
-    fused_tensors,
-    most_tiles,
-    result_tile,
-    sum_grid,
-    sum_numbers,
-    sum_operands,
-    sum_source,
-    table_of,
-    view_of_result,
-)
 from multigemm.backends.triton.generic import (
     CHUNK,
     TYPES,
     bits_of,
     chunk_of,
+    fused_tensors,
     group_sizes,
-    most_tiles_of,
     numbers,
     parts_of,
     pointer_source,
     prefix_source,
     programs,
     sums_sizes,
+    table_of,
+    tiles_by_rows,
     uniform,
+    view_of_result,
 )
-from multigemm.backends.triton.lists import (
-    few_groups,
-    few_slots,
-    few_source,
-    few_values,
-    list_chunk,
-    most_tiles_of_list,
-    tile_table,
-)
+from multigemm.backends.triton.lists import few_groups, few_slots, few_source, few_values, list_chunk, tile_table
 from multigemm.backends.triton.quantised import (
-    SCALES,
     quantised_numbers,
     quantised_source,
-    scale_strides,
     scale_table,
 )
+from multigemm.backends.triton.sum_rows import sum_grid, sum_numbers, sum_operands, sum_source
 from multigemm.planning.fused import bind_sums
-from multigemm.planning.operands import ABSENT, NO_VIEW, Operands, Packed, group_table, packed, view_of
-from multigemm.planning.tiles import most_tiles_by_rows
+from multigemm.planning.operands import Operands, group_table, view_of
+from multigemm.planning.scale_grids import NO_GRID, SCALES, packed_grids
 
 Given = dict[str, Tensor | None]
 """Operands by argument name."""
@@ -91,8 +72,6 @@ def _bind(ops: Operands, config: Config) -> Launch:
     spec = ops.spec
     if spec.fused is not None and spec.fused.scatters:
         return bind_sums(ops, lambda inner: _bind(inner, config), _bind_sum)
-    if spec.fused is not None:
-        return _bind_fused(ops, config)
     if spec.quantised:
         return _bind_quantised(ops, config)
     if few_slots(spec, config) and (few := few_groups(ops, config)):
@@ -117,12 +96,14 @@ def _absent(kind: str) -> Tensor:
     return torch.empty(1, dtype=next(dtype for dtype, name in TYPES.items() if kind == "*" + name))
 
 
-def _interpreted(source: KernelSource, given: Given, values: list[int], grid: int) -> Launch:
-    """Interprets a kernel whose tensors stand in front of its numbers."""
+def _interpreted(source: KernelSource, given: Given, values: dict[str, int], grid: int) -> Launch:
+    """Interprets a kernel with these tensors and numbers."""
     kernel, constants = _kernel(source)
-    kinds = {name: kind for name, kind in source.signature if isinstance(kind, str) and kind.startswith("*")}
-    tensors = [_absent(kind) if (x := given.get(name)) is None else x for name, kind in kinds.items()]
-    return lambda: kernel[(grid,)](*tensors, *values, **constants)
+    arguments: dict[str, Any] = {}
+    for name, kind in source.signature:
+        found = given.get(name, values.get(name))
+        arguments[name] = _absent(str(kind)) if found is None else found
+    return lambda: kernel[(grid,)](**arguments, **constants)
 
 
 def _operands(ops: Operands, table: Any = None) -> Given:
@@ -136,12 +117,11 @@ def _operands(ops: Operands, table: Any = None) -> Given:
     }
 
 
-def _behind_a_count(launch: Launch, ops: Operands, shape: Packed, config: Config, given: Given) -> Launch:
+def _behind_a_count(launch: Launch, ops: Operands, config: Config, given: Given, values: dict[str, int]) -> Launch:
     """A launch behind the one that counts the tiles of more groups than the kernel counts at once."""
     if ops.spec.groups <= CHUNK or uniform(ops.spec):
         return launch
-    extents = [shape.m, shape.n, ops.spec.groups, int(ops.head)]
-    count = _interpreted(prefix_source(ops.spec, config), given, extents, 1)
+    count = _interpreted(prefix_source(ops.spec, config), given, values, 1)
 
     def both() -> None:
         count()
@@ -160,18 +140,18 @@ def space_of(ops: Operands, places: int, config: Config) -> dict[str, Tensor]:
 
 
 def _bind_pointer(ops: Operands, config: Config) -> Launch:
-    spec, listed = ops.spec, ops.spec.form == "per_group"
-    shape = NO_VIEW if listed else packed(ops)
+    spec, shape = ops.spec, view_of_result(ops)
+    listed = spec.form == "per_group" and spec.fused is None
     tiles = tile_table(ops, config) if listed else None
-    table = group_table(ops) if listed and tiles is None else tiles
     chunk = list_chunk(spec, config, tiles) if listed else chunk_of(spec, config)
-    most = most_tiles_of_list(ops, config) if listed else most_tiles_of(shape, shape.m, config)
+    table = tiles if tiles is not None else table_of(ops) if spec.form == "per_group" else None
+    most = tiles_by_rows(ops, shape, config)(shape.m)
     places = max(1, most)
-    given = _operands(ops, table) | space_of(ops, places, config)
+    given = _operands(ops, table) | fused_tensors(ops) | space_of(ops, places, config)
     values = numbers(ops, shape, spec.groups if table is None else len(table), places)
     source = pointer_source(spec, config, chunk=chunk)
     launch = _interpreted(source, given, values, programs(most, config, 1))
-    return launch if tiles is not None else _behind_a_count(launch, ops, shape, config, given)
+    return launch if tiles is not None else _behind_a_count(launch, ops, config, given, values)
 
 
 def _bind_few(ops: Operands, config: Config, groups: list[tuple[int, ...]], tiles: int) -> Launch:
@@ -189,25 +169,15 @@ def _bind_quantised(ops: Operands, config: Config) -> Launch:
     given = _operands(ops, group_table(ops) if listed else None)
     given |= {"scales": torch.from_numpy(scale_table(ops))} if listed else {x: getattr(ops, x) for x in SCALES}
     given |= {name: _bytes(given.get(name)) for name in ("a", "b", "scale_a", "scale_b")}
-    strides = [ABSENT] * len(SCALES) if listed else scale_strides(ops)
-    most = most_tiles_by_rows(ops, shape, config.block_m, config.block_n)(shape.m)
-    source = quantised_source(spec, config, 0, chunk_of(spec, config))
-    launch = _interpreted(source, given, quantised_numbers(ops, shape, strides), programs(most, config, 1))
-    return _behind_a_count(launch, ops, shape, config, given)
+    grids = [NO_GRID] * len(SCALES) if listed else packed_grids(ops)
+    values, source = quantised_numbers(ops, shape, grids), quantised_source(spec, config, 0, chunk_of(spec, config))
+    launch = _interpreted(source, given, values, programs(tiles_by_rows(ops, shape, config)(shape.m), config, 1))
+    return _behind_a_count(launch, ops, config, given, values)
 
 
 def _bytes(x: Tensor | None) -> Tensor | None:
     """The codes of elements of 8 bits."""
     return x if x is None or x.dtype.itemsize > 1 else x.view(torch.uint8)
-
-
-def _bind_fused(ops: Operands, config: Config) -> Launch:
-    spec, shape = ops.spec, view_of_result(ops)
-    given = _operands(ops, table_of(ops) if spec.form == "per_group" else None) | fused_tensors(ops)
-    grid = programs(most_tiles(ops, shape, config), config, 1)
-    source = fused_source(spec, config, chunk_of(spec, config))
-    launch = _interpreted(source, given, fused_numbers(ops, shape), grid)
-    return _behind_a_count(launch, ops, shape, result_tile(spec, config), given)
 
 
 def _bind_sum(ops: Operands, rows: Tensor, index: Tensor, order: Tensor | None) -> Launch:

@@ -24,11 +24,11 @@ from multigemm.backends.triton.hopper import (
     records_source,
     sums_sizes,
 )
-from multigemm.backends.triton.quantised import scale_strides
 from multigemm.cuda.arguments import Fields
 from multigemm.cuda.launch import BoundKernel
 from multigemm.cuda.tensor_map import NO_SWIZZLE, encode_together
 from multigemm.planning.operands import Operands, Packed, Strided
+from multigemm.planning.scale_grids import ScaleGrid, packed_grids
 from multigemm.planning.tiles import tiles_of
 from multigemm.problem.spec import ProblemSpec, ScaleSpec
 
@@ -127,9 +127,9 @@ class GroupCopy:
         held = lines * line + self._scales * 4 * blocks * strips * COPIED_LINES
         target = torch.empty(held, dtype=torch.uint8, device=ops.device)
         moved = Strided(target.data_ptr(), 0, *((line, 1) if of_a else (1, line)))
-        scale = scale_strides(ops)[0 if of_a else 1]
-        values = [x.ptr, scale.ptr, moved.ptr, moved.ptr + lines * line, sizes_address(ops, self._sums), lines, shape.k,
-                  shape.groups, int(ops.head), line_step, k_step, *scale[1:], line]  # fmt: skip
+        at, *steps = packed_grids(ops)[0 if of_a else 1][:4]
+        values = [x.ptr, at, moved.ptr, moved.ptr + lines * line, sizes_address(ops, self._sums), lines, shape.k,
+                  shape.groups, int(ops.head), line_step, k_step, *steps, line]  # fmt: skip
         launch = self._kernel.bound(values, blocks * strips, (target,)) if x.ptr and shape.groups else None
         return (replace(shape, a=moved) if of_a else replace(shape, b=moved)), launch
 
@@ -141,9 +141,9 @@ def scales_map(copy: int, lines: int, line: int, box: int) -> Fields:
                            swizzle=NO_SWIZZLE)  # fmt: skip
 
 
-def _sides(ops: Operands) -> tuple[Strided, Strided]:
-    """The addresses of the scales of the kernel's rows and columns."""
-    of_a, of_b, _ = scale_strides(ops)
+def _sides(ops: Operands) -> tuple[ScaleGrid, ScaleGrid]:
+    """The scales of the kernel's rows and columns."""
+    of_a, of_b, _ = packed_grids(ops)
     return (of_b, of_a) if ops.spec.form == "jagged_n" else (of_a, of_b)
 
 
@@ -155,8 +155,8 @@ class Float8Plan(HopperPlan):
 
     def _fits(self, ops: Operands, shape: Packed) -> bool:
         """Whether the maps fit, and the kernel can count the distances of a strip's row scales in 32 bits."""
-        rows, _ = _sides(ops)
-        return abs(rows.row) < FARTHEST_LINE and super()._fits(ops, shape)
+        (_, _, line, *_), _ = _sides(ops)
+        return abs(line) < FARTHEST_LINE and super()._fits(ops, shape)
 
     def _maps(self, shape: Packed) -> list[int | bytes]:
         """Those of a copied K end where lines of the copies do."""
@@ -171,7 +171,7 @@ class Float8Plan(HopperPlan):
             of_columns = scales_map(shape.b.ptr, shape.n, shape.b.col, n)
             return [*plain, of_rows, *BESIDE[2], of_columns, *BESIDE[2], *[0] * len(STRIDES)]
         sides = _sides(ops)
-        return [*plain, *(x.ptr for x in sides), *(x for side in sides for x in side[1:])]
+        return [*plain, *(at for at, *_ in sides), *(x for side in sides for x in side[1:4])]
 
 
 def plan_float8(spec: ProblemSpec, config: Config, index: int, why: str, instead: Callable[[], Recipe]) -> Recipe:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,13 +25,12 @@ from multigemm.backends.triton.generic import (
     LISTED,
     TYPES,
     WHOLE,
-    argument_types,
-    bind_counted,
-    bind_main,
+    bind_pointer,
     bits_of,
-    constants,
     multiple_of,
+    pointer_constants,
     pointer_source,
+    pointer_types,
     prefix_source,
     programs,
 )
@@ -108,22 +106,16 @@ def few_slots(spec: ProblemSpec, config: Config) -> int:
     return SLOTS if plain and lines and few else 0
 
 
-def few_constants(spec: ProblemSpec, config: Config) -> dict[str, Any]:
-    """The constexpr arguments of that kernel."""
+def few_source(spec: ProblemSpec, config: Config) -> KernelSource:
+    types, every = pointer_types(spec), pointer_constants(spec, config)
+    group = ("i32",) * 6 + (types["a"], "i32", types["b"], "i32", types["out"], "i32")
     names = ("BM", "BN", "BK", "WIDTH", "STAGES", "A_ORDER", "B_ORDER", "OUT_ORDER", "ALPHA", "ACTIVATION", "PRECISION",
              "ACC", "INTERPRETED")  # fmt: skip
-    every = constants(spec, config)
-    return {name: every[name] for name in names}
-
-
-def few_source(spec: ProblemSpec, config: Config) -> KernelSource:
-    types = argument_types(spec)
-    group = ("i32",) * 6 + (types["a"], "i32", types["b"], "i32", types["out"], "i32")
     return KernelSource(
         module="multigemm.backends.triton.kernels.lists",
         name="few_kernel",
         signature=(("groups", (group,) * few_slots(spec, config)), ("alpha_bits", "i64")),
-        constants=tuple(few_constants(spec, config).items()),
+        constants=tuple((name, every[name]) for name in names),
         warps=config.warps,
         stages=config.stages,
     )
@@ -184,12 +176,6 @@ def list_chunk(spec: ProblemSpec, config: Config, tiles: npt.NDArray[np.int64] |
     return WHOLE if WHOLE in list_chunks(spec, config) and whole(tiles, config) else LISTED
 
 
-def most_tiles_of_list(ops: Operands, config: Config) -> int:
-    """The number of tiles of a list."""
-    sizes = ((a.shape[0], b.shape[1]) for a, b in zip(ops.a, ops.b, strict=True))
-    return sum(tiles_of(m, config.block_m) * tiles_of(n, config.block_n) for m, n in sizes)
-
-
 def never(group: Numbers) -> Numbers:
     """The values of an unused slot: its first tile is beyond all tiles."""
     return (2**31 - 1, *group[1:])
@@ -232,16 +218,12 @@ class GenericListPlan:
         return self._bind_table(ops)
 
     def _bind_table(self, ops: Operands) -> Launch:
-        spec, config, listed = self._spec, self._config, tile_table(ops, self._config)
-        rows = group_table(ops) if listed is None else listed
-        table = to_device(rows, ops.device)
-        source = pointer_source(spec, config, extents_multiple(ops), list_chunk(spec, config, listed))
-        main, tiles, place = load(source, self._index), most_tiles_of_list(ops, config), table.data_ptr()
-        if listed is not None or spec.groups <= CHUNK:
-            bound = bind_main(main, ops, NO_VIEW, config, tiles, len(rows), table=place, keep=(table,))
-            return without_move(bound)
-        count = load(prefix_source(spec, config), self._index)
-        return without_move(bind_counted(count, main, ops, NO_VIEW, config, tiles, table=place, keep=(table,)))
+        spec, config, index, listed = self._spec, self._config, self._index, tile_table(ops, self._config)
+        table = to_device(group_table(ops) if listed is None else listed, ops.device)
+        main = load(pointer_source(spec, config, extents_multiple(ops), list_chunk(spec, config, listed)), index)
+        counts = listed is None and spec.groups > CHUNK
+        count = load(prefix_source(spec, config), index) if counts else None
+        return without_move(bind_pointer(main, count, ops, NO_VIEW, config, table))
 
 
 def plan_generic_list(spec: ProblemSpec, config: Config, index: int, why: str) -> Recipe:

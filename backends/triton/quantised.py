@@ -7,12 +7,12 @@ are bytes and become float16, which holds each of them exactly.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from multigemm.backend import Launch, Recipe
 from multigemm.backends.triton.build import KernelSource, capability_of, compile_all, load
@@ -20,33 +20,35 @@ from multigemm.backends.triton.config import Config, folded, quantised_registers
 from multigemm.backends.triton.generic import (
     CHUNK,
     TYPES,
-    argument_types,
     chunk_of,
     chunks,
     constants,
+    counted,
+    counting_kernel,
     hints,
     multiple_of,
     numbers,
+    pointers,
+    prefix_of,
     prefix_source,
     programs,
+    signature,
     sizes_address,
     sums_sizes,
     uniform,
 )
 from multigemm.backends.triton.lists import extents_multiple
 from multigemm.cuda.device import processors, to_device
-from multigemm.cuda.launch import LaunchSequence, without_move
-from multigemm.planning.operands import ABSENT, Operands, Packed, Strided, group_table, strides_of, view_of
+from multigemm.cuda.launch import without_move
+from multigemm.planning.operands import Operands, Packed, group_table, view_of
+from multigemm.planning.scale_grids import NO_GRID, SCALES, WHOLE_K, ScaleGrid, listed_grids, packed_grids
 from multigemm.planning.tiles import most_tiles_by_rows
-from multigemm.problem.scales import covered_in_list
 from multigemm.problem.spec import FLOAT8, ProblemSpec, ScaleSpec
 
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
-SCALES = ("scale_a", "scale_b", "zero_b")
 SCALE_COLUMNS = 15
 """Of a list's scales: address, distance of lines and of blocks along K, and shifts to both, for each of SCALES."""
-NOT_HERE = ("PRECISION", "ACC", "SPLITS")
-"""Constants of the generic kernel that this one has not."""
+STRIDES = tuple(f"{part}_{along}" for part in ("sa", "sb", "zb") for along in ("group", "line", "deep"))
 
 
 def native(capability: int) -> bool:
@@ -82,20 +84,13 @@ def narrow_fold(spec: ProblemSpec, config: Config, capability: int) -> bool:
     return scale.dtype in (spec.compute, torch.float8_e8m0fnu)
 
 
-def _types(spec: ProblemSpec, capability: int) -> dict[str, str]:
+def _signature(spec: ProblemSpec, capability: int) -> tuple[tuple[str, str], ...]:
     """The types of the arguments, in the order in which the kernel takes them."""
-    found = argument_types(spec)
-    if byte_types(spec, capability):
-        found |= {name: "*u8" for name, x in (("a", spec.a), ("b", spec.b)) if x.dtype.itemsize == 1}
-    scales = {"scale_a": spec.a.scale, "scale_b": spec.b.scale}
-    of_scales = {name: "*" + ("fp32" if x is None else TYPES[x.dtype]) for name, x in scales.items()}
-    zero = None if spec.b.scale is None else spec.b.scale.zero
-    of_scales |= {"zero_b": "*" + TYPES[zero or torch.uint8], "scales": "*i64"}
-    pointers = {name: found.pop(name) for name in ("a", "b", "c", "out", "bias", "ends", "table", "prefix")}
-    for name in ("partials", "arrived", "places"):
-        del found[name]
-    strides = [f"{part}_{along}" for part in ("sa", "sb", "zb") for along in ("group", "line", "deep")]
-    return {**pointers, **of_scales, **found, **dict.fromkeys(strides, "i64")}
+    operands, zero = (("a", spec.a), ("b", spec.b)), None if spec.b.scale is None else spec.b.scale.zero
+    pointers = {name: "*u8" for name, x in operands if byte_types(spec, capability) and x.dtype.itemsize == 1}
+    pointers |= {f"scale_{name}": "*" + TYPES[x.scale.dtype if x.scale else torch.float32] for name, x in operands}
+    pointers |= {"zero_b": "*" + TYPES[zero or torch.uint8], "scales": "*i64"}
+    return signature(spec, pointers, (), STRIDES)
 
 
 def quantised_constants(
@@ -103,12 +98,10 @@ def quantised_constants(
 ) -> dict[str, Any]:
     """The constexpr arguments. A `capability` of 0 is the interpreter's. `multiple` is a divisor of the extents of
     lists."""
-    every = constants(spec, config, multiple, chunk)
-    found = {name: value for name, value in every.items() if name not in NOT_HERE}
     a, b = spec.a.scale, spec.b.scale
     of_a, of_b = (x or ScaleSpec(torch.float32) for x in (a, b))
     e8m0 = torch.float8_e8m0fnu
-    return found | {
+    return constants(spec, config, multiple, chunk) | {
         "A_FORMAT": FORMATS.get(spec.a.dtype, ""),
         "B_FORMAT": spec.b.packed or FORMATS[spec.b.dtype],
         "NATIVE": not byte_types(spec, capability),
@@ -130,7 +123,7 @@ def quantised_source(
     return KernelSource(
         module="multigemm.backends.triton.kernels.quantised",
         name="quantised_kernel",
-        signature=tuple(_types(spec, capability).items()),
+        signature=_signature(spec, capability),
         constants=tuple(quantised_constants(spec, config, capability, chunk, multiple).items()),
         divisibility=hints(spec),
         warps=config.warps,
@@ -151,37 +144,19 @@ def quantised_sources(spec: ProblemSpec, config: Config, capability: int) -> dic
     return found if uniform(spec) else {**found, "prefix": prefix_source(spec, config)}
 
 
-def scale_strides(ops: Operands) -> list[Strided]:
-    """Address and distances of each scale in SCALES: between groups, between lines, and (`col`) between blocks of K."""
-    found = []
-    for name in SCALES:
-        grid = getattr(ops, name)
-        if not isinstance(grid, Tensor):
-            found.append(ABSENT)
-            continue
-        at, group, row, col = strides_of(grid, name)
-        found.append(Strided(at, group, *((row, col) if name == "scale_a" else (col, row))))
-    return found
-
-
 def scale_table(ops: Operands) -> npt.NDArray[np.int64]:
     """[G, SCALE_COLUMNS] for lists, whose matrices may each have another coverage."""
-    table = np.zeros((ops.spec.groups, SCALE_COLUMNS), dtype=np.int64)
-    for part, name in enumerate(SCALES):
-        for g, grid in enumerate(getattr(ops, name) or ()):
-            lines, k = ops.a[g].shape if name == "scale_a" else (ops.b[g].shape[1], ops.a[g].shape[1])
-            matrix = grid if name == "scale_a" else grid.mT
-            at, _, line, deep = strides_of(matrix)
-            shifts = (max(covered, 1).bit_length() - 1 for covered in covered_in_list(matrix, lines, k))
-            table[g, 5 * part : 5 * part + 5] = (at, line, deep, *shifts)
-    return table
+    table = np.zeros((ops.spec.groups, len(SCALES), SCALE_COLUMNS // len(SCALES)), dtype=np.int64)
+    for g, grids in enumerate(listed_grids(ops)):
+        table[g] = [(at, line, deep, down, along % WHOLE_K) for (at, _, line, deep, down, along), _ in grids]
+    return table.reshape(-1, SCALE_COLUMNS)
 
 
-def quantised_numbers(ops: Operands, shape: Packed, scales: Sequence[Strided]) -> list[int]:
+def quantised_numbers(ops: Operands, shape: Packed, scales: Sequence[ScaleGrid]) -> dict[str, int]:
     """The arguments after the pointers."""
-    plain = numbers(ops, shape, ops.spec.groups, 0)
-    del plain[5]  # places
-    return [*plain, *(x for scale in scales for x in scale[1:])]
+    return numbers(ops, shape, ops.spec.groups) | dict(
+        zip(STRIDES, chain.from_iterable(scale[1:4] for scale in scales), strict=True)
+    )
 
 
 class QuantisedPlan:
@@ -197,13 +172,12 @@ class QuantisedPlan:
         self._main = {
             int(name.removeprefix(own)): load(source, index) for name, source in sources.items() if name.startswith(own)
         }
-        counted = spec.groups > CHUNK and "prefix" in sources
-        self._count = load(sources["prefix"], index) if counted else None
+        self._count = counting_kernel(sources, spec, index)
 
     def bind(self, ops: Operands) -> Launch:
         """Lays out the arguments of one problem: the main kernel's, after a kernel that counts the tiles of many
         groups."""
-        shape, config, index, groups = view_of(ops), self._config, self._index, ops.spec.groups
+        shape, config, index = view_of(ops), self._config, self._index
         tiles = most_tiles_by_rows(ops, shape, config.block_m, config.block_n)
 
         def grid_for(tokens: int) -> int:
@@ -212,20 +186,15 @@ class QuantisedPlan:
         listed = ops.spec.form == "per_group"
         tables = [to_device(rows, ops.device) for rows in (group_table(ops), scale_table(ops))] if listed else []
         table, scales = (x.data_ptr() for x in tables) if listed else (0, 0)
-        of_scales = [ABSENT] * len(SCALES) if listed else scale_strides(ops)
+        of_scales = [NO_GRID] * len(SCALES) if listed else packed_grids(ops)
         sizes = 0 if listed else sizes_address(ops, sums_sizes(ops.spec))
-        prefix = None if self._count is None else torch.empty(groups, dtype=torch.int32, device=ops.device)
-        counted = 0 if prefix is None else prefix.data_ptr()
-        data = [shape.a.ptr, shape.b.ptr, (shape.c or ABSENT).ptr, shape.out.ptr, (shape.bias or ABSENT).ptr, sizes,
-                table, counted, *(x.ptr for x in of_scales), scales]  # fmt: skip
-        keep = (prefix, *tables)
-        values = [*data, *quantised_numbers(ops, shape, of_scales)]
-        multiple = extents_multiple(ops) if len(self._main) > 1 else 1
-        launch: Any = self._main[multiple].bound(values, grid_for(shape.m), keep, grid_for=grid_for)
-        if self._count is not None:
-            values = [counted, sizes, table, shape.m, shape.n, groups, int(ops.head)]
-            launch = LaunchSequence([self._count.bound(values, 1, keep, grid_for=lambda tokens: 1), launch])
-        return without_move(launch) if listed else cast(Launch, launch)
+        prefix = None if self._count is None else prefix_of(ops)
+        values = pointers(shape, sizes, table, prefix) | quantised_numbers(ops, shape, of_scales)
+        values |= dict(zip(SCALES, (x for x, *_ in of_scales), strict=True)) | {"scales": scales}
+        main = self._main[extents_multiple(ops) if len(self._main) > 1 else 1]
+        bound = main.bound(main.ordered(values), grid_for(shape.m), (prefix, *tables), grid_for=grid_for)
+        launch = bound if self._count is None else counted(self._count, bound, values)
+        return without_move(launch) if listed else launch
 
 
 def plan_quantised(spec: ProblemSpec, config: Config, index: int, why: str) -> Recipe:

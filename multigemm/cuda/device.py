@@ -21,6 +21,12 @@ FITTED_PROCESSORS = 132
 
 
 @cache
+def usual_processors() -> int:
+    """The multiprocessors for which configs are chosen: those of the first GPU, or FITTED_PROCESSORS without one."""
+    return processors(0) if torch.cuda.is_available() else FITTED_PROCESSORS
+
+
+@cache
 def processors(index: int) -> int:
     """The number of multiprocessors of a device."""
     return int(torch.cuda.get_device_properties(index).multi_processor_count)

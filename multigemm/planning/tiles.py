@@ -49,7 +49,7 @@ def most_tiles_by_rows(ops: Operands, view: Packed, rows: int, columns: int) -> 
     For a list the number is exact and does not depend on the argument. The function keeps no operand alive.
     """
     if ops.spec.form == "per_group":
-        listed = list_tiles(((a.shape[0], b.shape[1]) for a, b in zip(ops.a, ops.b, strict=True)), rows, columns)
+        listed = list_tiles(((x.shape[0], x.shape[1]) for x in ops.out), rows, columns)
         return lambda _: listed
     jagged, groups, n = view.jagged, view.groups, view.n
     return lambda m: most_packed_tiles(jagged, groups, m, n, rows, columns)

@@ -132,13 +132,13 @@ SCALED = Case(dtype="float8_e4m3fn", dtype_b="float8_e4m3fn", n=3, k=300, length
               b=Layout("col"), scale_a=Scale("1x128", layout=Layout("col")), scale_b=Scale("1x128"))  # fmt: skip
 LOST_STRIDE = "at = (i >> line_shift_a) * line_a + (k0 >> k_shift_a)"
 CHOSEN = {
-    "the K mask of A": ("triton", "generic.py", "mask conjunct lost", "x = tl.load(a_ptrs", ROWS),
+    "the K mask of A": ("triton", "generic.py", "mask conjunct lost", "in_a = ", ROWS),
     "the mask of the stored rows": ("triton", "generic.py", "wider comparison", "owned = (i <= rows_left)", ROWS),
     "the last step of K": ("triton", "generic.py", "rounded down", "(gk) // BK", ROWS),
-    "the K mask of A, fused": ("triton", "fused.py", "mask conjunct lost", "x = tl.load(a_ptrs", PICKED),
-    "the last step of K, fused": ("triton", "fused.py", "rounded down", "(gk) // BK", PICKED),
-    "the row behind the last that may be picked": ("triton", "fused.py", "wider comparison", "<= extent", PICKED),
-    "the last row that a group owns": ("triton", "fused.py", "wider comparison", "s <= high", PICKED),
+    "the K mask of A, fused": ("triton", "generic.py", "mask conjunct lost", "in_a = ", PICKED),
+    "the last step of K, fused": ("triton", "generic.py", "rounded down", "(gk) // BK", PICKED),
+    "the row behind the last that may be picked": ("triton", "generic.py", "wider comparison", "<= extent", PICKED),
+    "the last row that a group owns": ("triton", "sum_rows.py", "wider comparison", "s <= high", PICKED),
     "a stride of scales along K": ("numba", "plain_cores.py", "product lost", LOST_STRIDE, SCALED),
 }
 """Backend, file, operator, a part of the changed line, and a problem that reaches it."""

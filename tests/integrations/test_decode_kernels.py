@@ -16,7 +16,7 @@ from multigemm.integrations.bound_layer import run_bound
 from multigemm.integrations.expert_network import Network, takes_few_tokens
 from multigemm.integrations.fused_experts import run_experts
 from multigemm.nn import Experts, moe
-from tests.support.python_process import run_python
+from tests.support.decode_cases import LIMITS, NETWORKS, by_pairs, parameters_of
 
 pytest.importorskip("triton")
 EXPERTS, TOP_K, HIDDEN, INNER = 32, 4, 64, 48
@@ -153,12 +153,6 @@ def test_layers_whose_way_is_not_told_use_them(as_on_a_gpu: None, monkeypatch: p
     assert not uses(1)
 
 
-@pytest.mark.slow
-def test_results_are_those_of_a_loop_over_pairs() -> None:
-    done = run_python("-m", "tests.support.decode_cases", environment={"TRITON_INTERPRET": "1"})
-    assert done.stdout.split() == ["right"]
-
-
 def test_weights_are_read_in_words_of_16_bytes() -> None:
     """By both kernels, compiled for an H100; the second one reads ahead, and waits for the first by itself."""
     kernels = layer_ops.decode_kernels()
@@ -206,11 +200,9 @@ def test_a_layer_for_few_tokens_is_the_loop_over_pairs(
     sizes: tuple[int, int, int], tokens: int, dtype: torch.dtype
 ) -> None:
     """Eagerly, bound, and in a graph whose routing changes, with the same bits; lying experts count nothing."""
-    from tests.support.decode_cases import LIMITS, by_pairs, networks, parameters_of
-
     torch.manual_seed(0)
     experts, hidden, _ = sizes
-    for net, bias in networks():
+    for net, bias in NETWORKS:
         parameters = parameters_of(bias, dtype, "cuda", sizes)
         x = torch.randn(tokens, hidden, device="cuda").to(dtype)
         index, weights = torch.zeros(tokens, 4, dtype=torch.int64, device="cuda"), torch.rand(tokens, 4, device="cuda")

@@ -25,7 +25,9 @@ from multigemm.backends.triton import build as triton_build
 from multigemm.backends.triton import generic as triton_generic
 from multigemm.backends.triton import hopper as triton_hopper
 from multigemm.backends.triton import quantised as triton_quantised
-from multigemm.backends.triton.choice import hopper_candidates, pointer_candidates, quantised_candidates
+from multigemm.backends.triton.hopper_choice import hopper_candidates
+from multigemm.backends.triton.pointer_choice import pointer_candidates
+from multigemm.backends.triton.quantised_choice import quantised_candidates
 from multigemm.cuda import arguments, counters, tensor_map
 from multigemm.cuda.arguments import Tokens
 from multigemm.cuda.launch import BoundKernel

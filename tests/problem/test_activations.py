@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +17,12 @@ from multigemm.backends import registry
 from multigemm.integrations.layer_ops import geglu
 from multigemm.reference.numpy_reference import activate
 from tests.support.activation_cases import TAILS, points, problem_of
-from tests.support.python_process import NO_GPU, run_python
 
 mpmath: Any = pytest.importorskip("mpmath")
 
 ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.float64)
 ROOT_HALF = 0.5**0.5
-EMULATED = {"triton": "triton", "numba": "numba_cuda"}
-"""Backends whose kernels run as Python, and the package that each needs."""
 
 
 def exact(name: str, x: float) -> Any:
@@ -104,19 +99,6 @@ def test_cpu(name: str, dtype: torch.dtype) -> None:
     problem = problem_of(points(name, dtype), name)
     verdict = mg.verify(problem, mg.solve(problem, backend="cpu"))
     assert verdict, verdict.text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", EMULATED)
-def test_emulated_kernels(backend: str, tmp_path: Path) -> None:
-    if find_spec(EMULATED[backend]) is None:
-        pytest.skip(f"the package {EMULATED[backend]} is not installed")
-    switches = {"MULTIGEMM_EMULATE": "1", "NUMBA_ENABLE_CUDASIM": "1"}
-    emulate = {**switches, **NO_GPU, "MULTIGEMM_CACHE_DIR": str(tmp_path)}
-    done = run_python("tests/support/activation_cases.py", backend, environment=emulate)
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    wrong = [f"{line['title']}: {line['text']}" for line in lines if not line["ok"]]
-    assert len(lines) == (8 if backend == "triton" else 6) and not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

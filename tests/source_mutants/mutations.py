@@ -22,7 +22,7 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "epilogue.py": ("pointer", "hopper", "quantised", "fused"), "quantised.py": ("quantised",),
         "hopper.py": ("hopper",), "hopper_tiles.py": ("hopper",), "hopper_shift_b.py": ("hopper",),
         "hopper_float8.py": ("hopper",),
-        "lists.py": ("pointer", "hopper"), "fused.py": ("fused",),
+        "lists.py": ("pointer", "hopper"), "sum_rows.py": ("fused",),
     },
     "cupy": {},
     "numba": {

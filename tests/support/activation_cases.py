@@ -1,19 +1,14 @@
-"""Activations from their far negative tail to infinity, as problems; run as a program, on an emulated backend.
-
-`python tests/support/activation_cases.py triton` prints one JSON line for each problem.
-"""
+"""Activations from their far negative tail to infinity, as problems."""
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import multigemm as mg
-from multigemm.problem.fused import Gate
 
 TAILS = {
     torch.float32: {"gelu": -14.5, "gelu_tanh": -10.5, "silu": -95.0},
@@ -40,35 +35,19 @@ def problem_of(
     return mg.GroupedGemmProblem(a.to(device), b.to(device), activation=activation, out_dtype=out_dtype, **more)
 
 
-def gate_verdict(dtype: torch.dtype) -> Any:
-    """The kernel of geglu, which shares the formula: gelu(gate) * 1."""
-    from multigemm.integrations.gate_kernels import gate_step
-
-    x = thinned(points("gelu", dtype))
-    out = torch.empty(len(x), 1, dtype=dtype)
-    kernel, grid, _, values, _ = gate_step(Gate("geglu"), torch.stack([x, torch.ones_like(x)], 1), out)  # type: ignore[no-untyped-call]
-    kernel[grid](**values)
-    return mg.verify(problem_of(x, "gelu"), out[None])
-
-
 def thinned(x: Tensor) -> Tensor:
     """Every tenth argument, and the special ones: together one tile of 64 rows, since an interpreter takes long."""
     ordinary = len(x) - len(SPECIAL)
     return torch.cat([x[:ordinary:10], x[ordinary:]])
 
 
-def main() -> None:
-    for dtype in (torch.float32, torch.float64):
-        for activation in TAILS[dtype]:
-            problem = problem_of(thinned(points(activation, dtype)), activation)
-            tell(f"{activation} {dtype}", mg.verify(problem, mg.solve(problem, backend=sys.argv[1])))
-        if sys.argv[1] == "triton":
-            tell(f"geglu {dtype}", gate_verdict(dtype))
+EACH = pytest.mark.parametrize(
+    ("activation", "dtype"), [(name, dtype) for dtype, tails in TAILS.items() for name in tails], ids=str
+)
 
 
-def tell(title: str, verdict: Any) -> None:
-    print(json.dumps({"title": title, "ok": bool(verdict), "text": str(verdict)}), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def check_emulated(backend: str, activation: str, dtype: torch.dtype) -> None:
+    """A backend whose kernels run as Python is right for a tenth of the arguments."""
+    problem = problem_of(thinned(points(activation, dtype)), activation)
+    verdict = mg.verify(problem, mg.solve(problem, backend=backend))
+    assert verdict, verdict.text

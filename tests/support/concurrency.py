@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -55,10 +56,15 @@ def held_by_another_thread(*locks: Any) -> Iterator[None]:
 
 
 def in_a_forked_child(work: Callable[[], bool]) -> bool:
-    """What a forked child finds; fails where it waits, for a lock that no thread of its own holds."""
+    """What a forked child finds, False if it dies; fails where it waits, for a lock that no thread of its own holds."""
     child = os.fork()
     if child == 0:
-        os._exit(0 if work() else 1)
+        try:
+            code = 0 if work() else 1
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        os._exit(code)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)

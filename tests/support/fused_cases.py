@@ -9,11 +9,8 @@ import torch
 from multigemm.backend import Backend
 from multigemm.testing import Case, DeviceCase, Finding, Limits, Scale, Subject, check, random_case
 from multigemm.testing.placed_case import spec_of
-from multigemm.testing.strategies import for_copy_engine
 from tests.model_mutants.faults import FUSED_HUNTING
 
-LAYERS = Limits(work=1 << 22, groups=8, longest=200, forms=("jagged_m", "batched", "masked", "jagged_k"),
-                dtypes=("bfloat16", "float16"), fused=1)  # fmt: skip
 CPU = torch.device("cpu")
 BLOCKS = Case(
     form="jagged_k", dtype="float8_e4m3fn", dtype_b="float8_e5m2", m=3, n=4, lengths=(70, 0, 45), head=5, tail=2,
@@ -38,8 +35,3 @@ def findings(
         device_case = DeviceCase.from_case(case, CPU)
         for config in range(len(backend.configs(spec, CPU))):
             yield from ((case, finding) for finding in check(device_case, Subject(backend, config)).findings)
-
-
-def as_in_layers(seed: int, limits: Limits = LAYERS) -> Case:
-    """The case of a seed with what Hopper's kernels take."""
-    return for_copy_engine(random_case(seed, limits), limits)

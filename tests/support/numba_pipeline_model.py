@@ -12,14 +12,16 @@ A warp's sums are an array of [16 columns, rows]; how lanes share them is tested
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from tests.support.turns import Turns
 
 Array = npt.NDArray[Any]
 BASE = 1024
@@ -114,7 +116,6 @@ class Warp:
 
     def __init__(self, block: Block, number: int, work: Callable[[], Any]) -> None:
         self.block, self.number, self.work = block, number, work
-        self.go = threading.Semaphore(0)
         self.ready: Callable[[], bool] | None = None
         self.what = ""
         self.done = False
@@ -143,8 +144,9 @@ class Machine:
         self.written: dict[int, Array] = {}
         self.warps: list[Warp] = []
         self.flights: list[Copy] = []
-        self.back = threading.Semaphore(0)
-        self.here = threading.local()
+        self.turns: Turns | None = None
+        self.outside: Warp | None = None
+        """The warp as which the test itself acts, before all others run."""
         self.failure: BaseException | None = None
         self.favour: dict[int, float] = {}
 
@@ -189,7 +191,8 @@ class Machine:
     @property
     def warp(self) -> Warp:
         """The warp that runs."""
-        found: Warp = self.here.warp
+        found = self.outside if self.turns is None else self.warps[self.turns.number]
+        assert found is not None
         return found
 
     @property
@@ -203,8 +206,6 @@ class Machine:
         self.warps.append(Warp(block, number, work))
 
     def _life(self, warp: Warp) -> None:
-        self.here.warp = warp
-        warp.go.acquire()
         try:
             if self.failure is None:
                 warp.work()
@@ -220,39 +221,36 @@ class Machine:
             mine = [x for x in self.flights if any(b == warp.block.number for b, _, _ in x.writes)]
             if mine:
                 self.failure = AssertionError("a block ends while copies to it are under way")
-        self.back.release()
 
     def run(self) -> None:
         """Runs all warps to their end, in a random order."""
-        threads = [threading.Thread(target=self._life, args=(warp,), daemon=True) for warp in self.warps]
         self.favour = {id(warp): self.draw.choice((0.05, 1.0, 1.0, 4.0)) for warp in self.warps}
-        for thread in threads:
-            thread.start()
+        self.turns = Turns(len(self.warps), self._next)
+        self.turns.run([partial(self._life, warp) for warp in self.warps])
+        if self.failure is not None:
+            raise self.failure
+        assert self.counters == [0, 0], "the counters are not as they were found"
+
+    def _next(self) -> int | None:
+        """The warp that goes on, after copies that are done meanwhile; after a failure each ends by itself."""
         while True:
             left = [warp for warp in self.warps if not warp.done]
             if self.failure is not None:
-                for warp in left:
-                    warp.go.release()
-                    self.back.acquire()
-                raise self.failure
+                return self.warps.index(left[0]) if left else None
             able = [warp for warp in left if warp.ready is None or warp.ready()]
             if self.flights and (not able or self.draw.random() < self.eager):
                 self._fly()
                 continue
             if not able:
                 if not left:
-                    break
+                    return None
                 self.failure = AssertionError(
                     "all wait: " + "; ".join(f"{w.block.number}.{w.number} for {w.what}" for w in left)
                 )
                 continue
             chosen = self.draw.choices(able, [self.favour[id(warp)] for warp in able])[0]
             chosen.ready = None
-            chosen.go.release()
-            self.back.acquire()
-        for thread in threads:
-            thread.join()
-        assert self.counters == [0, 0], "the counters are not as they were found"
+            return self.warps.index(chosen)
 
     def _fly(self) -> None:
         which = self.draw.randrange(len(self.flights)) if self.draw.random() < 0.5 else 0
@@ -269,9 +267,9 @@ class Machine:
         warp = self.warp
         if ready() and self.draw.random() < 0.5:
             return
+        assert self.turns is not None
         warp.ready, warp.what = ready, what
-        self.back.release()
-        warp.go.acquire()
+        self.turns.hand_on()
         if self.failure is not None:
             raise Stop
 
@@ -432,7 +430,7 @@ class Machine:
         return load
 
     def fence_async(self) -> None:
-        if hasattr(self.here, "warp"):
+        if self.turns is not None or self.outside is not None:
             self.block.unfenced.pop((self.warp.number, 0), None)
 
     def tma_store(self, wanted: int, start: int, at: int, where: Sequence[int]) -> None:

@@ -43,7 +43,7 @@ from multigemm.backends.numba.config import (
     float8_signature_of,
     signature_of,
 )
-from multigemm.cuda import tensor_map
+from multigemm.cuda import operand_maps
 from multigemm.cuda.arguments import fields
 from multigemm.planning.operands import view_of
 from tests.support.numba_lane_model import plain
@@ -238,7 +238,7 @@ class Run:
         quantised = isinstance(config, Float8Config)
         self.signature: Signature = float8_signature_of(spec) if quantised else effective(config, signature_of(spec))
         self.layout, self.made = Layout(config, self.signature), list[Map]()
-        monkeypatch.setattr(tensor_map, "encode_together", self.encode)
+        monkeypatch.setattr(operand_maps, "encode_together", self.encode)
         self.table = torch.from_numpy(list_table(self.ops)) if spec.form == "per_group" else None
         call = call_of(self.ops, view_of(self.ops), epilogue_words(spec), self.table)
         words: Any = map(np.int64, call)  # as a kernel has them
@@ -277,7 +277,7 @@ class Run:
         init = plain(hopper.make_barriers(config, signature))
         for block in machine.blocks:
             block.shared[BASE + self.layout.counts :][: len(counts[1])] = np.frombuffer(counts[1], np.uint8)
-            machine.here.warp = Warp(block, 11, lambda: None)
+            machine.outside = Warp(block, 11, lambda: None)
             init(BASE)
             rank, base = np.int32(block.rank), np.int32(BASE)
             roles: list[tuple[int, Any, tuple[Any, ...]]] = [

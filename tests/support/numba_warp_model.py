@@ -8,7 +8,6 @@ manual has it, through the 128-byte swizzle.
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -17,7 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tests.support.turns import Turns
+
 LANES = 32
+EVERY_LANE = range(LANES)
 Values = list[float]
 
 
@@ -102,35 +104,18 @@ class Model:
     def __init__(self, shared: npt.NDArray[np.int8], scales: npt.NDArray[np.float32], records: dict[int, int]) -> None:
         self.shared, self.scales, self.records = shared, scales, records
         self.staged = np.full(1 << 14, np.nan, np.float32)
-        self._here = threading.local()
-        self._meeting, self._told = threading.Barrier(LANES), [0.0] * LANES
+        self._warp, self._told = 0, [0.0] * LANES
+        self._turns = Turns(LANES)
 
     def run(self, warp: int, function: Callable[[], Any]) -> list[Any]:
         """The results of all lanes of a warp."""
-        results: list[Any] = [None] * LANES
-        errors: list[BaseException] = []
-
-        def lane(which: int) -> None:
-            self._here.thread = warp * LANES + which
-            try:
-                results[which] = function()
-            except BaseException as error:
-                errors.append(error)
-                self._meeting.abort()
-
-        threads = [threading.Thread(target=lane, args=(which,)) for which in range(LANES)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        return results
+        self._warp, self._turns = warp, Turns(LANES)
+        return self._turns.run([function] * LANES)
 
     # What the kernel calls in `ptx` and `cuda`.
 
     def thread_again(self) -> int:
-        return int(self._here.thread)
+        return self._warp * LANES + self._turns.number
 
     def load_shared_u32x4(self, at: int) -> tuple[np.int32, ...]:
         return tuple(np.int32(self.records[int(at) + 4 * i]) for i in range(4))
@@ -139,10 +124,16 @@ class Model:
         return 0
 
     def shfl_sync(self, _mask: int, value: float, source: int) -> float:
-        self._meeting.wait()
-        self._told[self._here.thread % LANES] = value
-        self._meeting.wait()
-        return self._told[int(source)]
+        return self._all_told(value)[int(source)]
+
+    def _all_told(self, value: float) -> list[float]:
+        """The values of all lanes, once each has told its own."""
+        told = self._told
+        told[self._turns.number] = value
+        self._turns.meet(EVERY_LANE)
+        if told is self._told:
+            self._told = [0.0] * LANES
+        return told
 
     def load_scale(self, address: int, _index: int) -> float:
         return float(self.scales[int(address) // 4])
@@ -196,9 +187,7 @@ class Model:
         assert packed == [(name, str(2 * i + 2), str(2 * i + 1)) for i, name in enumerate("abcd")], text
         assert "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0+0], {a, b, c, d};" in text
         lane = self.thread_again() % LANES
-        self._meeting.wait()
-        self._told[lane] = values[0]
-        self._meeting.wait()
+        places = self._all_told(values[0])
         for matrix in range(4):
-            at = (int(self._told[matrix * 8 + lane // 4]) + lane % 4 * 4) // 2
+            at = (int(places[matrix * 8 + lane // 4]) + lane % 4 * 4) // 2
             self.staged[at : at + 2] = values[1 + matrix * 2 : 3 + matrix * 2]

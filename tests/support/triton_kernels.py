@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from multigemm.backends.triton import fused, generic, hopper, hopper_float8, lists, quantised
+from multigemm.backends.triton import generic, hopper, hopper_float8, lists, quantised, sum_rows
 from multigemm.backends.triton.build import KernelSource, cubin
 from multigemm.backends.triton.choice import candidates_of
 from multigemm.backends.triton.config import Config
@@ -213,7 +213,7 @@ def sources_of(spec: ProblemSpec, config: Config, capability: int = 90) -> dict[
     """All kernels that problems of a spec may run with a config, by name."""
     if spec.fused is not None:
         scatters = spec.fused.scatters  # sums of rows, behind products that are a spec of their own
-        return {"sums": fused.sum_source(spec, False)} if scatters else fused.fused_sources(spec, config)
+        return {"sums": sum_rows.sum_source(spec, False)} if scatters else generic.generic_sources(spec, config)
     if config.kernel == "quantised":
         return quantised.quantised_sources(spec, config, capability)
     if spec.quantised:

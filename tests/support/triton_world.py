@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from multigemm.backends.triton import build as compiled
-from multigemm.backends.triton import fused, generic, hopper, lists, quantised
+from multigemm.backends.triton import generic, hopper, lists, quantised
 from multigemm.backends.triton.build import Cubin, KernelSource
 from multigemm.cuda import launch
 from tests.support import cuda_driver
@@ -50,7 +50,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """Planning, binding and launching on CPU tensors, as far as the driver's door."""
     fake = cuda_driver.install(monkeypatch)
     monkeypatch.setattr(compiled, "cubin", uncompiled)
-    for module in (fused, generic, hopper, lists, quantised):
+    for module in (generic, hopper, lists, quantised):
         monkeypatch.setattr(module, "processors", lambda index: 132)
     for module in (generic, hopper):
         monkeypatch.setattr(module, "Words", Words)

@@ -97,13 +97,18 @@ __device__ __forceinline__ void zero_block(char* out, i64 rows, i64 cols, i64 ro
     }
 }
 
-// Zeroes what no group owns: the head and tail of a jagged extent, the rows past `valid` of a mask.
+// Zeroes what no group owns: the head and tail of a jagged extent, the rows past `valid` of a mask. Whole warps, whose lanes
+// look at the masks side by side: one after the other, those of many small groups took longer than their products.
 __device__ inline void zero_unowned(const Problem& p, i64 warp, i64 warps) {
     const int size = size_of(p.out_type);
     if (p.valid) {
-        for (i64 g = 0; g < p.groups; ++g) {
-            const i64 rows = valid_rows(p, g);
-            zero_block(p.out.ptr + (g * p.out.group + rows * p.out.row) * size, p.m - rows, p.n, p.out.row, p.out.col, size, warp, warps);
+        const int lane = threadIdx.x & 31;
+        for (int base = 0; base < p.groups; base += 32) {
+            u32 some = __ballot_sync(~0u, base + lane < p.groups && valid_rows(p, base + lane) < p.m);
+            for (; some; some &= some - 1) {
+                const i64 g = base + __ffs(some) - 1, rows = valid_rows(p, g);
+                zero_block(p.out.ptr + (g * p.out.group + rows * p.out.row) * size, p.m - rows, p.n, p.out.row, p.out.col, size, warp, warps);
+            }
         }
     } else if (p.jagged == JAG_M || p.jagged == JAG_N) {
         i64 first = jagged_extent(p), last = first, unused;

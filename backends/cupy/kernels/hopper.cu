@@ -83,7 +83,7 @@ hopper(const __grid_constant__ Given p, const __grid_constant__ Launch l, const 
             if (p.zero_unowned) zero_unowned(p, blockIdx.x, gridDim.x);
 #endif
 #if RAGGED_K && PLAIN
-            zero_idle_groups(p, l);
+            zero_idle_groups(p, l, s.schedule);
 #endif
         }
         __syncwarp();

@@ -38,27 +38,30 @@ __device__ __forceinline__ Target target_of(const Problem& p, const Launch& l, c
 }
 
 #if PLAIN
-// Jagged k: results of groups without any k are alpha * 0, which a warp with nothing else to do writes.
-__device__ __forceinline__ void zero_idle_groups(const Problem& p, const Launch& l) {
+// Jagged k: results of groups without any k are alpha * 0, which a warp with nothing else to do writes. Its lanes look for such
+// groups in the schedule: one after the other, from memory, took longer than the products of many short ones.
+__device__ __forceinline__ void zero_idle_groups(const Problem& p, const Launch& l, const Schedule& s) {
     const int lane = threadIdx.x & 31;
     const i64 rows = l.swapped ? p.n : p.m, cols = l.swapped ? p.m : p.n, step = (l.swapped ? p.out.col : p.out.row) * RESULT;
     const u32 high = p.alpha < 0.0 ? INT8 ? 0u : RESULT > 2 ? 0x80000000u : 0x80008000u : 0u, low = DOUBLE ? 0u : high;
     constexpr int PIECE = 16 / RESULT;
 #pragma unroll 1
-    for (int g = 0; g < p.groups; ++g) {
-        i64 start, end;
-        jagged_span(p, g, start, end);
-        if (end > start) continue;
+    for (int base = 0; base < p.groups; base += 32) {
+        u32 idle = __ballot_sync(~0u, base + lane < p.groups && s.length[base + lane] == 0);
 #pragma unroll 1
-        for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
-            char* line = p.out.ptr + g * p.out.group * RESULT + row * step;
-            const i64 whole = l.vector_out ? cols & ~(PIECE - 1) : 0;
+        for (; idle; idle &= idle - 1) {
+            const int g = base + __ffs(idle) - 1;
+#pragma unroll 1
+            for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
+                char* line = p.out.ptr + g * p.out.group * RESULT + row * step;
+                const i64 whole = l.vector_out ? cols & ~(PIECE - 1) : 0;
 #pragma unroll 4
-            for (i64 c = lane * PIECE; c < whole; c += 32 * PIECE) *(uint4*)(line + c * RESULT) = make_uint4(low, high, low, high);
-            for (i64 c = whole + lane; c < cols; c += 32) {
-                if (DOUBLE) *(u64*)(line + c * RESULT) = u64(high) << 32;
-                else if (WORD_RESULTS) *(u32*)(line + c * RESULT) = high;
-                else *(u16*)(line + c * RESULT) = u16(high);
+                for (i64 c = lane * PIECE; c < whole; c += 32 * PIECE) *(uint4*)(line + c * RESULT) = make_uint4(low, high, low, high);
+                for (i64 c = whole + lane; c < cols; c += 32) {
+                    if (DOUBLE) *(u64*)(line + c * RESULT) = u64(high) << 32;
+                    else if (WORD_RESULTS) *(u32*)(line + c * RESULT) = high;
+                    else *(u16*)(line + c * RESULT) = u16(high);
+                }
             }
         }
     }

@@ -25,7 +25,6 @@ from numba.cuda import types
 from multigemm.backends.numba.arguments import JAGGED_M
 from multigemm.backends.numba.config import (
     COLUMNS,
-    FAR,
     OUT_MAP,
     ROW_BYTES,
     SLOTS,
@@ -57,6 +56,7 @@ from multigemm.backends.numba.kernels.tensor_epilogue import (
     make_late,
     make_write,
 )
+from multigemm.cuda.operand_maps import FAR
 
 int32 = types.int32
 CONSUMERS = 256

@@ -18,7 +18,6 @@ from multigemm.backends.numba.config import (
     B_MAP,
     BOX_STEP,
     COLUMNS,
-    FAR,
     LISTED_MAPS,
     MOST_BOX_ROWS,
     ROW_BYTES,
@@ -40,6 +39,7 @@ from multigemm.backends.numba.kernels.hopper_tiles import (
     same_in_all_lanes,
 )
 from multigemm.backends.numba.kernels.runtime import synchronising
+from multigemm.cuda.operand_maps import FAR
 
 MAP_BYTES = 128
 AHEAD = 8

@@ -33,7 +33,6 @@ from multigemm.backends.numba.arguments import (
     TABLE_SCALE_B,
     TABLE_WORDS,
     TABLE_ZERO,
-    WHOLE_K,
 )
 from multigemm.backends.numba.config import QuantisedSignature
 from multigemm.backends.numba.kernels.epilogue import make_finish
@@ -48,6 +47,7 @@ from multigemm.backends.numba.kernels.memory import (
 )
 from multigemm.backends.numba.kernels.runtime import SIMULATED, device, kernel, synchronising
 from multigemm.backends.numba.kernels.schedule import LANES, extent, make_schedule, make_zero_unowned
+from multigemm.planning.scale_grids import WHOLE_K
 from multigemm.problem.spec import BYTE_FORMATS
 
 _code, _word, _single = loader("u8"), loader("i64"), loader("f32")

@@ -5,6 +5,10 @@ It masks both operands along K, so that what lies beyond a group never meets an 
 addresses with 64 bits across tiles (and inside a tile where the operand is `WIDE`). Operand order,
 divisibility and the epilogue are compile-time classes; sizes, strides and counts are not.
 
+Of fused problems, an index that means no row becomes an address within the operand, which a mask keeps from being read:
+the element is 0. A gate joins two columns of the products: g and u of a column have a sum each, or, where they lie side
+by side, come apart after the products.
+
 Beside it: copies of operands that no tensor map can express into aligned rows (odd leading dimensions, unaligned
 bases, zero or non-unit strides). One pass over memory costs less than element-wise loads in every tile wherever an
 operand is used by more than a few tiles.
@@ -13,7 +17,7 @@ operand is used by more than a few tiles.
 import triton
 import triton.language as tl
 
-from multigemm.backends.triton.kernels.epilogue import finish
+from multigemm.backends.triton.kernels.epilogue import activate, finish, narrow, scalar_of
 from multigemm.backends.triton.kernels.schedule import (
     COLUMNS,
     TABLE_K,
@@ -33,6 +37,9 @@ TABLE_BIAS_COL = tl.constexpr(16)
 TABLE_TILE_M = tl.constexpr(17)
 TABLE_TILE_N = tl.constexpr(18)
 """Only where a row stands for a tile (lists.py)."""
+TABLE_PREACT = tl.constexpr(17)
+TABLE_PREACT_ROW = tl.constexpr(18)
+"""Of `preact_out`, where a row stands for a group."""
 
 
 @triton.jit
@@ -223,16 +230,57 @@ def gathered(acc, partials, arrived, slot, part, SPLITS: tl.constexpr, BM: tl.co
 
 
 @triton.jit
-def pointer_kernel(a, b, c, out, bias, ends, table, prefix, partials, arrived,
-                   m, n, k, groups, head, places,
+def picked(rows, at, there, extent, WIDE: tl.constexpr):
+    """The numbers of rows at these places, and which of them are rows; the number 0 stands for those that are not."""
+    number = tl.load(rows + at, mask=there, other=-1).to(tl.int64)
+    there = (number >= 0) & (number < extent)
+    number = tl.where(there, number, 0)
+    if not WIDE:
+        number = number.to(tl.int32)
+    return number, there
+
+
+@triton.jit
+def gated(g, u, alpha_bits, beta_bits, limit_bits, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr,
+          HAS_BETA: tl.constexpr, HAS_LIMIT: tl.constexpr):  # fmt: skip
+    """act(min(g, limit)) * (clamp(u, -limit, limit) + beta); `where` rather than `minimum` keeps NaN."""
+    if HAS_LIMIT:
+        limit = scalar_of(limit_bits, g.dtype)
+        g = tl.where(g > limit, limit, g)
+        u = tl.where(u > limit, limit, u)
+        u = tl.where(u < -limit, -limit, u)
+    if HAS_BETA:
+        u = u + scalar_of(beta_bits, u.dtype)
+    if KIND == "glu":
+        g = 1.0 / (1.0 + tl.exp(-g))
+    elif KIND == "swiglu" and HAS_ALPHA:
+        g = g / (1.0 + tl.exp(-scalar_of(alpha_bits, g.dtype) * g))
+    elif KIND == "swiglu":
+        g = activate(g, "silu")
+    elif KIND == "geglu":
+        g = activate(g, "gelu")
+    elif KIND == "geglu_tanh":
+        g = activate(g, "gelu_tanh")
+    else:
+        g = activate(g, "relu")
+    return g * u
+
+
+@triton.jit
+def pointer_kernel(a, b, c, out, bias, ends, table, prefix, partials, arrived, preact, row_scale, a_rows, b_rows,
+                   m, n, k, groups, head, places, a_extent, b_extent,
                    a_group, a_row, a_col, b_group, b_row, b_col, c_group, c_row, c_col,
                    out_group, out_row, out_col, bias_group, bias_col, alpha_bits, beta_bits,
+                   preact_group, preact_row, preact_col, scale_group, gate_alpha_bits, gate_beta_bits, limit_bits,
                    FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr,
                    STAGES: tl.constexpr, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr, OUT_ORDER: tl.constexpr,
                    A_BYTES: tl.constexpr, B_BYTES: tl.constexpr, OUT_BYTES: tl.constexpr, WIDE: tl.constexpr,
                    EVEN_K: tl.constexpr, MULTIPLE: tl.constexpr, HAS_C: tl.constexpr, HAS_BIAS: tl.constexpr,
                    ALPHA: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
                    ZERO: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, SIZES: tl.constexpr,
+                   GATE: tl.constexpr, GATE_ALPHA: tl.constexpr, GATE_BETA: tl.constexpr, LIMIT: tl.constexpr,
+                   PREACT_OUT: tl.constexpr, PREACT_ORDER: tl.constexpr, PREACT_BYTES: tl.constexpr,
+                   ROW_SCALE: tl.constexpr, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, EARLY: tl.constexpr,
                    INTERPRETED: tl.constexpr):  # fmt: skip
     """One persistent program: tiles program_id, + num_programs, ... of the concatenation of all groups.
 
@@ -240,9 +288,27 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix, partials, arrived,
     CHUNK < 0 each of these tiles is whole, in all three extents, and nothing is masked.
     With SIZES, `ends` are the sizes of up to CHUNK groups, which each program sums up.
     With SPLITS > 1 each tile is the work of that many programs, along K.
+    Of fused problems m, n and k are the extents of the result and of the tokens; the row m of a table too. BN counts
+    columns of the products, of which a gate joins two. GATE is its layout. What a problem lacks is no argument, and
+    nothing is compiled for it.
     """
+    if EARLY:
+        # started before the launch ahead is over, and lets the next one start so
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    HALVES: tl.constexpr = GATE == "halves" or GATE == "halves_up_first"
+    PAIRS: tl.constexpr = GATE == "interleaved"
+    # columns of the result in a tile, and those that are loaded at once
+    TILE: tl.constexpr = BN // 2 if HALVES or PAIRS else BN
+    LOADED: tl.constexpr = BN // 2 if HALVES else BN
+    EACH: tl.constexpr = 2 if PAIRS else 1
+    FUSED: tl.constexpr = HALVES or PAIRS or PREACT_OUT or ROW_SCALE or A_ROWS or B_ROWS
     UNIFORM: tl.constexpr = FORM == "batched" or FORM == "jagged_k" or (FORM == "masked" and ZERO)
-    total, found, stride = all_tiles(prefix, ends, table, m, n, groups, head, FORM, BM, BN, UNIFORM, CHUNK, SIZES)
+    A_BY_M: tl.constexpr = A_ROWS and FORM == "jagged_m"
+    A_BY_K: tl.constexpr = A_ROWS and FORM == "jagged_k"
+    B_BY_N: tl.constexpr = B_ROWS and FORM == "jagged_n"
+    B_BY_K: tl.constexpr = B_ROWS and FORM == "jagged_k"
+    total, found, stride = all_tiles(prefix, ends, table, m, n, groups, head, FORM, BM, TILE, UNIFORM, CHUNK, SIZES)
     if SPLITS > 1:
         # sizes that lie may claim more tiles than there are places for their parts
         total = tl.minimum(total, places)
@@ -259,31 +325,58 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix, partials, arrived,
             tile_m = tl.load(row_of + TABLE_TILE_M).to(tl.int32)
             tile_n = tl.load(row_of + TABLE_TILE_N).to(tl.int32)
         else:
-            tile_m, tile_n = place(tile - first, (covered_m + BM - 1) // BM, (gn + BN - 1) // BN, WIDTH)
+            tile_m, tile_n = place(tile - first, (covered_m + BM - 1) // BM, (gn + TILE - 1) // TILE, WIDTH)
         skip_m = start if FORM == "jagged_m" else 0
         skip_n = start if FORM == "jagged_n" else 0
         skip_k = start if FORM == "jagged_k" else 0
 
-        # 2. the first element of each operand's tile, in 64 bits
+        # 2. where each operand's tile lies, in 64 bits; picked rows have places of their own
+        wide_g = g.to(tl.int64)
         a_base, a_r, a_c = matrix(table, g, a, a_group, a_row, a_col, FORM, "a", A_BYTES)
         b_base, b_r, b_c = matrix(table, g, b, b_group, b_row, b_col, FORM, "b", B_BYTES)
         out_base, out_r, out_c = matrix(table, g, out, out_group, out_row, out_col, FORM, "out", OUT_BYTES)
         row0 = tile_m * BM
-        col0 = tile_n * BN
+        col0 = tile_n * TILE
+        none = row0 * 0
         i = tl.arange(0, BM)
-        j = tl.arange(0, BN)
+        j = tl.arange(0, TILE)
+        jj = tl.arange(0, LOADED)
         kk = tl.arange(0, BK)
         rows_left = gm - row0
         cols_left = gn - col0
-        a_ptrs = corner(a_base, skip_m + row0, a_r, skip_k + 0 * row0, a_c, A_ORDER) + offsets(
-            i, a_r, kk, a_c, A_ORDER, WIDE)  # fmt: skip
-        b_ptrs = corner(b_base, skip_k + 0 * row0, b_r, skip_n + col0, b_c, B_ORDER) + offsets(
-            kk, b_r, j, b_c, B_ORDER, WIDE)  # fmt: skip
+        if FUSED:
+            # once for a tile, where plain problems make these masks in the loop and behind it, as they were measured
+            in_rows = i < rows_left
+            in_cols = jj < EACH * cols_left
+            a_there = in_rows
+            b_there = in_cols
+        if A_BY_M:
+            a_number, a_there = picked(a_rows, skip_m + row0 + i, in_rows, a_extent, WIDE)
+            a_ptrs = a_base + offsets(a_number, a_r, kk, a_c, A_ORDER, WIDE)
+        elif A_BY_K:
+            a_ptrs = corner(a_base, row0, a_r, none, a_c, A_ORDER)
+            a_number, a_picked = picked(a_rows, skip_k + kk, kk < gk, a_extent, WIDE)
+        else:
+            a_ptrs = corner(a_base, skip_m + row0, a_r, skip_k + none, a_c, A_ORDER) + offsets(
+                i, a_r, kk, a_c, A_ORDER, WIDE)  # fmt: skip
+        if B_BY_N:
+            b_number, b_there = picked(b_rows, skip_n + col0 + jj, in_cols, b_extent, WIDE)
+            b_ptrs = b_base + offsets(kk, b_r, b_number, b_c, B_ORDER, WIDE)
+        elif B_BY_K:
+            b_ptrs = corner(b_base, none, b_r, col0, b_c, B_ORDER)
+            b_number, b_picked = picked(b_rows, skip_k + kk, kk < gk, b_extent, WIDE)
+        else:
+            b_ptrs = corner(b_base, skip_k + none, b_r, skip_n + EACH * col0, b_c, B_ORDER) + offsets(
+                kk, b_r, jj, b_c, B_ORDER, WIDE)  # fmt: skip
         a_step = BK if A_ORDER == "row" else BK * a_c
         b_step = BK if B_ORDER == "col" else BK * b_r
+        if HALVES:
+            second = gn.to(tl.int64) if B_ORDER == "row" else gn * b_c
 
-        # 3. the products; both operands are zero where k, a row or a column lies outside the group
-        acc = tl.zeros((BM, BN), ACC)
+        # 3. the products; both operands are zero where k, a row or a column lies outside the group or is absent
+        acc = tl.zeros((BM, LOADED), ACC)
+        if HALVES:
+            other = tl.zeros((BM, LOADED), ACC)
         if CHUNK <= 0:
             # a listed tile has rows: a branch here would have it read the rest of its table row after the extents
             busy: tl.constexpr = True
@@ -299,38 +392,95 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix, partials, arrived,
                 a_ptrs += first_step.to(tl.int64) * a_step
                 b_ptrs += first_step.to(tl.int64) * b_step
             for step in tl.range(first_step, last_step, num_stages=STAGES):
-                if CHUNK < 0:
+                k_left = gk - step * BK
+                if A_BY_K:
+                    x = tl.load(a_ptrs + offsets(i, a_r, a_number, a_c, A_ORDER, WIDE),
+                                mask=in_rows[:, None] & a_picked[None, :], other=0)  # fmt: skip
+                    # one step ahead, so that operands are asked for without a wait for their places
+                    a_number, a_picked = picked(a_rows, skip_k + step * BK + BK + kk, kk < k_left - BK, a_extent, WIDE)
+                elif CHUNK < 0:
                     x = tl.load(a_ptrs)
+                elif EVEN_K:
+                    x = tl.load(a_ptrs, mask=(a_there if FUSED else i < rows_left)[:, None], other=0)
+                else:
+                    in_a = (a_there if FUSED else i < rows_left)[:, None] & (kk < k_left)[None, :]
+                    x = tl.load(a_ptrs, mask=in_a, other=0)
+                if B_BY_K:
+                    y = tl.load(b_ptrs + offsets(b_number, b_r, jj, b_c, B_ORDER, WIDE),
+                                mask=b_picked[:, None] & in_cols[None, :], other=0)  # fmt: skip
+                    b_number, b_picked = picked(b_rows, skip_k + step * BK + BK + kk, kk < k_left - BK, b_extent, WIDE)
+                elif CHUNK < 0:
                     y = tl.load(b_ptrs)
                 elif EVEN_K:
-                    x = tl.load(a_ptrs, mask=(i < rows_left)[:, None], other=0)
-                    y = tl.load(b_ptrs, mask=(j < cols_left)[None, :], other=0)
+                    y = tl.load(b_ptrs, mask=(b_there if FUSED else j < cols_left)[None, :], other=0)
                 else:
-                    k_left = gk - step * BK
-                    x = tl.load(a_ptrs, mask=(i < rows_left)[:, None] & (kk < k_left)[None, :], other=0)
-                    y = tl.load(b_ptrs, mask=(kk < k_left)[:, None] & (j < cols_left)[None, :], other=0)
+                    in_b = (kk < k_left)[:, None] & (b_there if FUSED else j < cols_left)[None, :]
+                    y = tl.load(b_ptrs, mask=in_b, other=0)
                 acc = dot(x, y, acc, PRECISION, ACC, INTERPRETED)
-                a_ptrs += a_step
-                b_ptrs += b_step
+                if HALVES:
+                    if EVEN_K:
+                        in_b = b_there[None, :]
+                    z = tl.load(b_ptrs + second, mask=in_b, other=0)
+                    other = dot(x, z, other, PRECISION, ACC, INTERPRETED)
+                if not A_BY_K:
+                    a_ptrs += a_step
+                if not B_BY_K:
+                    b_ptrs += b_step
 
-        # 4. the epilogue
-        owned = (i < rows_left)[:, None] & (j < cols_left)[None, :]
+        # 4. the epilogue: alpha, C and bias; preact_out; activation or gate; row_scale
         if SPLITS > 1:
             acc, last = gathered(acc, partials, arrived, tile, work % SPLITS, SPLITS, BM, BN)
             # who is not the last stores nothing: a tile without columns
             cols_left = tl.where(last, cols_left, 0)
+        if not FUSED:
             owned = (i < rows_left)[:, None] & (j < cols_left)[None, :]
+            in_rows = i < rows_left
+            in_cols = j < cols_left
         c_ptrs, bias_ptrs = addends(table, g, c, c_group, c_row, c_col, bias, bias_group, bias_col, out_base,
-                                    skip_m + row0, skip_n + col0, i, j, FORM, HAS_C, HAS_BIAS)  # fmt: skip
-        in_columns = (j < cols_left)[None, :]
-        result = finish(acc, alpha_bits, beta_bits, c_ptrs, owned, bias_ptrs, in_columns, out.dtype.element_ty,
-                        ALPHA == "any", HAS_C, HAS_BIAS, ACTIVATION, INTERPRETED)  # fmt: skip
+                                    skip_m + row0, skip_n + EACH * col0, i, jj, FORM, HAS_C, HAS_BIAS)  # fmt: skip
+        acc = finish(acc, alpha_bits, beta_bits, c_ptrs, in_rows[:, None] & in_cols[None, :], bias_ptrs,
+                     in_cols[None, :], ACC, ALPHA == "any", HAS_C, HAS_BIAS, None, INTERPRETED)  # fmt: skip
+        if HALVES:
+            if HAS_BIAS:
+                bias_ptrs += gn * bias_of(table, g, bias, bias_group, bias_col, FORM)[1]
+            other = finish(other, alpha_bits, beta_bits, out_base, in_rows[:, None], bias_ptrs, in_cols[None, :], ACC,
+                           ALPHA == "any", False, HAS_BIAS, None, INTERPRETED)  # fmt: skip
+        if PREACT_OUT:
+            if FORM == "per_group":
+                p_base, p_r, p_c = operand(table, g, preact, TABLE_PREACT, TABLE_PREACT_ROW, PREACT_BYTES)
+            else:
+                p_base, p_r, p_c = preact + wide_g * preact_group, preact_row, preact_col
+            p_ptrs = corner(p_base, skip_m + row0, p_r, skip_n + EACH * col0, p_c, PREACT_ORDER) + offsets(
+                i, p_r, jj, p_c, PREACT_ORDER, WIDE)  # fmt: skip
+            in_preact = in_rows[:, None] & in_cols[None, :]
+            tl.store(p_ptrs, narrow(acc, preact.dtype.element_ty, INTERPRETED), mask=in_preact)
+            if HALVES:
+                p_ptrs += gn.to(tl.int64) if PREACT_ORDER == "row" else gn * p_c
+                tl.store(p_ptrs, narrow(other, preact.dtype.element_ty, INTERPRETED), mask=in_preact)
+        if GATE == "halves":
+            acc = gated(acc, other, gate_alpha_bits, gate_beta_bits, limit_bits, ACTIVATION, GATE_ALPHA, GATE_BETA,
+                        LIMIT)  # fmt: skip
+        elif GATE == "halves_up_first":
+            acc = gated(other, acc, gate_alpha_bits, gate_beta_bits, limit_bits, ACTIVATION, GATE_ALPHA, GATE_BETA,
+                        LIMIT)  # fmt: skip
+        elif PAIRS:
+            gate, up = tl.split(tl.reshape(acc, (BM, TILE, 2)))
+            acc = gated(gate, up, gate_alpha_bits, gate_beta_bits, limit_bits, ACTIVATION, GATE_ALPHA, GATE_BETA,
+                        LIMIT)  # fmt: skip
+        else:
+            acc = activate(acc, ACTIVATION)
+        if ROW_SCALE:
+            scale = tl.load(row_scale + wide_g * scale_group + skip_m + row0 + i, mask=in_rows, other=0)
+            acc = acc * scale.to(ACC)[:, None]
+        result = narrow(acc, out.dtype.element_ty, INTERPRETED)
+        if FUSED:
+            owned = in_rows[:, None] & (j < cols_left)[None, :]
         store_tile(result, owned, out_base, out_r, out_c, skip_m + row0, skip_n + col0, i, j, rows_left, cols_left, m,
                    row0, FORM, OUT_ORDER, WIDE, ZERO, CHUNK < 0)  # fmt: skip
 
     # 5. what no group owns, where the output is the library's own
     if ZERO and (FORM == "jagged_m" or FORM == "jagged_n"):
-        write_outside(out, ends, m, n, groups, head, out_row, out_col, FORM, BM, BN, SIZES, CHUNK)
+        write_outside(out, ends, m, n, groups, head, out_row, out_col, FORM, BM, TILE, SIZES, CHUNK)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import torch
 import multigemm as mg
 from multigemm.backends.cupy import arguments, small, support
 from multigemm.backends.cupy import config as configs
+from multigemm.cuda import operand_maps
 from multigemm.cuda.arguments import JAGGED_CODES, Fields, fields
 from multigemm.cuda.tensor_map import NO_SWIZZLE, PROMOTION_128B
 from multigemm.planning.operands import Operands, view_of
@@ -44,10 +45,11 @@ def test_weights_across_k_are_asked_of_memory_128_bytes_at_a_time(monkeypatch: p
         seen.append(modes)
         return fields(b"", ())
 
-    monkeypatch.setattr(arguments, "encode_together", encode)
-    side = arguments.Side(1 << 40, 96, 64, 3, 192, 64 * 192, False, torch.bfloat16)
+    for module in (arguments, operand_maps):
+        monkeypatch.setattr(module, "encode_together", encode)
+    side = operand_maps.Side(1 << 40, 96, 64, 3, 192, 64 * 192, False, torch.bfloat16)
     for given in (side, side._replace(k_contiguous=True)):
-        arguments.plain_map(given, 128)
+        operand_maps.plain_map(given, 128)
         arguments.gate_map(given, interleaved=False)
     across = {"promotion": PROMOTION_128B}
     assert seen == [across, across, {}, {}], "256 bytes along k, where they hold the next block"
@@ -60,14 +62,14 @@ def test_the_results_map_counts_rows_back_from_a_groups_end(monkeypatch: pytest.
         seen.append(args)
         return fields(b"", ())
 
-    monkeypatch.setattr(arguments, "encode_together", encode)
-    side = arguments.Side(1 << 40, 96, 50, 3, 192, 50 * 192, False, torch.bfloat16)
-    arguments.result_map(side)
+    monkeypatch.setattr(operand_maps, "encode_together", encode)
+    side = operand_maps.Side(1 << 40, 96, 50, 3, 192, 50 * 192, False, torch.bfloat16)
+    operand_maps.result_map(side)
     ((_, start, dims, strides, (box,)),) = seen
-    assert box == (64, 64, 1, 1, 1) and dims[0] == 96 and dims[1] == arguments.FAR and dims[4] == 3
+    assert box == (64, 64, 1, 1, 1) and dims[0] == 96 and dims[1] == operand_maps.FAR and dims[4] == 3
     assert all(step % 16 == 0 and step < 1 << 40 for step in strides)
     for group, end, left, row in ((0, 50, 50, 0), (2, 41, 9, 8), (1, 7, 1, 0)):
-        at = (arguments.FAR - left + row, end, arguments.FAR, group)
+        at = (operand_maps.FAR - left + row, end, operand_maps.FAR, group)
         assert all(0 <= x < size for x, size in zip(at, dims[1:], strict=True)), "the last row still exists"
         address = start + sum(x * step for x, step in zip(at, strides, strict=True))
         assert address % 2**64 == start + (end - left + row) * 192 + group * 50 * 192

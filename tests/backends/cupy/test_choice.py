@@ -12,6 +12,7 @@ import torch
 from multigemm.backends.cupy import BACKEND, choice, hopper, small_list, support
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
+from multigemm.cuda.device import FITTED_PROCESSORS, usual_processors
 from multigemm.errors import InvalidSetting
 from multigemm.problem.spec import OperandSpec, ProblemSpec
 from multigemm.testing import Limits
@@ -25,6 +26,7 @@ STRIDED = replace(BF16, order="strided")
 ODD_B = {"b": ODD["b"]}
 LIST = {"form": "per_group", "n": None, "k": None}
 JAGGED_K = {"form": "jagged_k", "k": None, "a": COLUMNS}
+COLUMNS_OF_12: Change = {"form": "jagged_n", "groups": 12, "m": 7136, "n": None, "k": 104, "b": replace(BF16, align=8)}
 TF32: Change = {"compute": torch.float32, "precision": "tf32", **dict.fromkeys("ab", OperandSpec(torch.float32))}
 INT8: Change = {"compute": torch.int8, **dict.fromkeys("ab", OperandSpec(torch.int8))}
 TF32["out"], INT8["out"] = OperandSpec(torch.float32), OperandSpec(torch.int32)
@@ -66,6 +68,13 @@ def test_odd_weights_are_copied_for_many_rows_and_shifted_for_few(groups: int, k
         # Rows behind a mask: no group is larger than the average one.
         (spec(form="masked", groups=24, n=1280, k=2240, total=1024), configs.MIDDLE),
         (spec(groups=24, n=1280, k=2240, total=1024), configs.WIDE),
+        # Many results of little k: low tiles, while they are few rounds.
+        (spec(**JAGGED_K, groups=256, total=16384, m=128, n=256), configs.SINGLE),
+        (spec(**JAGGED_K, groups=256, total=32768, m=256, n=512), configs.ALONE),
+        # Few columns of a jagged n, whose tiles are mostly empty: the columns are copied.
+        (spec(**COLUMNS_OF_12, total=16), replace(configs.SLIM, kernel="packed")),
+        (spec(**{**COLUMNS_OF_12, "m": 512}, total=16), configs.SMALL_32),
+        (spec(**ODD, groups=64, n=500, k=101, total=64), configs.SHIFT_B_NARROW),
         # Few columns of many rows: the rows are shifted.
         (spec(**ODD, groups=14, n=66, k=7378, total=32768), configs.SHIFT_A_MIDDLE),
         (spec(**ODD, groups=19, n=453, k=4130, total=32768), configs.SHIFT_A),
@@ -87,6 +96,18 @@ def test_the_best_config_of_other_classes(problem: ProblemSpec, best: Config) ->
     assert choice.heuristic(problem) == best
     if problem.form == "jagged_k":
         assert choice.heuristic(replace(problem, **ODD)) not in (configs.SINGLE, configs.SMALL_64)  # type: ignore[arg-type]
+
+
+def test_rounds_are_those_of_the_gpu_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """96 low tiles are one round on an H100, and on a GPU of 78 multiprocessors more than one."""
+    problem, found = spec(**JAGGED_K, groups=12, total=4096, m=512, n=192), list[Config]()
+    for count in (78, FITTED_PROCESSORS):
+        monkeypatch.setattr(choice, "usual_processors", lambda count=count: count)
+        for kept in (choice.ranked, choice._layout):
+            kept.cache_clear()
+        found.append(choice.heuristic(problem))
+    assert usual_processors() == FITTED_PROCESSORS or torch.cuda.is_available()
+    assert found[1] == configs.SINGLE != found[0]
 
 
 def test_each_kind_has_a_tile_that_fits_everywhere() -> None:

@@ -4,6 +4,7 @@ CPU from their own sources."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,20 @@ from multigemm.planning.operands import Operands
 from multigemm.planning.staging import allocate, stage, staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import FusedSpec, OperandSpec, ProblemSpec
-from multigemm.testing import Case, DeviceCase, Fused, Subject, check
+from multigemm.testing import Case, DeviceCase, Fused, Limits, Subject, check, random_case
 from multigemm.testing.case import Layout
 from multigemm.testing.placed_case import spec_of
+from multigemm.testing.strategies import for_copy_engine
 from tests.backends.cupy import emulation
 from tests.model_mutants.faults import FUSED_HUNTING
 from tests.support import host_kernels
 from tests.support.cuda_driver import FakeDriver
 from tests.support.cupy_world import BF16, GPU, SPEC, install
-from tests.support.fused_cases import CPU, LAYERS, as_in_layers, fused_cases
+from tests.support.fused_cases import CPU, fused_cases
 
 PROBLEMS, ON_HOPPER, LAYOUTS = 30, 6, 2
+LAYERS = Limits(work=1 << 22, groups=8, longest=140, forms=("jagged_m", "batched", "masked", "jagged_k"),
+                dtypes=("bfloat16", "float16"), fused=1)  # fmt: skip
 needs_compiler = pytest.mark.skipif(not emulation.can_run(), reason="needs g++ on x86-64")
 
 
@@ -233,6 +237,13 @@ def test_picked_rows_of_int8() -> None:
     assert verdict, verdict.text
 
 
+@cache
+def drawn(seed: int) -> tuple[Case, ProblemSpec]:
+    """A case with what Hopper's kernels take; each config looks for its own among thousands."""
+    case = for_copy_engine(random_case(seed, LAYERS), LAYERS)
+    return case, spec_of(case)
+
+
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
@@ -257,8 +268,7 @@ def test_cases_of_layers_on_hopper(
     sources_of = hopper.gathered_sources if config.kernel == "gathered" else lambda *given: (hopper.source(*given),)
     backend, ran, sources = emulation.EmulatedBackend(config), 0, set[Any]()
     for seed in range(4000):
-        case = as_in_layers(seed, replace(LAYERS, longest=140))
-        spec = spec_of(case)
+        case, spec = drawn(seed)
         products = products_spec(spec)
         shown = {case.form, "gate" if case.gated else "", "row_scale" if case.fused.row_scale else ""}
         if products.fused is None or wanted not in shown:

@@ -22,6 +22,7 @@ from multigemm.cuda import tensor_map
 from multigemm.cuda.arguments import Address
 from multigemm.errors import InvalidSetting
 from multigemm.planning.operands import view_of
+from multigemm.planning.scale_grids import grid_of
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.scales import Scale
 from multigemm.problem.spec import ScaleSpec
@@ -292,18 +293,18 @@ def _words(raw: bytes) -> list[int]:
 
 
 def test_a_grid_is_laid_out_as_the_struct() -> None:
-    assert quantised.GRID.size == 48 and len(quantised.NO_GRID) == 48
+    assert quantised.GRID.size == 48 and len(quantised.NO_BYTES) == 48
     problem = blocks()
     spec = problem.spec
     assert spec.a.scale is not None and spec.b.scale is not None
     grid = cast(Tensor, problem.quantisation.a.grid)  # type: ignore[union-attr]
-    raw = quantised.grid_bytes("scale_a", grid, spec.a.scale)
+    raw = quantised.grid_bytes(grid_of("scale_a", grid, spec.a.scale.rows, spec.a.scale.k), grid)
     assert _words(raw)[:4] == [grid.data_ptr(), 0, 4, 1]
     assert np.frombuffer(raw[32:], dtype=np.int32).tolist() == [0, 0, 7, 0]
     (slot,) = raw.slots
     assert slot.offset == 0 and slot.operand == Address(0, "scale_a").operand
     grid = cast(Tensor, problem.quantisation.b.grid)  # type: ignore[union-attr]
-    raw = quantised.grid_bytes("scale_b", grid, spec.b.scale)
+    raw = quantised.grid_bytes(grid_of("scale_b", grid, spec.b.scale.rows, spec.b.scale.k), grid)
     assert _words(raw)[:4] == [grid.data_ptr(), 20, 1, 5]
     assert np.frombuffer(raw[32:], dtype=np.int32).tolist() == [0, 7, 7, 0]
 
@@ -450,7 +451,9 @@ def test_every_element_finds_its_scale(host: ctypes.CDLL, side: str, form: str, 
             options |= {"offsets": cut, "jagged": form[-1]}
         problem = GroupedGemmProblem(float8(*a_shape), float8(*b_shape), **options)
         scale = cast(Scale, getattr(problem.quantisation, side))
-        raw = quantised.grid_bytes(f"scale_{side}", cast(Tensor, scale.grid), scale.spec, form == "jagged_k")
+        grid, covers = cast(Tensor, scale.grid), scale.spec
+        place = grid_of(f"scale_{side}", grid, covers.rows, covers.k)
+        raw = quantised.grid_bytes(place, grid, form == "jagged_k")
         for g in range(4):
             start = 0 if form == "batched" else cut[g]
             span = slice(cut[g], cut[g + 1])

@@ -68,7 +68,7 @@ def test_tiles_beyond_the_argument_lie_in_device_memory_and_none_is_left_out(fak
     assert places[10:] == [(1, 1, d, a) for d in range(16) for a in range(11)]
     assert small_list.TAIL.unpack(argument[-small_list.TAIL.size :])[0] == more.data_ptr()
     zero = replace(ops, spec=replace(ops.spec, alpha="zero"))
-    argument = b"".join(small_list.layout(zero, groups, configs.SMALL_LISTS[1], small_list.SLOTS[0]).raw)
+    argument = b"".join(small_list.layout(zero, groups, configs.SMALL_LISTS[1], small_list.SLOTS[0])[0])
     assert set(np.frombuffer(argument[maps : maps + 160], small_list.PLACE)["blocks"]) == {0}, "nothing is read"
 
 

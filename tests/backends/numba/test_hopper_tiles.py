@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import re
-import threading
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +31,7 @@ from tests.support.numba_pipeline_run import (
     masked,
     whole,
 )
+from tests.support.turns import Turns
 
 # --- how tiles are counted and found -------------------------------------------------------------------
 
@@ -39,31 +40,20 @@ class Counting:
     """A block of threads that meet where lanes shuffle, and at its barrier; stands in for `ptx` and `cuda`."""
 
     def __init__(self, threads: int, shared: int) -> None:
-        self.shared, self.here = np.zeros(shared, np.uint8), threading.local()
-        self.all, self.warps = threading.Barrier(threads), [threading.Barrier(32) for _ in range(threads // 32)]
+        self.shared, self.turns, self.everybody = np.zeros(shared, np.uint8), Turns(threads), range(threads)
         self.told = [0] * threads
         self.gridDim = SimpleNamespace(x=8)
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
-        found: list[Any] = [None] * len(self.told)
-
-        def one(thread: int) -> None:
-            self.here.thread = thread
-            found[thread] = function(thread)
-
-        threads = [threading.Thread(target=one, args=(thread,)) for thread in range(len(self.told))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return found
+        return self.turns.run([partial(function, thread) for thread in self.everybody])
 
     def _told(self, value: int, other: Callable[[int], int]) -> int:
-        me = self.here.thread
-        self.warps[me // 32].wait()
+        me = self.turns.number
+        warp = self.everybody[me // 32 * 32 :][:32]
+        self.turns.meet(warp)
         self.told[me] = value
-        self.warps[me // 32].wait()
-        return int(self.told[me // 32 * 32 + other(me % 32)])
+        self.turns.meet(warp)
+        return int(self.told[warp[other(me % 32)]])
 
     def shfl_sync(self, _mask: int, value: int, lane: int) -> int:
         return self._told(value, lambda _: int(lane))
@@ -72,7 +62,7 @@ class Counting:
         return self._told(value, lambda me: max(me - int(distance), 0))
 
     def syncthreads(self) -> None:
-        self.all.wait()
+        self.turns.meet(self.everybody)
 
     def unforeseen(self, value: Any) -> Any:
         return value

@@ -1,10 +1,9 @@
-"""The kernel of quantised operands: which config, what it is launched with, registers, and results in the simulator."""
+"""The kernel of quantised operands: which config, what it is launched with, and registers."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -14,7 +13,7 @@ import torch
 
 pytest.importorskip("numba_cuda", reason="pip install 'multigemm[numba]'")
 
-from multigemm.backends.numba import arguments, choice, launch, support
+from multigemm.backends.numba import choice, launch, support
 from multigemm.backends.numba.arguments import Grids, code_tables, grids_of
 from multigemm.backends.numba.config import (
     GENERIC,
@@ -26,8 +25,8 @@ from multigemm.backends.numba.config import (
     QuantisedConfig,
     QuantisedSignature,
 )
+from multigemm.planning.scale_grids import NO_GRID
 from multigemm.problem.problem import GroupedGemmProblem
-from tests.backends.numba.test_simulator import run
 from tests.support import numba_world
 from tests.support.cuda_driver import FakeDriver
 from tests.support.numba_world import compiles
@@ -119,7 +118,7 @@ def test_matrices_of_a_list_have_their_own_blocks() -> None:
     scales = [torch.ones(2, 2), torch.ones(3, 40)]
     _, table = grids_of(staged(GroupedGemmProblem(a, b, scale_b=scales)))
     assert table is not None
-    assert table[:, 0].tolist() == [list(arguments.NO_GRID)] * 2
+    assert table[:, 0].tolist() == [list(NO_GRID)] * 2
     assert table[:, 1, 1:].tolist() == [[0, 1, 2, 7, 7], [0, 1, 40, 0, 5]]
     assert table[:, 1, 0].tolist() == [x.data_ptr() for x in scales]
 
@@ -153,43 +152,3 @@ def test_nothing_is_spilled(
     made = numba_world.assembled(config, signature, capability)
     assert re.findall(r"(\d+) bytes spill stores", made.log) == ["0"], made.log
     assert "quantised" in made.entry
-
-
-# --- results ----------------------------------------------------------------------------------------
-
-
-PROGRAM = """
-import torch, multigemm as mg
-from multigemm.quantize import quantize
-torch.manual_seed(0)
-S, x, w = [5, 0, 12], torch.randn(17, 160), torch.randn(3, 160, 20)
-checked = 0
-def check(a, b, **keywords):
-    global checked
-    problem = mg.GroupedGemmProblem(a, b, **keywords)
-    verdict = mg.verify(problem, mg.solve(problem, "numba"))
-    assert verdict, (keywords, verdict.text)
-    checked += 1
-for rows, columns in (("row", "row"), ("1x128", "128x128"), ("1x32", "1x32"), ("1x64", "row"), ("tensor", "group")):
-    a, b = quantize(x, "e4m3", rows), quantize(w, "e5m2", columns, side="b")
-    check(a.data, b.data, sizes=S, scale_a=a.scale, scale_b=b.scale, out_dtype=torch.float32)
-E8M0 = torch.float8_e8m0fnu
-for format, scale, more in (("uint4", "1x64", {"zero": True}), ("e2m1", "1x32", {"scale_dtype": E8M0}),
-                            ("int4", "row", {"scale_dtype": torch.bfloat16}), ("int8", "128x128", {})):
-    b = quantize(w, format, scale, side="b", **more)
-    check(x.bfloat16(), b.data, sizes=S, scale_b=b.scale, zero_b=b.zero, activation="silu",
-          b_format=None if format == "int8" else format)
-cut = {"sizes": [40, 0, 57], "jagged": "k"}
-for scale in ("1x32", "1x128", "row", "group"):
-    a = quantize(torch.randn(12, 97), "e4m3", scale, **cut)
-    b = quantize(torch.randn(97, 9), "e4m3", scale, side="b", **cut)
-    check(a.data, b.data, scale_a=a.scale, scale_b=b.scale, **cut)
-print(checked)
-"""
-
-
-@pytest.mark.slow
-def test_granularities_and_formats_in_the_simulator(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    assert run(str(program)).strip() == "13"

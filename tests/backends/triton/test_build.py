@@ -21,10 +21,12 @@ import torch
 
 import multigemm as mg
 from multigemm.backends.triton import build
-from multigemm.backends.triton.choice import fitting, float8_candidates, hopper_candidates
+from multigemm.backends.triton.choice import fitting
 from multigemm.backends.triton.config import shared_memory
 from multigemm.backends.triton.hopper import hopper_source
+from multigemm.backends.triton.hopper_choice import hopper_candidates
 from multigemm.backends.triton.hopper_float8 import float8_source
+from multigemm.backends.triton.quantised_choice import float8_candidates
 from multigemm.problem.spec import ProblemSpec
 from tests.support import triton_kernels
 from tests.support.compiled_before import compiled_before, files_of

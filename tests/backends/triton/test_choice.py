@@ -13,17 +13,13 @@ import torch
 
 import multigemm as mg
 from multigemm.backends.triton import BACKEND, Config, support
-from multigemm.backends.triton.choice import (
-    candidates_of,
-    emulated,
-    fitting,
-    hopper_candidates,
-    pointer_candidates,
-)
+from multigemm.backends.triton.choice import candidates_of, emulated, fitting
 from multigemm.backends.triton.config import problem_with
 from multigemm.backends.triton.generic import line_of, packed_spec
 from multigemm.backends.triton.hopper import canonical, cut_of, drawn, listed, store_of
+from multigemm.backends.triton.hopper_choice import hopper_candidates
 from multigemm.backends.triton.lists import TILE_M, TILE_N, extents_multiple, tile_table
+from multigemm.backends.triton.pointer_choice import pointer_candidates
 from multigemm.errors import InvalidSetting
 from multigemm.planning.operands import TABLE
 from multigemm.planning.staging import stage

@@ -28,13 +28,14 @@ from multigemm.integrations.gradients import gate_by_torch
 from multigemm.integrations.layer_ops import add_returned, copy_rows, rows_of_pairs, sum_by_expert
 from multigemm.problem.spec import GATES, GLU_LAYOUTS
 from tests.model_mutants.faults import FUSED_HUNTING
+from tests.support.decode_cases import LIMITS, NETWORKS, by_pairs, parameters_of
 from tests.support.fused_cases import findings
 from tests.support.triton_interpreted import module_with, solved
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
 CPU = torch.device("cpu")
-KERNEL = Path(choice.__file__).parent / "kernels" / "fused.py"
+KERNELS = [Path(choice.__file__).parent / "kernels" / f"{name}.py" for name in ("generic", "sum_rows")]
 INTERPRETED = replace(FUSED_HUNTING, work=1 << 11, groups=5, longest=33)
 FLOATS = replace(INTERPRETED, dtypes=("bfloat16", "float16", "float32", "float64"))
 """int8 takes none of the small tiles."""
@@ -424,15 +425,15 @@ FIRST_SEEDS = {
 }  # fmt: skip
 """Problems before show nothing of these faults: from which seed to look on, if not from 2."""
 
+KERNEL_OF = {"generic": "pointer_kernel", "sum_rows": "sum_rows_kernel"}
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = module_with(KERNEL, *FAULTS[fault], tmp_path)
-    from multigemm.backends.triton.kernels import fused as device_code
-
-    for name in ("fused_kernel", "sum_rows_kernel"):
-        monkeypatch.setattr(device_code, name, getattr(module, name))
+    source = next(path for path in KERNELS if FAULTS[fault][0] in path.read_text())
+    module, name = module_with(source, *FAULTS[fault], tmp_path), KERNEL_OF[source.stem]
+    monkeypatch.setattr(f"multigemm.backends.triton.kernels.{source.stem}.{name}", getattr(module, name))
     few = replace(FLOATS, work=1 << 9, groups=4, longest=17)
     limits, first = replace(few, **NARROWED.get(fault, {})), FIRST_SEEDS.get(fault, 2)
     hunted = findings(with_tile(TILES[0]), 300, first=first, limits=limits)
@@ -488,3 +489,36 @@ def test_rows_of_two_matrices_are_copied(picked: bool, monkeypatch: pytest.Monke
     copy_rows((x, y), rows, want)
     for one, other, source in zip(got, want, (x, y), strict=True):
         assert torch.equal(one, other) and torch.equal(one[1], source[0 if picked else 1])
+
+
+# --- layers for few tokens ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(len(NETWORKS)))
+def test_a_layer_for_few_tokens_is_the_loop_over_pairs(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces, for experts that come twice or lie, and on memory that was written before."""
+    kernels: Any = layer_ops.decode_kernels()
+    experts, top_k, hidden, inner = 5, 3, 70, 38
+
+    def interpreted(x: torch.Tensor, *steps: Any) -> None:
+        for step in steps:
+            for name in {"hidden", "out"} & set(step.values):
+                step.values[name].fill_(float("nan"))
+        for step in steps:
+            step.kernel[step.grid](**step.values)
+
+    pieces = {"SUMMED_BYTES": 512, "WHOLE_BYTES": 512 * (number % 3), "GATED_BYTES": 128}
+    for name, value in {"run_steps": interpreted, "FEW_COLUMNS": 8 - 4 * (number % 2), **pieces}.items():
+        monkeypatch.setattr(kernels, name, value)
+    net, bias = NETWORKS[number]
+    tokens, dtype = 1 + number % 2, (torch.float32, torch.bfloat16, torch.float64)[number % 3]
+    x = torch.randn(tokens, hidden).to(dtype)
+    weights = torch.rand(tokens, top_k).to(torch.float32 if number == 1 else dtype)
+    index = torch.randint(-2, experts + 2, (tokens, top_k))
+    index[-1] = torch.tensor([experts - 1, 2**31 + 1, experts - 1])  # one twice, and one that lies
+    if number == 2:  # one expert for each token
+        index, weights = index[:, :1].to(torch.uint8), weights[:, :1]
+    parameters = parameters_of(bias, dtype, "cpu", (experts, hidden, inner))
+    got = kernels.decode(net, x, index, weights, *parameters)
+    want = by_pairs(net, x, index, weights, *parameters)
+    assert (got.double() - want).norm() < LIMITS[dtype] * want.norm()

@@ -10,8 +10,8 @@ import torch
 
 import multigemm as mg
 from multigemm.backends.triton import BACKEND, Config
-from multigemm.backends.triton.choice import hopper_candidates
 from multigemm.backends.triton.config import problem_with
+from multigemm.backends.triton.hopper_choice import hopper_candidates
 from multigemm.planning.staging import staged_spec
 from tests.support.triton_gpu_cases import FORMS, SIZES, draw, problem, tensor
 

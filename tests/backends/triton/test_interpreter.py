@@ -24,7 +24,8 @@ from multigemm.integrations import layer_ops
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.operands import TABLE
 from multigemm.planning.staging import stage
-from tests.support import tile_walk
+from multigemm.problem.fused import Gate
+from tests.support import activation_cases, tile_walk
 from tests.support.concurrency import on_new_threads
 
 if TYPE_CHECKING:
@@ -71,6 +72,24 @@ def test_every_form_and_dtype(form: str, dtype: torch.dtype) -> None:
     """Only lists turn addresses into pointers to a dtype; all other forms meet it in the same lines."""
     operands, options = FORMS[form](dtype)
     check(*operands, **options)
+
+
+@activation_cases.EACH
+def test_activations_down_to_where_they_underflow(activation: str, dtype: torch.dtype) -> None:
+    activation_cases.check_emulated("triton", activation, dtype)
+
+
+@pytest.mark.parametrize("dtype", activation_cases.TAILS, ids=str)
+def test_the_kernel_of_geglu_down_to_where_it_underflows(dtype: torch.dtype) -> None:
+    """It shares the formula: gelu(gate) * 1."""
+    from multigemm.integrations.gate_kernels import gate_step
+
+    x = activation_cases.thinned(activation_cases.points("gelu", dtype))
+    out = torch.empty(len(x), 1, dtype=dtype)
+    kernel, grid, _, values, _ = gate_step(Gate("geglu"), torch.stack([x, torch.ones_like(x)], 1), out)  # type: ignore[no-untyped-call]
+    kernel[grid](**values)
+    verdict = mg.verify(activation_cases.problem_of(x, "gelu"), out[None])
+    assert verdict, verdict.text
 
 
 @pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])

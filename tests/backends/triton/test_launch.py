@@ -16,9 +16,11 @@ from torch import Tensor
 import multigemm as mg
 from multigemm.backends.triton import BACKEND, Config, generic, hopper
 from multigemm.backends.triton import build as compiled
-from multigemm.backends.triton.choice import hopper_candidates, pointer_candidates, quantised_candidates
 from multigemm.backends.triton.config import problem_with
 from multigemm.backends.triton.hopper import canonical, canonical_shape, map_of_a, map_of_b
+from multigemm.backends.triton.hopper_choice import hopper_candidates
+from multigemm.backends.triton.pointer_choice import pointer_candidates
+from multigemm.backends.triton.quantised_choice import quantised_candidates
 from multigemm.cuda import driver, launch
 from multigemm.cuda.arguments import OPERANDS
 from multigemm.errors import InvalidSetting
@@ -391,18 +393,18 @@ def test_maps_of_operands_without_elements_lie_where_a_map_may(
 
 ROWS, PLACE = torch.tensor([3, -1, 1, 0, 2, 2], dtype=torch.int32), torch.tensor([[0, 5], [2, 9]])
 FUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "gather and gate": ({"a_rows": ROWS, "activation": "swiglu"}, ["fused_kernel"]),
+    "gather and gate": ({"a_rows": ROWS, "activation": "swiglu"}, ["pointer_kernel"]),
     "combine": ({"combine": (PLACE, torch.rand(2, 2))}, ["pointer_kernel", "sum_rows_kernel"]),
     "gather, gate and combine": (
         {"a_rows": ROWS, "activation": "glu", "combine": (PLACE, None)},
-        ["fused_kernel", "sum_rows_kernel"],
+        ["pointer_kernel", "sum_rows_kernel"],
     ),
     "scatter": ({"out_rows": ROWS, "rows": 5}, ["pointer_kernel", "sum_rows_kernel"]),
-    "many groups": ({"a_rows": ROWS, "activation": "relu"}, ["write_prefix", "fused_kernel"]),
+    "many groups": ({"a_rows": ROWS, "activation": "relu"}, ["write_prefix", "pointer_kernel"]),
 }
 
 
-KERNELS = ("write_prefix", "pointer_kernel", "fused_kernel", "sum_rows_kernel")
+KERNELS = ("write_prefix", "pointer_kernel", "sum_rows_kernel")
 
 
 @pytest.mark.parametrize("name", FUSED)

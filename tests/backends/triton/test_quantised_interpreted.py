@@ -313,7 +313,8 @@ class Interpreted:
         target.fill_(85)
         scales = target[lines * pitch :].view(torch.float32)
         given = {"source": x, "scale": scale, "target": target, "target_scales": scales, "ends": ends}
-        _interpreted(self.source, given, values[5:], grid)()
+        names = [name for name, _ in self.source.signature]
+        _interpreted(self.source, given, dict(zip(names[5:], values[5:], strict=True)), grid)()
         self.copy = target[: lines * pitch].view(lines, pitch)
         self.scales = scales.view(pitch // 128, -1)
 

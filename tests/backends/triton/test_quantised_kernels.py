@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from multigemm.backends.triton import Config, choice, hopper
-from multigemm.backends.triton.choice import float8_candidates, quantised_candidates
 from multigemm.backends.triton.config import problem_with, summation_of
 from multigemm.backends.triton.hopper_float8 import float8_source
 from multigemm.backends.triton.quantised import quantised_source
+from multigemm.backends.triton.quantised_choice import float8_candidates, quantised_candidates
 from multigemm.problem.spec import ProblemSpec, ScaleSpec
 from tests.support.triton_kernels import quantised_specs
 

@@ -37,6 +37,7 @@ from multigemm.backends.cupy import (
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import SOURCES, Source
 from multigemm.backends.cupy.config import Config
+from multigemm.cuda import operand_maps
 from multigemm.cuda.arguments import Fields, fields
 from multigemm.planning.fused import products_spec
 from multigemm.planning.operands import Operands
@@ -394,7 +395,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(hopper, "ready", lambda index, count: None)
     for binder in (hopper, hopper_fp8, hopper_weights, hopper_shift_b):
         monkeypatch.setattr(binder, "on_device", lambda index: nullcontext())
-    for target in (hopper_fp8, hopper_weights, arguments):
+    for target in (operand_maps, hopper_weights, arguments):
         monkeypatch.setattr(target, "encode_together", _encoded)
 
 

@@ -221,7 +221,12 @@ inline float __double2float_rz(double x) {
     const float y = float(x);
     return std::fabs(double(y)) > std::fabs(x) ? std::nextafterf(y, 0.0f) : y;
 }
-inline int atomicAdd(int* p, int v) { const int old = *p; *p += v; return old; }
+inline int atomicAdd(int* p, int v) {
+    const int old = *p;
+    *p += v;
+    for (unsigned rounds = random_number() % 1024; rounds > 0; --rounds, ++progress) yield();   // some answers take long
+    return old;
+}
 inline unsigned f16_of(float x) { const _Float16 y = _Float16(x); unsigned short bits; memcpy(&bits, &y, 2); return bits; }
 inline float of_f16(unsigned short bits) { _Float16 y; memcpy(&y, &bits, 2); return float(y); }
 inline unsigned bf16_of(float x) { const unsigned bits = __float_as_uint(x); return x != x ? 0x7FFF : (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16; }
