@@ -50,7 +50,7 @@ __device__ __forceinline__ Lines lines_of(const Problem& p, const Launch& l, con
     return {e.listed + 8 * t.group, u32(__ldg(g + (l.swapped ? T_A : T_B))), 2 * u32(__ldg(g + (l.swapped ? (W_K ? T_A_ROW : T_A_COL) : (W_K ? T_B_COL : T_B_ROW)))), 0};
 }
 
-// A warp takes tiles from the counter, announces them, and asks for their rows. The first tile is announced before the rows'
+// A warp takes tiles from the counter, announces them, and asks for their rows. The first tiles are announced before the rows'
 // copies are there: weights need not wait for these.
 __device__ __forceinline__ void feed_rows(const Problem& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank, bool copied) {
     constexpr int AHEAD = 4;                    // blocks of k before the end: the next tile is asked for early, and used late
@@ -73,8 +73,8 @@ __device__ __forceinline__ void feed_rows(const Problem& p, const Launch& l, con
         int marks;
         const Tile t = take_tile(s, number, ~0u, &marks);
         if (t.n == STOP) break;
-        if (copied && number == 0) wait_for_last_launch();
         const int blocks = k_blocks(t);
+        if (copied && blocks > 0) wait_for_last_launch(), copied = false;
         const u32 bytes = ring.begin(t, blocks);
         RowBoxes x;
         x.begin(p, l, maps, t, rank, marks & HALVES);
