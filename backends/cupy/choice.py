@@ -110,7 +110,7 @@ tiles it takes 1.0 times as long as warpgroups in turns, with 4,096 1.1, with 10
 LIST_LEAST_K = 128
 """k up to which the small kernel is tried before the kernel for small lists."""
 FEW_K = 1024
-"""k per group up to which results of jagged k that one round of low tiles covers are not cut into tall ones."""
+"""k per group of a jagged k up to which the small kernel is tried."""
 MANY_GRADIENTS, SHORT_K, LOW_ROUNDS = 32, 256, 8
 """Groups of jagged k from which, and k per group and rounds of low tiles up to which low ones take less than tall ones:
 0.77 to 0.84 of the time of the faster of ALONE and WIDE, with half of the groups idle 0.96 (64 to 900 groups, 40 to 101
@@ -524,8 +524,7 @@ def _few_tiles_rules(layout: Layout, counts: Counts) -> list[Rule]:
     """The rules for few tiles: the small kernel if one wave holds all tiles and k is short, with the larger tile for
     the longer k.
 
-    Else, for jagged k that one round of low tiles covers: the small kernel for one block of k, which is all start and
-    end, or the Hopper kernel's low tiles, which leave fewer processors idle than tall ones and end sooner.
+    Else the small kernel for one block of a jagged k, which is all start and end.
     """
     if not layout.small:
         return []
@@ -544,10 +543,9 @@ def _few_tiles_rules(layout: Layout, counts: Counts) -> list[Rule]:
         rules += [(first, (SMALL_32, SMALL_64)), (second, (SMALL_64, SMALL_32))]
         other = fits & ((first | second) ^ True)
     if spec.form == "jagged_k" and layout.hopper:
-        few, one = (_result_tiles(spec, counts, side) for side in (SMALL_64.tile, SINGLE.rows))
-        other = other & (k <= FEW_K) & (counts.groups <= MAX_GROUPS)
-        rules.append((other & (k <= BLOCK_K) & (few > 0) & (few <= AT_ONCE * layout.processors), (SMALL_64,)))
-        rules.append((other & (one > 0) & (one <= layout.processors), (SINGLE,)))
+        few = _result_tiles(spec, counts, SMALL_64.tile)
+        other = other & (k <= BLOCK_K) & (counts.groups <= MAX_GROUPS)
+        rules.append((other & (few > 0) & (few <= AT_ONCE * layout.processors), (SMALL_64,)))
     return rules
 
 
@@ -591,6 +589,7 @@ def _ladder(*configs: Config) -> Ladder:
 
 LOW, LOWEST = _ladder(SINGLE, SLIM, WIDE), _ladder(SLIM, SINGLE, WIDE)
 SPARSE, BETWEEN = _ladder(SINGLE, NARROW, MIDDLE, WIDE), _ladder(MIDDLE, WIDE, NARROW)
+BETWEEN_ALONE = _ladder(SINGLE, MIDDLE, WIDE, NARROW)
 TALL = (_ladder(TURNS, WIDE, ALONE, MIDDLE, NARROW), _ladder(WIDE, TURNS, ALONE, MIDDLE, NARROW),
         _ladder(WIDE, ALONE, MIDDLE, NARROW))  # fmt: skip
 """The configs for groups of many rows: where taking turns pays at once, where it may, where it cannot."""
@@ -693,26 +692,33 @@ def _hopper_rules(layout: Layout, counts: Counts) -> list[tuple[Condition, Ladde
     spec, total, rows = layout.spec, counts.total, _rows(layout, counts)
     found, left = list[tuple[Condition, Ladder]](), True
     jagged_k = spec.form == "jagged_k"
-    lowest = -(-rows // SLIM.rows) * counts.groups * layout.columns
-    highest = -(-rows // WIDE.rows) * counts.groups * layout.columns
+    masked = spec.form in ("batched", "masked")  # no group is larger than the others
+    known = spec.form not in ("jagged_k", "per_group")  # a list's columns change from call to call
+    odd = known and layout.columns % 2 == 1 and layout.columns <= FEW_COLUMNS
+    height = _height(layout) if jagged_k else rows
+    lowest, low, highest = (
+        -(-height // config.rows) * counts.groups * layout.columns for config in (SLIM, SINGLE, WIDE)
+    )
     little = (total <= SMALL_ROWS) & ((spec.n or 0) <= SMALL_COLUMNS) & (not jagged_k)
-    idle = (rows > 32) & (lowest <= layout.processors) & (not jagged_k)
+    # As many multiprocessors as there can be load at once, and for few rows only loads count.
+    idle = (lowest <= layout.processors) & ((rows > 32) | (2 * lowest <= layout.processors)) & (not jagged_k)
     many = jagged_k & (counts.groups >= MANY_GRADIENTS) & (counts.mean <= SHORT_K)
     for holds, ladder in (
-        (many & (_result_tiles(spec, counts, SINGLE.rows) <= LOW_ROUNDS * layout.processors), LOW),
+        (jagged_k & (lowest <= layout.processors), LOWEST),
+        (jagged_k & (low <= layout.processors), LOW),
+        (many & (low <= LOW_ROUNDS * layout.processors), LOW),
         ((rows > SLIM.rows) & (lowest <= ONE_ROUND * layout.processors) & (not jagged_k), LOWEST),
         (((little & (total <= 1024)) | idle) & (spec.form != "per_group"), LOWEST),
         (little | ((rows > 32) & (highest <= layout.processors) & (not jagged_k)), LOW),
         (rows <= 32, SPARSE),
-        ((rows <= 64) & ((layout.k < LONG_K) | (spec.form in ("batched", "masked"))), BETWEEN),  # none is larger
+        ((rows <= 64) & ((layout.k < LONG_K) | masked), BETWEEN_ALONE if odd else BETWEEN),
     ):
         found.append((left & holds, ladder))
         left = left & (holds ^ True)
     # Groups of many rows: no clusters for an odd number of blocks of columns; turns where the warps store, and where
     # they are estimated to take less than the copy engine's stores of shared tiles.
-    known = spec.form not in ("jagged_k", "per_group")  # a list's columns change from call to call
     anywhere = stores_anywhere(spec)
-    alone: Condition = known and layout.columns % 2 == 1 and layout.columns <= (1 if anywhere else FEW_COLUMNS)
+    alone: Condition = odd and (layout.columns == 1 or not anywhere)
     if spec.form == "jagged_k":
         alone = total <= THIN_K * counts.groups
     turns = layout.plain & (counts.groups <= TURNS_GROUPS)

@@ -68,6 +68,12 @@ def test_odd_weights_are_copied_for_many_rows_and_shifted_for_few(groups: int, k
         # Rows behind a mask: no group is larger than the average one.
         (spec(form="masked", groups=24, n=1280, k=2240, total=1024), configs.MIDDLE),
         (spec(groups=24, n=1280, k=2240, total=1024), configs.WIDE),
+        # Gradients that one round of the lowest or of low tiles covers, whatever their k.
+        (spec(**JAGGED_K, groups=4, total=16384, m=640, n=200), configs.SLIM),
+        (spec(**JAGGED_K, groups=4, total=4096, m=1536, n=200), configs.SINGLE),
+        # An odd number of blocks of columns: no clusters. Few rows on half of the multiprocessors: the lowest tiles.
+        (spec(groups=128, n=320, k=256, total=8192), configs.SINGLE),
+        (spec(groups=4, n=1544, k=3872, total=16), configs.SLIM),
         # Many results of little k: low tiles, while they are few rounds.
         (spec(**JAGGED_K, groups=256, total=16384, m=128, n=256), configs.SINGLE),
         (spec(**JAGGED_K, groups=256, total=32768, m=256, n=512), configs.ALONE),
@@ -206,7 +212,7 @@ def test_the_copy_engine_stores_plain_results(changes: dict[str, Any], sent: boo
     problem = spec(**{"form": "jagged_k", "m": 256, "a": COLUMNS, **changes})
     assert support.sends(problem) is sent
     assert dict(hopper.source(problem, configs.WIDE).defines)["SEND"] == int(sent)
-    many = replace(problem, total=4096 * problem.groups)
+    many = replace(problem, groups=256, total=4096 * 256)
     takes_turns = not sent and support.plain_kind(problem) > 0
     assert choice.heuristic(many) == (configs.TURNS if takes_turns else configs.WIDE)
 
