@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from multigemm.backends.cupy import BACKEND, choice, hopper, small_list, support
+from multigemm.backends.cupy import BACKEND, choice, hopper, rules, small_list, support
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
 from multigemm.cuda.device import FITTED_PROCESSORS, usual_processors
@@ -108,8 +108,8 @@ def test_rounds_are_those_of_the_gpu_that_is_there(monkeypatch: pytest.MonkeyPat
     """96 low tiles are one round on an H100, and on a GPU of 78 multiprocessors more than one."""
     problem, found = spec(**JAGGED_K, groups=12, total=4096, m=512, n=192), list[Config]()
     for count in (78, FITTED_PROCESSORS):
-        monkeypatch.setattr(choice, "usual_processors", lambda count=count: count)
-        for kept in (choice.ranked, choice._layout):
+        monkeypatch.setattr(rules, "usual_processors", lambda count=count: count)
+        for kept in (choice.ranked, rules.layout_of):
             kept.cache_clear()
         found.append(choice.heuristic(problem))
     assert usual_processors() == FITTED_PROCESSORS or torch.cuda.is_available()
