@@ -199,13 +199,13 @@ def test_a_kernel_of_some_problems_meets_those(kernel: str) -> None:
     assert len(fused) == emulated.FUSED and not any(case.is_fused for case, _ in emulated.pool("numba"))
 
 
-def test_the_kernel_of_fused_products_is_hunted_in_emulation_only() -> None:
+def test_the_kernel_that_sums_rows_is_hunted_in_emulation_only() -> None:
     files = {on: {Path(s.file).name for s in mutations_of("triton", emulated=on)} for on in (True, False)}
-    assert "fused.py" in files[True] and "fused.py" not in files[False]
+    assert "sum_rows.py" in files[True] and "sum_rows.py" not in files[False]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["epilogue.py", "fused.py"])
+@pytest.mark.parametrize("file", ["epilogue.py", "generic.py"])
 def test_the_unchanged_kernel_survives(file: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
     mutation = next(s for s in mutations_of("triton", root, emulated=True) if Path(s.file).name == file)

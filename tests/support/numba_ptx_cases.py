@@ -21,8 +21,8 @@ with numpy_names():
     from multigemm.backends.numba.kernels import ptx
     from multigemm.backends.numba.kernels.ptx import make_zeros, shared_address
 
-from multigemm.backends.numba.arguments import EDGE
 from multigemm.backends.numba.config import FAR
+from multigemm.cuda.operand_maps import EDGE
 
 Arrays = list[np.ndarray[Any, Any]]
 int32 = types.int32
