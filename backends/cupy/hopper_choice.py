@@ -9,7 +9,7 @@ from multigemm.backends.cupy.config import ALONE, MIDDLE, NARROW, SINGLE, SLIM, 
 from multigemm.backends.cupy.rules import FEW_COLUMNS, Condition, Counts, Layout, height_of, rows_of, sends_at
 from multigemm.backends.cupy.support import is_swapped, stores_anywhere
 
-MANY_GRADIENTS, SHORT_K, LOW_ROUNDS = 32, 256, 8
+MANY_GRADIENTS, SHORT_GRADIENT_K, LOW_ROUNDS = 32, 256, 8
 """Groups of jagged k from which, and k per group and rounds of low tiles up to which low ones take less than tall ones:
 0.77 to 0.84 of the time of the faster of ALONE and WIDE, with half of the groups idle 0.96 (64 to 900 groups, 40 to 101
 k, results of 64 x 128 to 256 x 512, H200, 2026-11-25); 1.05 in 9 rounds of 192 rows, 1.00 in 15."""
@@ -103,7 +103,7 @@ def hopper_rules(layout: Layout, counts: Counts) -> list[tuple[Condition, Ladder
     little = (total <= SMALL_ROWS) & ((spec.n or 0) <= SMALL_COLUMNS) & (not jagged_k)
     # As many multiprocessors as there can be load at once, and for few rows only loads count.
     idle = (lowest <= layout.processors) & ((rows > 32) | (2 * lowest <= layout.processors)) & (not jagged_k)
-    many = jagged_k & (counts.groups >= MANY_GRADIENTS) & (counts.mean <= SHORT_K)
+    many = jagged_k & (counts.groups >= MANY_GRADIENTS) & (counts.mean <= SHORT_GRADIENT_K)
     for holds, ladder in (
         (jagged_k & (lowest <= layout.processors), LOWEST),
         (jagged_k & (low <= layout.processors), LOW),
