@@ -16,6 +16,8 @@ import argparse
 import ctypes
 import json
 import os
+import shlex
+import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -137,6 +139,7 @@ def main() -> None:
         parser.error("torch sees no Hopper GPU, and what is measured here runs on one")
     with tempfile.TemporaryDirectory() as folder:  # what is compiled here is for no other process
         os.environ["MULTIGEMM_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = folder
+        from multigemm.bench.machine import describe
         from multigemm.bench.suites import suite
 
         switch, cutlass = pretend_to_be_old(), Cutlass(args.cutlass) if args.cutlass else None
@@ -150,8 +153,9 @@ def main() -> None:
     if cutlass:
         print(summary(rows))
     if args.json:
-        machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        args.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1))
+        switch(False)
+        found = {"command": shlex.join(["python", *sys.argv]), "machine": describe(torch.device("cuda")), "rows": rows}
+        args.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -56,9 +56,9 @@ from multigemm.backends.cupy.config import (
     shape_fits,
 )
 from multigemm.backends.cupy.hopper_choice import hopper_rules
-from multigemm.backends.cupy.odd_choice import unreadable_rules
+from multigemm.backends.cupy.odd_choice import odd_rules
 from multigemm.backends.cupy.rules import FEW_COLUMNS, Counts, Layout, Rule, height_of, layout_of, rows_of, takes
-from multigemm.backends.cupy.small_choice import few_tiles_rules, generic_rules, small_list_rules
+from multigemm.backends.cupy.small_choice import few_tiles_rules, generic_rules
 from multigemm.backends.cupy.support import (
     MAX_GROUPS,
     gathered_reasons,
@@ -72,8 +72,6 @@ from multigemm.backends.cupy.support import (
 from multigemm.planning.fused import products_spec
 from multigemm.problem.spec import HALVES, ProblemSpec
 
-LIST_LEAST_K = 128
-"""k up to which the small kernel is tried before the kernel for small lists."""
 WORDS_WORK, COPIED_WORDS_WORK = 1 << 25, 1 << 30
 """Products (rows x columns x k) of tf32 or int8 from which the Hopper kernel is taken, and after copies.
 
@@ -181,11 +179,10 @@ def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
         yield list(generic_rules(layout, counts))
         yield [(words, WORDS), (words, tuple(replace(config, kernel="packed") for config in WORDS))]
         return
-    small, listed = few_tiles_rules(layout, counts), small_list_rules(layout, counts)
-    yield [*listed, *small] if layout.k > LIST_LEAST_K else [*small, *listed]
+    yield few_tiles_rules(layout, counts)
     ladders = hopper_rules(layout, counts)
     yield [(holds, ladder.configs) for holds, ladder in ladders]
-    yield unreadable_rules(layout, counts, ladders)
+    yield odd_rules(layout, counts, ladders)
     shifting = (SHIFT_A, SHIFT_A_MIDDLE, SHIFT_B, SHIFT_B_MIDDLE, SHIFT_B_NARROW)
     yield [(True, (*shifting, SMALL_32, SMALL_64, SMALL_DEEP, *SMALL_LISTS))]
 

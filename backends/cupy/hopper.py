@@ -39,7 +39,7 @@ from multigemm.cuda.counters import Words, ready
 from multigemm.cuda.device import processors, to_device
 from multigemm.cuda.driver import on_device
 from multigemm.cuda.launch import BoundKernel, Kernel, LaunchSequence, MovableLaunch, in_turn, without_move
-from multigemm.cuda.operand_maps import Side, plain_map, ragged_map, result_map
+from multigemm.cuda.operand_maps import Side, plain_map, ragged_map, result_map, side_of
 from multigemm.cuda.tensor_map import BLANK
 from multigemm.planning.fused import lending, view_of_tokens
 from multigemm.planning.fused_steps import gather_steps, gathered_spec
@@ -154,25 +154,19 @@ def shared_bytes(spec: ProblemSpec, config: Config) -> int:
     return config.shared_bytes(stages_plain(spec))
 
 
-def side_of(view: Strided, step: int, mn: int, k: int, groups: int, k_contiguous: bool, dtype: torch.dtype) -> Side:
-    """An operand of a packed form, given the elements from line to line."""
-    group = dtype.itemsize * view.group
-    return Side(view.ptr, mn, k, groups if group else 1, dtype.itemsize * step, group, k_contiguous, dtype)
-
-
 def results_of(view: Packed, swapped: bool, dtype: torch.dtype) -> Side:
     """The output as columns and rows of the weight and the row side."""
     out = view.out
     rows, columns, step = (view.n, view.m, out.col) if swapped else (view.m, view.n, out.row)
-    return side_of(out, step, columns, rows, view.groups, False, dtype)
+    return side_of(out.ptr, step, out.group, columns, rows, view.groups, False, dtype)
 
 
 def sides_of(view: Packed, role: Roles, dtype: torch.dtype) -> tuple[Side, Side]:
     """The row side and the weight side of a packed form."""
     a, b = view.a, view.b
     a_k, b_k = (role.w_k, role.x_k) if role.swapped else (role.x_k, role.w_k)
-    left = side_of(a, a.row if a_k else a.col, view.m, view.k, view.groups, a_k, dtype)
-    right = side_of(b, b.col if b_k else b.row, view.n, view.k, view.groups, b_k, dtype)
+    left = side_of(a.ptr, a.row if a_k else a.col, a.group, view.m, view.k, view.groups, a_k, dtype)
+    right = side_of(b.ptr, b.col if b_k else b.row, b.group, view.n, view.k, view.groups, b_k, dtype)
     return (right, left) if role.swapped else (left, right)
 
 

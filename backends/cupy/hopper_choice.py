@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from multigemm.backends.cupy.config import ALONE, MIDDLE, NARROW, SINGLE, SLIM, TURNS, TURNS_GROUPS, WIDE, Config
 from multigemm.backends.cupy.rules import FEW_COLUMNS, Condition, Counts, Layout, height_of, rows_of, sends_at
-from multigemm.backends.cupy.support import is_swapped, stores_anywhere
+from multigemm.backends.cupy.support import stores_anywhere
 
 MANY_GRADIENTS, SHORT_GRADIENT_K, LOW_ROUNDS = 32, 256, 8
 """Groups of jagged k from which, and k per group and rounds of low tiles up to which low ones take less than tall ones:
@@ -79,7 +79,7 @@ def _turns_take_less(layout: Layout, counts: Counts) -> Condition:
 
     Pairs of multiprocessors take tiles of two blocks of columns each, of which low ones cost as much as full ones.
     """
-    height = (layout.spec.n if is_swapped(layout.spec) else layout.spec.m) or 0
+    height = height_of(layout)
     pairs, processors = counts.groups * -(-layout.columns // 2), layout.processors // 2
     shared, turns = (
         min(height, config.rows) * (-(-pairs * -(-height // config.rows) // processors) + LAUNCH_ROUNDS)
@@ -116,17 +116,21 @@ def hopper_rules(layout: Layout, counts: Counts) -> list[tuple[Condition, Ladder
     ):
         found.append((left & holds, ladder))
         left = left & (holds ^ True)
-    # Groups of many rows: no clusters for an odd number of blocks of columns; turns where the warps store, and where
-    # they are estimated to take less than the copy engine's stores of shared tiles.
-    anywhere = stores_anywhere(spec)
+    return [*found, *[(left & holds, ladder) for holds, ladder in _tall_rules(layout, counts, odd)]]
+
+
+def _tall_rules(layout: Layout, counts: Counts, odd: bool) -> list[tuple[Condition, Ladder]]:
+    """The rules for groups of many rows: no clusters for an `odd` number of blocks of columns; turns where the warps
+    store, and where they are estimated to take less than the copy engine's stores of shared tiles."""
+    spec, anywhere = layout.spec, stores_anywhere(layout.spec)
     alone: Condition = odd and (layout.columns == 1 or not anywhere)
     if spec.form == "jagged_k":
-        alone = total <= THIN_K * counts.groups
+        alone = counts.total <= THIN_K * counts.groups
     turns = layout.plain & (counts.groups <= TURNS_GROUPS)
     stored = sends_at(layout, counts) ^ True
-    turns_first = turns & stored & ((rows > MANY_ROWS) | (spec.form == "jagged_k") | anywhere)
+    turns_first = turns & stored & ((rows_of(layout, counts) > MANY_ROWS) | (spec.form == "jagged_k") | anywhere)
     if spec.form == "jagged_k" and layout.sends:
         turns_first = turns & _turns_take_less(layout, counts)
     kinds = (turns_first, turns & (turns_first ^ True), turns ^ True)
-    found += [(left & alone & kind, ladder) for kind, ladder in zip(kinds, TALL_ALONE, strict=True)]
-    return found + [(left & (alone ^ True) & kind, ladder) for kind, ladder in zip(kinds, TALL, strict=True)]
+    found = [(alone & kind, ladder) for kind, ladder in zip(kinds, TALL_ALONE, strict=True)]
+    return found + [((alone ^ True) & kind, ladder) for kind, ladder in zip(kinds, TALL, strict=True)]

@@ -11,12 +11,12 @@ from multigemm.backend import Launch
 from multigemm.backends.cupy.arguments import row_maps
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import BLOCK_K, CODE_LINE, COLUMNS, LOW_ROWS, Config
-from multigemm.backends.cupy.hopper import Clusters, results_of, side_of
+from multigemm.backends.cupy.hopper import Clusters, results_of
 from multigemm.backends.cupy.quantised import CODES, packed_bytes
 from multigemm.backends.cupy.support import folds_scales, plain_kind, sends
 from multigemm.cuda.arguments import Argument, Fields, join
 from multigemm.cuda.driver import on_device
-from multigemm.cuda.operand_maps import result_map
+from multigemm.cuda.operand_maps import result_map, side_of
 from multigemm.cuda.tensor_map import (
     BLANK,
     NO_SWIZZLE,
@@ -141,7 +141,8 @@ class HopperWeights:
         """Lays out the arguments of one problem."""
         view, spec = view_of(ops), self._spec
         with on_device(self._index):
-            rows = side_of(view.a, view.a.row, view.m, view.k, view.groups, True, spec.compute)
+            a = view.a
+            rows = side_of(a.ptr, a.row, a.group, view.m, view.k, view.groups, True, spec.compute)
             maps = [code_map(view, bool(spec.b.packed), self._box), *row_maps(rows)]
             if self._sends:
                 maps.append(result_map(results_of(view, False, spec.out.dtype)))

@@ -1,4 +1,4 @@
-"""The rules for 16-bit operands that TMA cannot read: the kernel shifts them, or copies are multiplied."""
+"""The rules for 16-bit operands that TMA cannot read ("odd" ones): the kernel shifts them, or copies are multiplied."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from multigemm.backends.cupy.rules import (
     Counts,
     Layout,
     Rule,
+    holds_somewhere,
     larger,
     most_tiles,
     rows_of,
     sends_at,
-    somewhere,
 )
 from multigemm.backends.cupy.small_choice import AT_ONCE, fits_small, generic_rules
 from multigemm.backends.cupy.support import stores_anywhere
@@ -80,7 +80,7 @@ CLEARLY = 0.8
 """The fraction of the other estimate below which an estimate is trusted."""
 
 
-def _small_rules(layout: Layout, counts: Counts) -> list[Rule]:
+def _small_odd_rules(layout: Layout, counts: Counts) -> list[Rule]:
     """The rules for lines that start at any address: the small kernel if it is clearly faster, with more blocks of k in
     flight for longer k, if all tiles still run at once."""
     if not layout.small or not layout.odd_lines:
@@ -98,19 +98,19 @@ def _small_rules(layout: Layout, counts: Counts) -> list[Rule]:
 COPIED_WIDE, COPIED_SINGLE, COPIED_TURNS = (replace(config, kernel="packed") for config in (WIDE, SINGLE, TURNS))
 
 
-def unreadable_rules(layout: Layout, counts: Counts, ladders: list[tuple[Condition, Ladder]]) -> list[Rule]:
+def odd_rules(layout: Layout, counts: Counts, ladders: list[tuple[Condition, Ladder]]) -> list[Rule]:
     """The rules for operands that TMA cannot read: the kernels that shift or copy them, or the generic one."""
     spec, total, rows = layout.spec, counts.total, rows_of(layout, counts)
     across = spec.m if spec.form == "jagged_n" else spec.n
-    blocks = -(-typical_extent(spec, "k", counts.mean) // BLOCK_K) * most_tiles(layout, counts, GENERIC_64.tile)
+    of_tiles = -(-typical_extent(spec, "k", counts.mean) // BLOCK_K) * most_tiles(layout, counts, GENERIC_64.tile)
     heavy = total * (across or 256) * (spec.k or 256) >= WORTH_COPYING
-    heavy = heavy | (blocks >= BLOCKS_WORTH_COPYING * layout.processors)
+    heavy = heavy | (of_tiles >= BLOCKS_WORTH_COPYING * layout.processors)
     # Groups of many rows that are two rounds of tall tiles at most, with a short k.
     brief = (spec.form != "jagged_k" and layout.k <= BRIEF_K) & (counts.mean > BRIEF_ROWS)
     brief = brief & (-(-counts.mean // WIDE.rows) * counts.groups * layout.columns <= 2 * layout.processors)
     # So few rows that a copy of the weights takes longer than to shift them in every tile.
-    blocks = layout.columns * COLUMNS
-    filled = (spec.n or blocks) / blocks if spec.out.order == "row" else 1.0
+    columns = layout.columns * COLUMNS
+    filled = (spec.n or columns) / columns if spec.out.order == "row" else 1.0
     few = (counts.mean <= REPAID_ROWS * filled * layout.k / (layout.k + REPAID_K)) & (brief ^ True)
     low = rows <= SHIFTED_LOW_ROWS
     shifted = [(heavy & low, (SHIFT_B_NARROW,)), (heavy & (low ^ True), (SHIFT_B,))]
@@ -123,7 +123,7 @@ def unreadable_rules(layout: Layout, counts: Counts, ladders: list[tuple[Conditi
         *[(holds & (few ^ True), some) for holds, some in shifted],
         *[(holds & heavy, (other,)) for holds, _, other in copied],
         *(generic_rules(layout, counts) if aligned else [(heavy, (GENERIC, GENERIC_64))]),
-        *[(holds & light, some) for holds, some in _small_rules(layout, counts)],
+        *[(holds & light, some) for holds, some in _small_odd_rules(layout, counts)],
         (light & (total <= SMALL_ROWS), (GENERIC_64, GENERIC)),
         (light & (total > SMALL_ROWS), (GENERIC, GENERIC_64)),
         *[(holds & light, (best,)) for holds, best, _ in copied],
@@ -152,7 +152,7 @@ def _copied(
     found, turns = list[tuple[Condition, Config, Config]](), stores_anywhere(layout.spec)
     many, stored = rows_of(layout, counts) > COPIED_FEW_ROWS, sends_at(layout, counts) ^ True
     for holds, ladder in ladders:
-        if not somewhere(holds):
+        if not holds_somewhere(holds):
             continue
         few, high = ladder.copied_few, holds & many
         found.append((holds & brief, COPIED_SINGLE, few))

@@ -26,7 +26,7 @@ from multigemm.backends.cupy.support import (
     small_list_reasons,
     small_reasons,
 )
-from multigemm.cuda.device import usual_processors
+from multigemm.cuda.device import first_gpu_processors
 from multigemm.planning.tiles import Number
 from multigemm.problem.spec import ProblemSpec
 
@@ -69,7 +69,7 @@ def layout_of(spec: ProblemSpec) -> Layout:
     columns = max(-(-((spec.m if is_swapped(spec) else spec.n) or spec.largest) // COLUMNS), 1)
     return Layout(
         spec, not small_reasons(spec), not small_list_reasons(spec), not hopper_reasons(spec), has_odd_lines(spec),
-        sends(spec), hopper_plain_kind(spec) > 0, columns, spec.k or spec.largest, usual_processors(),
+        sends(spec), hopper_plain_kind(spec) > 0, columns, spec.k or spec.largest, first_gpu_processors(),
     )  # fmt: skip
 
 
@@ -87,11 +87,13 @@ def takes(config: Config, spec: ProblemSpec, total: Number, groups: Number) -> C
     return fits
 
 
-def somewhere(holds: Condition) -> bool:
+def holds_somewhere(holds: Condition) -> bool:
+    """Whether a condition holds for any of the numbers."""
     return bool(holds.nonzero()[0].size if isinstance(holds, np.ndarray) else holds)
 
 
 def larger(x: Number, y: Number) -> Number:
+    """The larger of two, element by element."""
     return np.maximum(x, y) if isinstance(x, np.ndarray) or isinstance(y, np.ndarray) else max(x, y)
 
 
@@ -121,5 +123,5 @@ def result_tiles(spec: ProblemSpec, counts: Counts, side: int) -> Number:
 
 
 def sends_at(layout: Layout, counts: Counts) -> Condition:
-    """`support.sends` for a layout."""
+    """Whether the copy engine stores the results, as `support.sends` says, for these numbers."""
     return layout.sends & ((counts.total <= MAX_ROWS) | (layout.spec.form not in ("jagged_m", "jagged_n")))

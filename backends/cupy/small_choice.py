@@ -43,6 +43,8 @@ LIST_WORK = 1 << 34
 LIST_COPIED_K, LIST_COPIED_TILES = 768, 2048
 """k, and tiles of 128 x 128, up to which a list's odd operands are copied for the kernel for small lists. With 1,536
 tiles it takes 1.0 times as long as warpgroups in turns, with 4,096 1.1, with 10,800 1.5 (batches, H200)."""
+LIST_LEAST_K = 128
+"""k up to which the small kernel is tried before the kernel for small lists."""
 FEW_K = 1024
 """k per group of a jagged k up to which the small kernel is tried."""
 AT_ONCE = 3
@@ -69,7 +71,7 @@ def generic_rules(layout: Layout, counts: Counts) -> Iterator[Rule]:
     yield True, (GENERIC_PAIR if alone else GENERIC,)
 
 
-def small_list_rules(layout: Layout, counts: Counts) -> list[Rule]:
+def _small_list_rules(layout: Layout, counts: Counts) -> list[Rule]:
     """The rules for `small_list`: a block for each tile, if few rounds of blocks hold all tiles. Members of a list may
     have longer columns than rows."""
     if not layout.small_list:
@@ -86,24 +88,23 @@ def small_list_rules(layout: Layout, counts: Counts) -> list[Rule]:
 
 
 def fits_small(layout: Layout, counts: Counts) -> Condition:
+    """Whether the small kernel runs these numbers."""
     return layout.small & (counts.groups > 0) & takes(SMALL_32, layout.spec, counts.total, counts.groups)
 
 
 def few_tiles_rules(layout: Layout, counts: Counts) -> list[Rule]:
-    """The rules for few tiles: the small kernel if one wave holds all tiles and k is short, with the larger tile for
-    the longer k.
+    """The rules for few tiles, by the two kernels that have no schedule."""
+    small, listed = _small_rules(layout, counts), _small_list_rules(layout, counts)
+    return [*listed, *small] if layout.k > LIST_LEAST_K else [*small, *listed]
 
-    Else the small kernel for one block of a jagged k, which is all start and end.
-    """
+
+def _small_rules(layout: Layout, counts: Counts) -> list[Rule]:
+    """The rules for the small kernel: if one wave holds all tiles and k is short, with the larger tile for the longer
+    k, or if a jagged k is one block, which is all start and end."""
     if not layout.small:
         return []
-    spec, fits, k, rules = (
-        layout.spec,
-        fits_small(layout, counts),
-        typical_extent(layout.spec, "k", counts.mean),
-        list[Rule](),
-    )
-    other = fits
+    spec, fits, rules = layout.spec, fits_small(layout, counts), list[Rule]()
+    k, other = typical_extent(spec, "k", counts.mean), fits
     if not layout.odd_lines:
         low, high = (most_tiles(layout, counts, config.tile) for config in (SMALL_32, SMALL_64))
         short = k <= (FEW_K if spec.form == "jagged_k" else 512)

@@ -32,7 +32,7 @@ from multigemm.backends.numba.config import (
 )
 from multigemm.cuda import tensor_map
 from multigemm.cuda.arguments import ACTIVATION_CODES, JAGGED_CODES
-from multigemm.cuda.operand_maps import HEIGHTS, Side, plain_map, ragged_map, result_map
+from multigemm.cuda.operand_maps import HEIGHTS, plain_map, ragged_map, result_map, side_of
 from multigemm.planning.operands import ABSENT, TABLE, Operands, Packed, Strided, address_of, group_table
 from multigemm.planning.scale_grids import NO_GRID, SCALES, listed_grids, packed_grids
 from multigemm.problem.spec import BYTE_FORMATS, ProblemSpec
@@ -172,19 +172,18 @@ class MapEncoder:
         self, m: int, n: int, k: int, groups: int, a: Strided, b: Strided, out: Strided, heights: tuple[int, ...]
     ) -> list[bytes]:
         """The maps of one A, B and result; blank ones through which nothing will go."""
-        results = result_map(self._side(out, out.row, n, m, groups, False)) if self._sent else tensor_map.BLANK
+        of = self._dtype
+        results = tensor_map.BLANK
+        if self._sent:
+            results = result_map(side_of(out.ptr, out.row, out.group, n, m, groups, False, of))
         if min(m, n, k, groups) <= 0:
             return [tensor_map.BLANK, results]
-        right = self._side(b, b.col if self._b_along else b.row, n, k, groups, self._b_along)
-        left = self._side(a, a.row if self._a_along else a.col, m, k, groups, self._a_along)
+        a_step, b_step = a.row if self._a_along else a.col, b.col if self._b_along else b.row
+        right = side_of(b.ptr, b_step, b.group, n, k, groups, self._b_along, of)
+        left = side_of(a.ptr, a_step, a.group, m, k, groups, self._a_along, of)
         if self._ragged:
             return [ragged_map(right), results, ragged_map(left)]
         return [plain_map(right, COLUMNS), results, plain_map(left, *heights)]
-
-    def _side(self, x: Strided, pitch: int, mn: int, k: int, groups: int, along: bool) -> Side:
-        """An operand whose lines along k, or across it, are `pitch` elements apart."""
-        size = self._dtype.itemsize
-        return Side(x.ptr, mn, k, groups if x.group else 1, pitch * size, x.group * size, along, self._dtype)
 
 
 # --- scales and codes -----------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from multigemm.backends.numba.config import (
     summation_of,
 )
 from multigemm.backends.numba.support import capability_of, float8_obstacle, hopper_obstacle, mma_obstacle
-from multigemm.cuda.device import usual_processors
+from multigemm.cuda.device import first_gpu_processors
 from multigemm.cuda.summation import difference
 from multigemm.planning.fused_steps import product_spec, taken_in_steps
 from multigemm.planning.tiles import TileCost, longest_time, typical_extent
@@ -133,7 +133,7 @@ def _is_small(spec: ProblemSpec) -> bool:
     """Whether the work is so short that the start of a kernel counts most, which is shorter without TMA."""
     k = spec.k if spec.k is not None else rows_per_group(spec)
     tiles = spec.groups * -(-_columns(spec) // MMA_SMALL.bn) * -(-max(rows_per_group(spec), 1) // MMA_SMALL.bm)
-    return spec.form != "jagged_k" and tiles <= usual_processors() and k <= SHALLOW
+    return spec.form != "jagged_k" and tiles <= first_gpu_processors() and k <= SHALLOW
 
 
 def rows_per_group(spec: ProblemSpec) -> int:
@@ -163,7 +163,7 @@ def _mma(spec: ProblemSpec, device: torch.device) -> list[Config]:
         costs = {c: TileCost(c.bm, c.bn, *((SMALL_COST[c],) if c in SMALL_COST else (1.0, ends))) for c in sizes}
         return [*_briefest_first(costs, spec, typical_extent(spec, "k", spec.total // max(spec.groups, 1)))]
     rows = rows_per_group(spec)
-    small = rows <= FEW_ROWS or _tiles(spec, rows, MMA.bm) < FILLED * usual_processors()
+    small = rows <= FEW_ROWS or _tiles(spec, rows, MMA.bm) < FILLED * first_gpu_processors()
     return [MMA_SMALL, MMA] if small else [MMA, MMA_SMALL]
 
 
@@ -171,7 +171,9 @@ def _briefest_first(costs: Mapping[T, TileCost], spec: ProblemSpec, k: int) -> l
     """The configs by the time of the busiest multiprocessor."""
     groups, mean = max(spec.groups, 1), spec.total // max(spec.groups, 1)
     rows, columns = (max(typical_extent(spec, direction, mean), 1) for direction in ("m", "n"))
-    return sorted(costs, key=lambda config: longest_time(costs[config], groups, rows, columns, k, usual_processors()))
+    return sorted(
+        costs, key=lambda config: longest_time(costs[config], groups, rows, columns, k, first_gpu_processors())
+    )
 
 
 def _hopper(spec: ProblemSpec, device: torch.device) -> list[Config]:
@@ -210,7 +212,7 @@ def _finer_if_idle(spec: ProblemSpec, sizes: Sequence[HopperConfig], first: int)
     """All sizes, from the tallest on, but one in front: that at `first`, or the next one that gives each multiprocessor
     a tile. Narrow results need no cluster."""
     rows = rows_per_group(spec)
-    while first < len(sizes) - 1 and _tiles(spec, rows, sizes[first].n_max) < FILLED * usual_processors():
+    while first < len(sizes) - 1 and _tiles(spec, rows, sizes[first].n_max) < FILLED * first_gpu_processors():
         first += 1
     order = [sizes[first], *sizes[:first], *sizes[first + 1 :]]
     if spec.n is not None and spec.n <= COLUMNS:

@@ -25,7 +25,7 @@ from multigemm.backends.triton.estimates import hopper_us, pointer_us, tiles_in,
 from multigemm.backends.triton.hopper_choice import hopper_candidates, maps_first
 from multigemm.backends.triton.pointer_choice import heavy, pointer_candidates
 from multigemm.backends.triton.quantised_choice import emulated_quantised, quantised_candidates
-from multigemm.cuda.device import usual_processors
+from multigemm.cuda.device import first_gpu_processors
 from multigemm.planning.fused import products_spec
 from multigemm.planning.fused_steps import product_spec, steps_reasons
 from multigemm.problem.spec import FusedSpec, ProblemSpec
@@ -93,7 +93,7 @@ def fused_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) ->
     plain = [*steps, *plain] if many else [*plain, *steps[:1]]
     if spec.compute.itemsize == 2 and capability[0] == 9 and typical_rows(spec) > 96 and _roomy(spec):
         large = Config(block_m=128, block_n=256, block_k=64, warps=8, stages=3, programs=1)
-        plain = [large, *plain] if tiles_in(large, spec) >= usual_processors() else [*plain, large]
+        plain = [large, *plain] if tiles_in(large, spec) >= first_gpu_processors() else [*plain, large]
     return [config for config in dict.fromkeys(plain) if not problem_with(config, spec)]
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from multigemm.backends.triton.config import STRIP, Config, depth_of
-from multigemm.cuda.device import usual_processors
+from multigemm.cuda.device import first_gpu_processors
 from multigemm.problem.spec import ProblemSpec
 
 
@@ -99,7 +99,7 @@ def hopper_us(config: Config, spec: ProblemSpec) -> float:
     """The estimated microseconds of the warp-specialised kernel."""
     shape = shape_of(spec)
     steps = -(-shape.deep // depth_of(spec))
-    turns = max(1.0, _tiles(config, shape) / usual_processors())
+    turns = max(1.0, _tiles(config, shape) / first_gpu_processors())
     along = turns * steps * STEP_US[min(256, config.block_m), config.block_n]
     work = _work_us(HOPPER, shape, spec.compute.itemsize, along)
     return HOPPER.launch_us + work * (SHIFTED if config.shift_b else 1.0) + (COPY_US if config.pack else 0.0)
@@ -111,14 +111,14 @@ def rounds_us(config: Config, spec: ProblemSpec) -> float:
     tiles, steps = _tiles(config, shape), -(-shape.deep // depth_of(spec))
     strips = min(config.block_m, -(-shape.rows // STRIP) * STRIP)
     read = tiles * steps * (strips + config.block_n) * 128 / 6e6
-    return max(-(-tiles // usual_processors()) * steps * STEP_US[min(256, config.block_m), config.block_n], read)
+    return max(-(-tiles // first_gpu_processors()) * steps * STEP_US[min(256, config.block_m), config.block_n], read)
 
 
 def pointer_us(config: Config, spec: ProblemSpec) -> float:
     """The estimated microseconds of the pointer kernel, which loads of single elements instead of 16 bytes slow
     down."""
     shape = shape_of(spec)
-    turns = max(1.0, _tiles(config, shape) * config.splits / (POINTER_PROGRAMS * usual_processors()))
+    turns = max(1.0, _tiles(config, shape) * config.splits / (POINTER_PROGRAMS * first_gpu_processors()))
     along = turns * -(-shape.deep // (POINTER_DEPTH * config.splits)) * POINTER_STEP_US
     return POINTER.launch_us + _work_us(POINTER, shape, spec.compute.itemsize, along) * _slowness(config, spec)
 

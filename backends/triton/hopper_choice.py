@@ -16,7 +16,7 @@ from multigemm.backends.triton.estimates import (
     typical_columns,
     typical_rows,
 )
-from multigemm.cuda.device import usual_processors
+from multigemm.cuda.device import first_gpu_processors
 from multigemm.problem.spec import ProblemSpec
 
 BRIEF_US = 50.0
@@ -50,7 +50,7 @@ def hopper_candidates(spec: ProblemSpec) -> list[Config]:
     tall = replace(tall, wide_tails="b" not in pack and _has_wide_tails(tall, spec))
     ranked = _brief_first(_ranked(spec, large, wide, tall, flat), spec)
     if "b" in pack:
-        idle = spec.form == "jagged_m" and tiles_in(tall, spec) < usual_processors()
+        idle = spec.form == "jagged_m" and tiles_in(tall, spec) < first_gpu_processors()
         ranked = (flat, wide, tall) if idle else _narrow_first(ranked, spec)
     found = [replace(config, pack=pack, block_k=depth_of(spec)) for config in ranked]
     if "b" in pack:
@@ -65,7 +65,7 @@ def _mostly_written(large: Config, spec: ProblemSpec) -> bool:
     plain = spec.c is None and spec.bias is None and spec.activation is None and spec.out.order == "row"
     whole = all(mappable(x) and x.dtype.itemsize == 2 for x in (spec.a, spec.b, spec.out))
     short = spec.form == "jagged_k" and large.block_k < shape_of(spec).deep <= WRITTEN_K
-    return plain and whole and short and tiles_in(large, spec) >= WRITTEN_ROUNDS * usual_processors()
+    return plain and whole and short and tiles_in(large, spec) >= WRITTEN_ROUNDS * first_gpu_processors()
 
 
 def _ranked(spec: ProblemSpec, large: Config, wide: Config, tall: Config, flat: Config) -> tuple[Config, ...]:
@@ -106,7 +106,7 @@ def _narrow_first(ranked: tuple[Config, ...], spec: ProblemSpec) -> tuple[Config
 def _brief_first(ranked: tuple[Config, ...], spec: ProblemSpec) -> tuple[Config, ...]:
     """Puts small tiles first if programs take few tiles each: an incomplete last round then costs more than a large
     tile gains."""
-    if tiles_in(ranked[0], spec) > 4 * usual_processors():
+    if tiles_in(ranked[0], spec) > 4 * first_gpu_processors():
         return ranked
     brief = min(ranked, key=lambda config: rounds_us(config, spec))
     if rounds_us(brief, spec) > 0.95 * rounds_us(ranked[0], spec):
@@ -118,7 +118,7 @@ def _uncopied(spec: ProblemSpec, tall: Config, flat: Config, pack: tuple[str, ..
     """Configs that pass unaligned weights through registers. The tall tile reads them less often; the low one takes
     three quarters of the time for half of the rows, which helps if one round of low tiles is enough."""
     tiles = (tall, replace(flat, stages=6))
-    if tiles_in(tall, spec) < usual_processors() and tiles_in(flat, spec) <= usual_processors():
+    if tiles_in(tall, spec) < first_gpu_processors() and tiles_in(flat, spec) <= first_gpu_processors():
         tiles = tiles[::-1]
     found = [replace(config, shift_b=True, wide_tails=False, pack=pack, block_k=depth_of(spec)) for config in tiles]
     return [config for config in found if not problem_with(config, spec)]
@@ -149,7 +149,9 @@ def _lists(spec: ProblemSpec) -> list[Config]:
     dealt = replace(wide, programs=1)
     found = [low, wide, flat, dealt]
     if _fills(wide, spec):
-        found = [dealt, wide, low, flat] if tiles_in(wide, spec) >= 3 * usual_processors() else [wide, dealt, low, flat]
+        found = (
+            [dealt, wide, low, flat] if tiles_in(wide, spec) >= 3 * first_gpu_processors() else [wide, dealt, low, flat]
+        )
     return [config for config in found if not problem_with(config, spec)]
 
 
@@ -164,5 +166,5 @@ def _fills(wide: Config, spec: ProblemSpec) -> bool:
 def maps_first(spec: ProblemSpec, best: Config) -> bool:
     """Whether to use tensor maps: for lists that large tiles fill, or small tiles of a few groups. With fewer tiles,
     reading the maps takes longer than the work."""
-    some = MANY_TILES <= tiles_in(best, spec) <= 2 * usual_processors() and spec.groups <= 8
+    some = MANY_TILES <= tiles_in(best, spec) <= 2 * first_gpu_processors() and spec.groups <= 8
     return best.block_m > 64 or some

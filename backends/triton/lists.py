@@ -261,10 +261,6 @@ def list_source(spec: ProblemSpec, config: Config, multiple: int) -> KernelSourc
                         warps=list_warps(config), gluon=True, registers=list_registers(config))  # fmt: skip
 
 
-def hopper_list_sources(spec: ProblemSpec, config: Config) -> dict[str, KernelSource]:
-    return {f"main {multiple}": list_source(spec, config, multiple) for multiple in multiples(spec)}
-
-
 def _map(matrix: Tensor, order: Order, box: Box, unread: int) -> bytes:
     """The map of one matrix. One without elements uses another address, which is not read."""
     outer, inner = (0, 1) if order == "row" else (1, 0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from multigemm.backends.triton.config import Config, crossed, problem_with, turns_weights
 from multigemm.backends.triton.estimates import shape_of, tiles_in, typical_columns, typical_rows
-from multigemm.cuda.device import usual_processors
+from multigemm.cuda.device import first_gpu_processors
 from multigemm.problem.spec import ProblemSpec
 
 MOST_SHARED = 160
@@ -94,7 +94,7 @@ TURNED_COPY, TURNED_BYTES_PER_US = 5.0, 3.5e6
 def busiest_us(timed: Timed, spec: ProblemSpec) -> float:
     """How long the multiprocessor with most tiles takes."""
     config = shared_out(timed.config, spec)
-    most = -(-tiles_in(config, spec) * config.splits // usual_processors())
+    most = -(-tiles_in(config, spec) * config.splits // first_gpu_processors())
     steps = -(-shape_of(spec).deep // (config.block_k * config.splits))
     rounds = -(-most // config.programs) if config.programs else 1
     return steps * max(rounds * timed.alone, most * timed.busy)
@@ -158,8 +158,8 @@ def _sixteen_bit(spec: ProblemSpec, capability: tuple[int, int]) -> list[Config]
     # lists of many small products fill a GPU with larger tiles
     tiny = rows * columns <= 160 * 160 and not (spec.form == "per_group" and min(rows, columns) >= 64)
     thin = Config(block_m=lowest_tile(rows), block_n=128, block_k=64, warps=4, stages=5, programs=2)
-    fills = capability[0] < 9 and rows <= 32 and tiles_in(thin, spec) >= usual_processors()
-    if (tiny and not fills) or spec.groups * rows * columns <= usual_processors() * 32 * 32:
+    fills = capability[0] < 9 and rows <= 32 and tiles_in(thin, spec) >= first_gpu_processors()
+    if (tiny and not fills) or spec.groups * rows * columns <= first_gpu_processors() * 32 * 32:
         small = Config(block_m=32, block_n=32, block_k=64, warps=4, stages=3, programs=0)
         if shape_of(spec).deep > 512:
             small = replace(small, block_k=128, stages=4)
@@ -181,7 +181,11 @@ def _sixteen_bit(spec: ProblemSpec, capability: tuple[int, int]) -> list[Config]
         return _before_hopper(spec, low, square, big, mid)
     sizes = [low, square, big, mid] if rows <= 96 else [big, square, mid, low]
     # too few large tiles leave multiprocessors idle
-    return sizes if tiles_in(sizes[0], spec) >= usual_processors() else [square, *(x for x in sizes if x is not square)]
+    return (
+        sizes
+        if tiles_in(sizes[0], spec) >= first_gpu_processors()
+        else [square, *(x for x in sizes if x is not square)]
+    )
 
 
 def _before_hopper(spec: ProblemSpec, low: Config, square: Config, big: Config, mid: Config) -> list[Config]:
@@ -197,7 +201,7 @@ def _before_hopper(spec: ProblemSpec, low: Config, square: Config, big: Config, 
         sizes = [replace(big, block_n=256, programs=1), *sizes]
     if typical_rows(spec) <= 96:
         sizes = [low, *(x for x in sizes if x is not low)]
-    filling = [x for x in sizes if tiles_in(x, spec) >= usual_processors()] or [square]
+    filling = [x for x in sizes if tiles_in(x, spec) >= first_gpu_processors()] or [square]
     return [*filling, *(x for x in sizes if x not in filling)]
 
 

@@ -19,7 +19,7 @@ from multigemm.backends.triton.config import (
 from multigemm.backends.triton.estimates import shape_of, tiles_in, typical_rows
 from multigemm.backends.triton.hopper_choice import ordered
 from multigemm.backends.triton.pointer_choice import heavy, in_pieces, lowest_tile
-from multigemm.cuda.device import usual_processors
+from multigemm.cuda.device import first_gpu_processors
 from multigemm.problem.spec import MIXED, ProblemSpec
 
 FEW_ROWS_OF_FLOAT8 = 16
@@ -42,7 +42,7 @@ def quantised_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)
 
 def _brief(config: Config, spec: ProblemSpec) -> bool:
     """Whether the busiest multiprocessor has few blocks of 128 of K in all."""
-    rounds, blocks = -(-tiles_in(config, spec) // usual_processors()), -(-shape_of(spec).deep // PROMOTION)
+    rounds, blocks = -(-tiles_in(config, spec) // first_gpu_processors()), -(-shape_of(spec).deep // PROMOTION)
     return rounds * blocks <= BRIEF_BLOCKS
 
 
@@ -101,7 +101,7 @@ def portable_quantised(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) 
     if single:
         low = replace(low, block_k=short)
     sizes = [low, small, mid] if rows <= 32 else [mid, small, high] if rows <= 96 else [high, mid, small]
-    if rows > 32 and tiles_in(sizes[0], spec) < usual_processors():
+    if rows > 32 and tiles_in(sizes[0], spec) < first_gpu_processors():
         sizes = [small, *(config for config in sizes if config is not small)]
     return [config for config in dict.fromkeys(sizes) if not problem_with(config, spec)]
 

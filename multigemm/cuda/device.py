@@ -21,8 +21,8 @@ FITTED_PROCESSORS = 132
 
 
 @cache
-def usual_processors() -> int:
-    """The multiprocessors for which configs are chosen: those of the first GPU, or FITTED_PROCESSORS without one."""
+def first_gpu_processors() -> int:
+    """The multiprocessors of the first GPU, for which configs are chosen; FITTED_PROCESSORS without a GPU."""
     return processors(0) if torch.cuda.is_available() else FITTED_PROCESSORS
 
 

@@ -46,6 +46,14 @@ class Side(NamedTuple):
     dtype: torch.dtype
 
 
+def side_of(
+    ptr: int, step: int, group: int, mn: int, k: int, groups: int, k_contiguous: bool, dtype: torch.dtype
+) -> Side:
+    """An operand whose lines are `step` elements apart and its matrices `group`; 0 if all groups share one."""
+    size = dtype.itemsize
+    return Side(ptr, mn, k, groups if group else 1, step * size, group * size, k_contiguous, dtype)
+
+
 @cache
 def _boxes(line: int, heights: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple((line, height, 1) for height in heights)

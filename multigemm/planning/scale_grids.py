@@ -23,6 +23,11 @@ and two shifts: a line's entry is the line shifted down by the first, that of a 
 NO_GRID: ScaleGrid = (0, 0, 0, 0, 0, WHOLE_K)
 
 
+def _shifts(rows: int, k: int) -> tuple[int, int]:
+    """Of an entry that covers so many lines, and so much of K; 0 for all of either."""
+    return max(rows, 1).bit_length() - 1, k.bit_length() - 1 if k else WHOLE_K
+
+
 def packed_grids(ops: Operands) -> list[ScaleGrid]:
     """The grids of `SCALES` of a packed form; `NO_GRID` for an absent one."""
     found, a, b = list[ScaleGrid](), ops.spec.a.scale, ops.spec.b.scale
@@ -42,8 +47,7 @@ def grid_of(name: str, grid: Tensor, rows: int, k: int) -> ScaleGrid:
         steps[0] if extents[0] > 1 else 0,
         steps[line] if extents[line] > 1 else 0,
         steps[deep] if extents[deep] > 1 else 0,
-        max(rows, 1).bit_length() - 1,
-        k.bit_length() - 1 if k else WHOLE_K,
+        *_shifts(rows, k),
     )
 
 
@@ -59,6 +63,5 @@ def listed_grids(ops: Operands) -> Iterator[list[tuple[ScaleGrid, Tensor | None]
             matrix, lines = (grids[g], a.shape[0]) if name == "scale_a" else (grids[g].mT, b.shape[1])
             (line, deep), (rows, k) = matrix.stride(), covered_in_list(matrix, lines, a.shape[1])
             steps = line if matrix.shape[0] > 1 else 0, deep if matrix.shape[1] > 1 else 0
-            shifts = max(rows, 1).bit_length() - 1, k.bit_length() - 1 if k else WHOLE_K
-            found.append(((matrix.data_ptr(), 0, *steps, *shifts), grids[g]))
+            found.append(((matrix.data_ptr(), 0, *steps, *_shifts(rows, k)), grids[g]))
         yield found

@@ -45,7 +45,7 @@ def staged_spec(problem: GroupedGemmProblem) -> ProblemSpec:
 
 
 def equal_sizes(problem: GroupedGemmProblem) -> bool:
-    """Whether sizes on the host are all equal, so that a library can run the groups as one batch."""
+    """Whether the host knows all products to have one shape, so that a library can run them as one batch."""
     if problem.form == "per_group":
         return None not in (problem.spec.m, problem.spec.n, problem.spec.k)
     return problem.cut is not None and problem.cut.equal

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from multigemm.backends import registry
-from multigemm.cuda.device import usual_processors
+from multigemm.cuda.device import first_gpu_processors
 from multigemm.problem.spec import OperandSpec, ProblemSpec
 from multigemm.select import table
 from multigemm.select.measure_once import WORTH, fastest, forbidden, measure_once
@@ -179,7 +179,7 @@ def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
         return "cupy", "triton"
     few = c.rows <= FEW_ROWS and c.groups * (c.n or 0) * k >= HEAVY_WEIGHTS
     found = ("cupy", "triton") if (long or few) and not c.unaligned else ("triton", "cupy")
-    return (*found, "numba") if deep and _tiles(c, TILE_ROWS, TILE_COLUMNS) <= usual_processors() else found
+    return (*found, "numba") if deep and _tiles(c, TILE_ROWS, TILE_COLUMNS) <= first_gpu_processors() else found
 
 
 def _tiles(c: ProblemClass, rows: int, columns: int) -> int:

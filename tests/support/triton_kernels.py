@@ -209,6 +209,11 @@ def every_spec() -> dict[str, ProblemSpec]:
     return dict((*specs(), *quantised_specs(), *fused_specs()))
 
 
+def hopper_list_sources(spec: ProblemSpec, config: Config) -> dict[str, KernelSource]:
+    """The Hopper kernels of a list, of which a plan loads the one for its extents."""
+    return {f"main {multiple}": lists.list_source(spec, config, multiple) for multiple in lists.multiples(spec)}
+
+
 def sources_of(spec: ProblemSpec, config: Config, capability: int = 90) -> dict[str, KernelSource]:
     """All kernels that problems of a spec may run with a config, by name."""
     if spec.fused is not None:
@@ -219,7 +224,7 @@ def sources_of(spec: ProblemSpec, config: Config, capability: int = 90) -> dict[
     if spec.quantised:
         return hopper_float8.float8_sources(spec, config)
     if spec.form == "per_group":
-        of_lists = lists.hopper_list_sources if config.kernel == "hopper" else lists.generic_list_sources
+        of_lists = hopper_list_sources if config.kernel == "hopper" else lists.generic_list_sources
         return of_lists(spec, config)
     of_packed = hopper.hopper_sources if config.kernel == "hopper" else generic.generic_sources
     return of_packed(spec, config)

@@ -12,7 +12,7 @@ import torch
 from multigemm.backends.cupy import BACKEND, choice, hopper, rules, small_list, support
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
-from multigemm.cuda.device import FITTED_PROCESSORS, usual_processors
+from multigemm.cuda.device import FITTED_PROCESSORS, first_gpu_processors
 from multigemm.errors import InvalidSetting
 from multigemm.problem.spec import OperandSpec, ProblemSpec
 from multigemm.testing import Limits
@@ -108,11 +108,11 @@ def test_rounds_are_those_of_the_gpu_that_is_there(monkeypatch: pytest.MonkeyPat
     """96 low tiles are one round on an H100, and on a GPU of 78 multiprocessors more than one."""
     problem, found = spec(**JAGGED_K, groups=12, total=4096, m=512, n=192), list[Config]()
     for count in (78, FITTED_PROCESSORS):
-        monkeypatch.setattr(rules, "usual_processors", lambda count=count: count)
+        monkeypatch.setattr(rules, "first_gpu_processors", lambda count=count: count)
         for kept in (choice.ranked, rules.layout_of):
             kept.cache_clear()
         found.append(choice.heuristic(problem))
-    assert usual_processors() == FITTED_PROCESSORS or torch.cuda.is_available()
+    assert first_gpu_processors() == FITTED_PROCESSORS or torch.cuda.is_available()
     assert found[1] == configs.SINGLE != found[0]
 
 

@@ -19,7 +19,6 @@ from multigemm.backends.triton.lists import (
     few_groups,
     few_slots,
     few_values,
-    hopper_list_sources,
     list_groups,
     map_slots,
     multiples,
@@ -29,6 +28,7 @@ from multigemm.planning.operands import Operands
 from multigemm.planning.staging import stage
 from multigemm.problem.spec import OperandSpec
 from tests.support.tile_walk import place
+from tests.support.triton_kernels import hopper_list_sources
 
 interpreted = pytest.mark.usefixtures("interpreter")
 SMALL = Config(block_m=16, block_n=16, block_k=16, warps=4, stages=1, programs=0, width=2)
